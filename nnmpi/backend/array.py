@@ -99,6 +99,11 @@ def zero(xp: Any, dtype: Any) -> Array | int:
     return _cached("zeros", (), dtype) if _is_numpy(xp) else 0
 
 
+def zeros(count: int, dtype: Any) -> Array:
+    """Return NumPy's zeros, (count,), read-only."""
+    return _cached("zeros", count, dtype)
+
+
 def _is_numpy(xp: Any) -> bool:
     return xp is np or xp.__name__ == "numpy"
 

@@ -25,6 +25,9 @@ from nnmpi.backend.array import Array, ones
 
 ROWS = 512  # in a block
 WIDE = 512  # elements of a row; NumPy is slower on shorter rows
+# NumPy copies an operand that is repeated for each row, unless a row fills its buffer of 8,192
+# elements: such rows take half the time of shorter ones.
+LONG = 8192
 
 
 def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:

@@ -10,12 +10,13 @@ from functools import partial
 from math import pi, sqrt
 from typing import Any
 
-from nnmpi.backend.array import Array, Dtype, zero
+from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
+from nnmpi.ops.planes import rectify, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
@@ -28,26 +29,20 @@ class Relu(Elementwise):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.maximum(x, zero(self.xp, x.dtype))
+        y: Array = self.xp.empty(x.shape, x.dtype)
+        rectify(self.xp, x, y)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
-        values, grads, to_x = (
-            xp.reshape(y, (y.size,)),
-            xp.reshape(grad, (y.size,)),
-            xp.empty((y.size,), y.dtype),
-        )
-        kernels, least = kernels_for(y, "relu_grad"), zero(xp, y.dtype)
+        grad, to_x = xp.ascontiguousarray(grad), xp.empty(y.shape, y.dtype)
+        kernels = kernels_for(y, "relu_grad")
         if kernels is not None:
-            kernels.relu_grad(xp.ascontiguousarray(grads), values, to_x)
-            return (to_x.reshape(y.shape),)
-        for part in row_blocks(values):
-            # 0 and 1 in the gradient's dtype: a product with booleans would convert them
-            block = xp.greater(values[part], least, out=to_x[part])
-            xp.multiply(grads[part], block, out=block)
-        return (to_x.reshape(y.shape),)
+            kernels.relu_grad(*(item.reshape(item.size) for item in (grad, y, to_x)))
+        else:
+            rectify_grad(xp, grad, y, to_x)
+        return (to_x,)
 
 
 class LeakyRelu(Elementwise):

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, zero
+from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.errors import ShapeError
+from nnmpi.ops.planes import rectify, rectify_grad
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, in_float32, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, uncut
@@ -113,14 +114,14 @@ class LinearFunction(Function):
             kernels = kernels_for(grad, self.kernel)
             if kernels is not None:
                 return getattr(kernels, self.kernel)(xp, grad, saved, to_bias)
-            grad = xp.multiply(grad, self.slope(saved))
+            grad = self.times_slope(grad, saved)
         if to_bias is not None:
             bias_grad(xp, grad, to_bias)
         return grad
 
-    def slope(self, saved: Array) -> Array:
-        """Return the derivative of the activation, given the array from `activate`."""
-        return saved
+    def times_slope(self, grad: Array, saved: Array) -> Array:
+        """Return the gradient times the activation's derivative; `saved` is from `activate`."""
+        return self.xp.multiply(grad, saved)
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
@@ -155,12 +156,14 @@ class LinearReluFunction(LinearFunction):
             return y
         if bias is not None:
             xp.add(y, bias, out=y)
-        xp.maximum(y, zero(xp, y.dtype), out=y)
+        rectify(xp, y, y)
         return y
 
-    def slope(self, saved: Array) -> Array:
-        """Return a mask of the positive results."""
-        return self.xp.greater(saved, zero(self.xp, saved.dtype))
+    def times_slope(self, grad: Array, saved: Array) -> Array:
+        """Return the gradient where the result is positive, 0 elsewhere."""
+        result = self.xp.empty(grad.shape, grad.dtype)
+        rectify_grad(self.xp, self.xp.ascontiguousarray(grad), saved, result)
+        return result
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:

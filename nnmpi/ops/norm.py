@@ -18,7 +18,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, Shape, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
-from nnmpi.backend.sums import WIDE, row_blocks, row_sum
+from nnmpi.backend.sums import LONG, WIDE, row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
@@ -43,8 +43,10 @@ class BatchNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, with the statistics of the batch.
 
     Images are read three times, in blocks that fit the cache: for the mean, for the squares, for
-    the result. After `forward`, `statistics` is (mean, variance with divisor n, n) of the global
-    batch; the caller deletes it. Backward, for the normalized x^ and the gradient g:
+    the result. NumPy keeps the differences from the mean, since backward would need a pass to
+    compute them again; compiled kernels keep x, since memory costs them more than arithmetic. After
+    `forward`, `statistics` is (mean, variance with divisor n, n) of the global batch; the caller
+    deletes it. Backward, for the normalized x^ and the gradient g:
 
         dx = scale / sqrt(variance + eps) * (g - mean(g) - x^ mean(g x^))      means over the batch
     """
@@ -57,79 +59,106 @@ class BatchNormFunction(Function):
         self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
-        xp, channels = self.xp, scale.size
-        rows = xp.reshape(x, (x.size // channels, channels))
-        mean, variance = xp.empty((channels,), x.dtype), xp.empty((channels,), x.dtype)
+        xp, channels, kernels = self.xp, scale.size, kernels_for(x, "norm")
+        rows = _widened(xp, x, channels, LONG if kernels is None else WIDE)
+        kept = xp.empty(rows.shape, x.dtype) if kernels is None else xp.ascontiguousarray(rows)
+        mean, variance, offset = (xp.empty((channels,), x.dtype) for _ in range(3))
         # an array: in a replay other ranks may have other numbers of rows
         n = xp.empty((), np.float64)
-        count = record_call(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
+        results = mean, variance, offset, n
+        count = record_call(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
-        inverse = xp.divide(
-            xp.sqrt(steady), steady
-        )  # NaN for infinity; 1 / sqrt would hide it as 0
-        wide, repeats = _widened(xp, rows)
-        y = xp.empty(wide.shape, x.dtype)
-        means, factors, shifts = (
-            repeated(xp, item, repeats) for item in (mean, xp.multiply(inverse, scale), shift)
-        )
-        kernels = kernels_for(wide, "norm")
+        # NaN for infinity; 1 / sqrt would hide it as 0
+        inverse = xp.divide(xp.sqrt(steady), steady)
+        factor, y = xp.multiply(inverse, scale), xp.empty(rows.shape, x.dtype)
         if kernels is not None:
-            kernels.norm(xp.ascontiguousarray(wide), means, factors, shifts, y)
-        for part in row_blocks(wide) if kernels is None else ():
-            block = xp.subtract(wide[part], means, out=y[part])
-            xp.add(xp.multiply(block, factors, out=block), shifts, out=block)
-        self.saved = (wide, mean, inverse, scale, n)
+            kernels.norm(kept, *_repeated(xp, rows, offset, factor, shift), y)
+        else:
+            shift = xp.subtract(shift, xp.multiply(offset, factor))
+            factors, shifts = _repeated(xp, rows, factor, shift)
+            for part in row_blocks(rows):
+                block = xp.multiply(kept[part], factors, out=y[part])
+                xp.add(block, shifts, out=block)
+        self.saved = (kept, offset, inverse, scale, n, kernels)
         return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
-        (x, mean, inverse, scale, n), xp = self.saved, self.xp
-        channels, repeats = scale.size, x.shape[1] // scale.size
-        rows, means, blocks = xp.reshape(grad, x.shape), repeated(xp, mean, repeats), row_blocks(x)
+        (kept, offset, inverse, scale, n, kernels), xp = self.saved, self.xp
+        rows = xp.ascontiguousarray(xp.reshape(grad, kept.shape))
         to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
-        _sum_products(xp, x, means, rows, to_scale)
+        if kernels is not None:
+            _sum_by_kernels(xp, kernels, kept, offset, rows, to_scale)
+            _sum_blocks(xp, rows, lambda part, _: (rows[part],), to_shift)
+        else:
+            _sum_blocks(
+                xp,
+                rows,
+                lambda part, out: (rows[part], xp.multiply(kept[part], rows[part], out=out)),
+                to_shift,
+                to_scale,
+            )
+            xp.subtract(to_scale, xp.multiply(to_shift, offset), out=to_scale)
         xp.multiply(to_scale, inverse, out=to_scale)
-        _sum_rows(xp, rows, to_shift)
         to_x = None
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
             if self.all_reduce is not None:
                 record_call(_all_reduce, self.all_reduce, sums)
             xp.divide(sums, n, out=sums)
-            slopes = xp.multiply(sums[channels:], inverse)
-            factors = xp.multiply(scale, inverse)
-            slopes, means_grad, factors = (
-                repeated(xp, item, repeats) for item in (slopes, sums[:channels], factors)
-            )
-            to_x, kernels = xp.empty(x.shape, x.dtype), kernels_for(x, "norm_grad")
+            center, slope = sums[: scale.size], xp.multiply(sums[scale.size :], inverse)
+            factor, to_x = xp.multiply(scale, inverse), xp.empty(kept.shape, kept.dtype)
             if kernels is not None:
-                x, rows = xp.ascontiguousarray(x), xp.ascontiguousarray(rows)
-                kernels.norm_grad(x, means, rows, slopes, means_grad, factors, to_x)
-            for part in blocks if kernels is None else ():
-                block = xp.subtract(x[part], means, out=to_x[part])
-                xp.subtract(rows[part], xp.multiply(block, slopes, out=block), out=block)
-                xp.multiply(xp.subtract(block, means_grad, out=block), factors, out=block)
+                offsets, *operands = _repeated(xp, kept, offset, slope, center, factor)
+                kernels.norm_grad(kept, offsets, rows, *operands, to_x)
+            else:
+                center = xp.subtract(center, xp.multiply(offset, slope))
+                slopes, centers, factors = _repeated(xp, kept, slope, center, factor)
+                for part in row_blocks(kept):
+                    block = xp.multiply(kept[part], slopes, out=to_x[part])
+                    xp.subtract(rows[part], xp.add(block, centers, out=block), out=block)
+                    xp.multiply(block, factors, out=block)
             to_x = to_x.reshape(grad.shape)
         return to_x, to_scale if self.needs[1] else None, to_shift if self.needs[2] else None
 
 
 def _measure(
     rows: Array,
-    mean: Array,
-    variance: Array,
-    n: Array,
+    kept: Array,
+    results: tuple[Array, Array, Array, Array],
+    kernels: Any,
     all_reduce: AllReduce | None,
     observe: Observe | None,
 ) -> Count:
-    """Write each channel's mean and variance, and to `n` the number of rows, at least 1.
+    """Write the batch's statistics, and without kernels the differences from this rank's mean.
 
-    Return the number itself, which may be 0.
+    Args:
+        rows: (count, repeats * channels).
+        kept: like rows, for the differences; x itself with kernels.
+        results: the mean and the variance; the number to subtract from `kept` before x^ is
+            computed, (channels,) each; the number of elements per channel, at least 1.
+        kernels: the compiled kernels in use, or None.
+        all_reduce, observe: see `batch_norm`.
+
+    Returns:
+        The number of elements per channel, which may be 0.
     """
-    xp, local = namespace(rows), len(rows)
-    wide, repeats = _widened(xp, rows)
-    _sum_rows(xp, wide, mean)
+    (mean, variance, offset, n), xp = results, namespace(rows)
+    local = rows.size // mean.size
+    _sum_blocks(xp, rows, lambda part, _: (rows[part],), mean)
     mean /= max(local, 1)
-    _sum_products(xp, wide, repeated(xp, mean, repeats), None, variance)
+    if kernels is not None:
+        offset[...] = mean
+        _sum_by_kernels(xp, kernels, kept, offset, None, variance)
+    else:
+        offset[...] = 0
+        (means,) = _repeated(xp, rows, mean)
+
+        def squares(part: slice, out: Array) -> tuple[Array]:
+            block = xp.subtract(rows[part], means, out=kept[part])
+            return (xp.multiply(block, block, out=out),)
+
+        _sum_blocks(xp, rows, squares, variance)
     count: Count = local
     if all_reduce is None:
         variance /= max(local, 1)
@@ -140,6 +169,7 @@ def _measure(
         wide_mean = total[1:] / at_least_one(count)
         variance[...] = all_reduce(variance + local * (ours - wide_mean) ** 2) / at_least_one(count)
         mean[...] = wide_mean
+        offset += wide_mean - ours
     n[...] = at_least_one(count)
     if observe is not None:
         observe(mean, variance, count)
@@ -150,44 +180,58 @@ def _all_reduce(all_reduce: AllReduce, sums: Array) -> None:
     sums[...] = all_reduce(sums.astype(np.float64))
 
 
-def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
-    """Return rows (count, c) reshaped to (count / m, m c), and m.
+def _widened(xp: Any, x: Array, channels: int, width: int) -> Array:
+    """Return x (..., channels) reshaped to (count / m, m channels), rows of at most `width`.
 
     NumPy is slow on short rows.
     """
-    count, channels = rows.shape
-    most = max(1, WIDE // channels) if type(rows) is np.ndarray else 1
+    count = x.size // channels
+    most = max(1, width // channels) if type(x) is np.ndarray else 1
     repeats = next(m for m in range(most, 0, -1) if count % m == 0)
-    return xp.reshape(rows, (count // repeats, repeats * channels)), repeats
+    return xp.reshape(x, (count // repeats, repeats * channels))
 
 
-def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
-    parts = xp.empty((1, wide.shape[1]), wide.dtype)
-    bias_grad(xp, wide, parts[0])
-    _fold(xp, parts, out)
+def _repeated(xp: Any, rows: Array, *values: Array) -> list[Array]:
+    """Return values (channels,) as operands of rows (count, repeats * channels)."""
+    return [repeated(xp, item, rows.shape[1] // item.size) for item in values]
 
 
-def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out: Array) -> None:
-    """Write each channel's sum of (wide - means) * factors, or without factors of the squares."""
-    blocks, kernels = row_blocks(wide), kernels_for(wide, "norm_products")
-    if kernels is not None:
-        parts = xp.empty((1, wide.shape[1]), wide.dtype)
-        wide, g = (
-            xp.ascontiguousarray(item) for item in (wide, wide if factors is None else factors)
-        )
-        kernels.norm_products(
-            wide, means, g, means if factors is None else xp.zeros_like(means), parts[0]
-        )
-        _fold(xp, parts, out)
-        return
-    scratch, parts = (
-        xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks))
+def _sum_blocks(
+    xp: Any, rows: Array, terms: Callable[[slice, Array], tuple[Array, ...]], *outs: Array
+) -> None:
+    """Write each channel's sums of some terms, accumulated over blocks in float64.
+
+    Args:
+        xp: the array library, or a recorder's stand-in for it.
+        rows: (count, repeats * channels).
+        terms: called with a slice of the rows and a scratch array like these rows; returns an array
+            like it for each of `outs`.
+        outs: (channels,).
+    """
+    blocks, channels = row_blocks(rows), outs[0].size
+    repeats = rows.shape[1] // channels
+    # rows short enough that a sum is of many of them, which is a faster product
+    width = channels * max(
+        m for m in range(1, repeats + 1) if repeats % m == 0 and (m * channels <= WIDE or m == 1)
     )
+    scratch = xp.empty((blocks[0].stop, rows.shape[1]), rows.dtype)
+    parts = [xp.empty((len(blocks), width), rows.dtype) for _ in outs]
     for i, part in enumerate(blocks):
-        block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])
-        bias_grad(
-            xp, xp.multiply(block, block if factors is None else factors[part], out=block), parts[i]
-        )
+        for sums, term in zip(parts, terms(part, scratch[: part.stop - part.start]), strict=True):
+            bias_grad(xp, xp.reshape(term, (term.size // width, width)), sums[i])
+    for sums, out in zip(parts, outs, strict=True):
+        _fold(xp, sums, out)
+
+
+def _sum_by_kernels(
+    xp: Any, kernels: Any, kept: Array, offset: Array, factors: Array | None, out: Array
+) -> None:
+    """Write each channel's sum of (kept - offset) * factors, or without factors of the squares."""
+    (offsets,), parts = _repeated(xp, kept, offset), xp.empty((1, kept.shape[1]), kept.dtype)
+    if factors is None:
+        kernels.norm_products(kept, offsets, kept, offsets, parts[0])
+    else:
+        kernels.norm_products(kept, offsets, factors, xp.zeros_like(offsets), parts[0])
     _fold(xp, parts, out)
 
 

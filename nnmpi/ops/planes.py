@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, zero, zeros
+from nnmpi.backend.sums import row_blocks
 
 
 class Planes:
@@ -77,7 +78,7 @@ class Planes:
         xp = self._xp
         if bias is not None:
             xp.add(h, bias[: len(h)], out=h)
-        xp.maximum(h, 0, out=h)
+        rectify(xp, h, h)
         if winner is not None:
             mask = self._masks[: len(h)]
             xp.greater(h, 0, out=mask)
@@ -98,6 +99,29 @@ class Planes:
         xp.equal(winner, self._numbers, out=masks)
         xp.copyto(out, masks)  # first: NumPy converts a product of bool and float in small pieces
         xp.multiply(out, grad, out=out)
+
+
+def rectify(xp: Any, x: Array, out: Array) -> None:
+    """Write max(x, 0) to `out`, like x and contiguous; it may be x itself."""
+    if type(out) is not np.ndarray or not x.flags.c_contiguous:
+        xp.maximum(x, zero(xp, x.dtype), out=out)
+        return
+    # NumPy has vector instructions for the maximum of two arrays, but not of an array and a number
+    flat, result = x.reshape(x.size), out.reshape(x.size)
+    for part in row_blocks(flat):
+        xp.maximum(flat[part], zeros(len(flat[part]), x.dtype), out=result[part])
+
+
+def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
+    """Write the gradient of x for y = max(x, 0) to `out`; all contiguous, of one shape."""
+    grads, values, result = (item.reshape(item.size) for item in (grad, y, out))
+    mask: Array = xp.empty((row_blocks(values)[0].stop,), bool)
+    for part in row_blocks(values):
+        positive = mask[: len(values[part])]
+        xp.greater(values[part], zero(xp, y.dtype), out=positive)
+        # first: NumPy converts a product of bool and float in small pieces
+        xp.copyto(result[part], positive)
+        xp.multiply(result[part], grads[part], out=result[part])
 
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:

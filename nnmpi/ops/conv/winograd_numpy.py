@@ -45,7 +45,7 @@ from nnmpi.backend.sums import WIDE
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients, flattened
 from nnmpi.ops.conv.im2col import ProductSum
-from nnmpi.ops.planes import Planes, repeated
+from nnmpi.ops.planes import Planes, rectify, repeated
 
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.
@@ -131,7 +131,7 @@ class WinogradNumpy(Algorithm):
             if biases is not None:
                 xp.add(flat, biases[: len(flat)], out=flat)
             if spec.relu:
-                xp.maximum(flat, 0, out=flat)
+                rectify(xp, flat, flat)
                 if part is not None:
                     xp.greater(flat, 0, out=part)
             xp.copyto(tiles.pixels(whole_pixels(y[images])), whole_pixels(tiles.results))
