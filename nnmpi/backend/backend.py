@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.array import Array, Shape, zeros
 from nnmpi.backend.memory import MemoryUse, host_memory
 from nnmpi.errors import DeviceError
 
@@ -52,7 +52,7 @@ class Backend:
 
     def zeros(self, shape: int | Shape, dtype: Any) -> Array:
         """Return a new C-contiguous array of zeros on this device."""
-        return self.xp.zeros(shape, dtype=dtype)
+        return zeros(self.xp, shape, dtype)
 
     def memory(self) -> MemoryUse:
         """Return the memory in use and its limit."""

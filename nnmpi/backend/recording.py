@@ -35,7 +35,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
+from nnmpi.backend.array import LINE_BYTES, Array, Dtype, Shape, empty, is_array, namespace
 from nnmpi.errors import UsageError
 
 Call = Callable[[], object]
@@ -337,7 +337,6 @@ def _bound(
 
 
 LEAST_BYTES = 1024  # smaller results are allocated outside the pool
-LINE_BYTES = 64  # of the cache
 # mapped memory begins at a page; small chunks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024
 
@@ -481,6 +480,4 @@ def _aligned(count_bytes: int) -> Array:
         return np.frombuffer(
             mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
         )
-    full = np.empty(count_bytes + LINE_BYTES, np.uint8)
-    skip = -full.ctypes.data % LINE_BYTES
-    return full[skip : skip + count_bytes]
+    return empty(np, (count_bytes,), np.uint8)

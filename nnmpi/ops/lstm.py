@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.gemm import gemm
+from nnmpi.backend.array import Array, Shape, empty, namespace
+from nnmpi.backend.gemm import copied_strips, gemm, multiply_strips
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
@@ -136,15 +136,20 @@ class LSTMFunction(Function):
         zeros = xp.zeros((batch, features), x.dtype)
         first_h, first_c = (zeros if state is None else packing.sort(state) for state in (h, c))
         rows, halved = packing.pack(xp, x), _halves(xp, recurrent)
-        gates = gemm(xp, rows, xp.multiply(weight, halved))
+        gates = empty(xp, (len(rows), 4 * features), x.dtype)
+        gemm(xp, rows, xp.multiply(weight, halved), out=gates)
         xp.add(gates, xp.multiply(bias, halved), out=gates)
         matrix = xp.multiply(recurrent, halved)
+        strips = copied_strips(matrix, batch)
         h, c = first_h.copy(), first_c.copy()
-        hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
-        scratch = xp.empty((batch, 4 * features), c.dtype)
+        hidden, cells = (empty(xp, (len(gates), features), c.dtype) for _ in range(2))
+        scratch = empty(xp, (batch, 4 * features), c.dtype)
         for here, n, _ in steps(packing.sizes, self.reverse):
             product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-            gemm(xp, h[:n], matrix, out=product)
+            if strips is None:
+                gemm(xp, h[:n], matrix, out=product)
+            else:
+                multiply_strips(h[:n], strips, product)
             _step(xp, gates[here], product, c[:n], new_c, new_h)
             h[:n], c[:n] = new_h, new_c
         if True in self.needs:
@@ -167,7 +172,7 @@ class LSTMFunction(Function):
         to_h, to_c = ends
         to_hidden = packing.pack(xp, grad[:, :time])
         to_gates, before_c, before_h = (
-            xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden)
+            empty(xp, like.shape, like.dtype) for like in (gates, to_c, hidden)
         )
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], before_c[:n]

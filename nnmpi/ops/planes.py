@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, zero, zeros
+from nnmpi.backend.array import Array, zero
 from nnmpi.backend.sums import row_blocks
 
 
@@ -109,7 +109,7 @@ def rectify(xp: Any, x: Array, out: Array) -> None:
     # NumPy has vector instructions for the maximum of two arrays, but not of an array and a number
     flat, result = x.reshape(x.size), out.reshape(x.size)
     for part in row_blocks(flat):
-        xp.maximum(flat[part], zeros(len(flat[part]), x.dtype), out=result[part])
+        xp.maximum(flat[part], zero(xp, x.dtype, flat[part].shape), out=result[part])
 
 
 def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
@@ -298,7 +298,7 @@ class Optimizer(ABC):
     def _zeros_like(self, data: Array) -> Array:
         store = self.storage.state_store
         if store is None:
-            return namespace(data).zeros(data.shape, data.dtype)
+            return zeros(namespace(data), data.shape, data.dtype)
         return store.zeros(data.size, data.dtype).reshape(data.shape)
 
     def slots(self) -> dict[str, list[Array]]:

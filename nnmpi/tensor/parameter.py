@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, namespace
+from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
@@ -154,9 +154,9 @@ def _rebuild(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "Fla
     values = {parameter.name: parameter.data for parameter in parameters}
     if any(parameter.buffer is not None for parameter in parameters):
         raise GraphError("copy a storage with its parameters: copy.deepcopy(model), or load_state")
-    zeros = namespace(next(iter(values.values()), np.zeros(0))).zeros
+    xp = namespace(next(iter(values.values()), np.zeros(0)))
     by_name = {parameter.name: parameter for parameter in parameters}
-    return FlatStorage(by_name, values, zeros, lambda name, _: groups[name])
+    return FlatStorage(by_name, values, partial(zeros, xp), lambda name, _: groups[name])
 
 
 @dataclass(frozen=True)

@@ -121,17 +121,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     # bias, no gradient of a bias is wrong.
     exact = spec.relu or bias is not None
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
-        tiled = (
-            plain
-            and not exact
-            and not h % 4
-            and not w % 4
-            and min(n, h, w) > 0
-            and type(x.data) is np.ndarray
-        )
-        # as many channels as for tiles of 2 x 2: fewer have not been measured
-        tiled = tiled and c >= FEW_CHANNELS[2] and (compiled is None or x.dtype != FLOAT32)
-        return None if spec.relu else WinogradNumpy(spec, 4) if tiled else Depthwise(spec)
+        return None if spec.relu else Depthwise(spec)
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
     plain = plain and spec.groups == 1

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, ones
-from nnmpi.backend.sums import WIDE
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients, flattened
 from nnmpi.ops.conv.im2col import ProductSum
@@ -93,7 +92,7 @@ class WinogradNumpy(Algorithm):
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. Saved per image, in the
     order of the tiles: with ReLU the elements that it passed (bool), with pooling the winners
-    (uint8). A depthwise convolution, weight (3, 3, 1, c), multiplies places elementwise.
+    (uint8).
 
     Args:
         spec: the convolution.
@@ -141,7 +140,7 @@ class WinogradNumpy(Algorithm):
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
     ) -> None:
         grad = xp.ascontiguousarray(grad)
-        turned = weight if self.spec.groups > 1 else xp.ascontiguousarray(weight.swapaxes(2, 3))
+        turned = xp.ascontiguousarray(weight.swapaxes(2, 3))
         kernel = None if out.x is None else self._kernel(xp, turned)
         to_kernel = ProductSum(
             xp, xp.empty((len(self._transforms.g), *weight.shape[2:]), weight.dtype)
@@ -162,7 +161,7 @@ class WinogradNumpy(Algorithm):
                 to_bias.add(ones(xp, len(sums), sums.dtype), sums)
             if out.weight is not None:
                 tiles.load(x[images])
-                to_kernel.add(*tiles.kernel_gradient(self.spec.groups > 1))
+                to_kernel.add(*tiles.kernel_gradient())
             if out.x is not None and kernel is not None:
                 tiles.input_gradient(kernel, out.x[images])
         if out.weight is not None:
@@ -265,7 +264,7 @@ class Tiles:
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
-        self._products(self._patches, kernel, self._places)
+        self._xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
         self._both_ways(self._matrices[1], self._places, self.results)
 
     def spread(self) -> Array:
@@ -281,39 +280,19 @@ class Tiles:
         xp.matmul(matrix, x.reshape(k, k * size), out=half.reshape(n, k * size))
         xp.matmul(matrix, half, out=out.reshape(n, n, size))
 
-    def _products(self, x: Array, kernel: Array, out: Array) -> None:
-        """Write the products of places and kernel: of matrices, or elementwise if depthwise."""
-        xp, pixels, c = self._xp, _in_rows(out), out.shape[-1]
-        if kernel.shape[1:] != (1, c):
-            xp.matmul(_stacked(x), kernel, out=_stacked(out))
-            return
-        wide: Array = xp.empty((len(pixels), 1, pixels.shape[2]), out.dtype)
-        xp.copyto(wide.reshape(len(wide), pixels.shape[2] // c, c), kernel)
-        xp.multiply(_in_rows(x), wide, out=pixels)
-
-    def kernel_gradient(self, alone: bool) -> tuple[Array, Array]:
-        """Return two arrays whose product is the loaded images' part of the kernel gradient.
-
-        Args:
-            alone: whether channels do not mix; then the loaded images are overwritten.
-        """
-        if not alone:
-            return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
-        xp, v, c = self._xp, _in_rows(self._patches), self._patches.shape[-1]
-        xp.multiply(v, _in_rows(self._places), out=v)
-        sums = xp.matmul(ones(xp, v.shape[1], v.dtype)[None], v)
-        sums = sums.reshape(len(v), v.shape[2] // c, c)
-        return ones(xp, sums.shape[1], v.dtype)[None, None], sums
+    def kernel_gradient(self) -> tuple[Array, Array]:
+        """Return two arrays whose product is the loaded images' part of the kernel gradient."""
+        return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
 
     def input_gradient(self, kernel: Array, out: Array) -> None:
         """Write the input gradient, B dv B^T, to out (count, h, w, c); overwrite the loaded images.
 
         Args:
-            kernel: (places, o, c), of the transposed kernels; or (places, 1, c).
+            kernel: (places, o, c), of the transposed kernels.
         """
         xp, v, back, side = self._xp, self._patches, self._back, self._side
         four, _, rows, columns, count, c = v.shape
-        self._products(self._places, kernel, v)
+        xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
         size = rows * columns * count * c
         xp.matmul(
             self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size)
@@ -335,13 +314,6 @@ class Tiles:
 def _stacked(places: Array) -> Array:
     four, _, rows, columns, count, c = places.shape
     return places.reshape(four * four, rows * columns * count, c)
-
-
-def _in_rows(places: Array) -> Array:
-    """Return places as (four four, n, width): NumPy needs long rows to be fast."""
-    four, _, rows, columns, count, c = places.shape
-    width = count * c if count * c >= WIDE else columns * count * c
-    return places.reshape(four * four, places[0, 0].size // width, width)
 
 
 def whole_pixels(images: Array) -> Array:
