@@ -1,13 +1,12 @@
 """Normalization layers: over the batch and over the features."""
 
 from collections.abc import Callable
-from math import prod
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
-from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, layer_norm
+from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -200,8 +199,4 @@ class GroupNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
         _check_features("GroupNorm", x, self.weight)
-        item, pixels = x.shape[-1] // self.num_groups, prod(x.shape[1:-1])
-        groups = x.reshape(len(x), pixels, self.num_groups, item)
-        centred = groups - groups.mean((1, 3), keepdims=True)
-        variance = (centred * centred).mean((1, 3), keepdims=True)
-        return (centred / (variance + self.eps).sqrt()).reshape(x.shape) * self.weight + self.bias
+        return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, Shape, namespace
+from nnmpi.backend.array import Array, Residuals, Shape, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import LONG, WIDE, row_blocks, row_sum
@@ -24,7 +24,7 @@ from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import Placement, aligned, uncut
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
@@ -360,6 +360,141 @@ class LayerNormFunction(Function):
                 xp.subtract(xp.multiply(block, scale, out=result), both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
                 xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
+
+
+class GroupNormFunction(Function):
+    """(x - mean) / sqrt(variance + eps) * scale + shift, over each image's groups of channels.
+
+    Images are taken in blocks that stay in the cache through all passes. Sums over pixels are
+    products with ones, a number for each channel; a group's channels are then added. Backward, for
+    the normalized x^ and h = scale times the gradient:
+
+        dx = (h - mean(h) - x^ mean(h x^)) / sqrt(variance + eps)         means over the group
+
+    Args:
+        count: channels of a group.
+        eps: added to the variance.
+    """
+
+    __slots__ = ("count", "eps")
+
+    replayable = True
+
+    def __init__(self, count: int, eps: float) -> None:
+        self.count, self.eps = count, eps
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the input's placement; refuse a part of an image or of a group."""
+        x, *parameters = inputs
+        refuse_parts(self, *parameters, why="needs a whole scale and shift")
+        uncut(self, x, range(1, x.ndim - 1), "takes the mean over whole images")
+        placement, ranks = aligned(self, inputs, scatters=True), x.shard.group.size
+        widths = {placement.width(ranks, rank) for rank in range(ranks)}
+        if x.shard.axis and (placement.repeats != 1 or any(n % self.count for n in widths)):
+            raise x.shard.refuse(self, "takes the mean over whole groups of channels")
+        return placement
+
+    def forward(self, x: Array, scale: Array, shift: Array) -> Array:
+        xp, n, channels = self.xp, len(x), scale.size
+        pixels = x.size // max(1, n * channels)
+        most = max(1, LONG // channels) if type(x) is np.ndarray else 1
+        repeats = next((m for m in range(most, 0, -1) if pixels % m == 0), 1)
+        images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
+        kept, y = (xp.empty(images.shape, x.dtype) for _ in range(2))
+        inverse: Array = xp.empty((n, channels), x.dtype)
+        scratch = self._scratch(images)
+        for part in row_blocks(images):
+            mean = self._means(self._sums(images[part], channels), pixels)
+            block = xp.subtract(images[part], self._wide(mean, images), out=kept[part])
+            squares = xp.multiply(block, block, out=scratch[: len(block)])
+            steady = xp.add(self._means(self._sums(squares, channels), pixels), self.eps)
+            # NaN for infinity; 1 / sqrt would hide it as 0
+            xp.divide(xp.sqrt(steady), steady, out=inverse[part])
+            factors = self._wide(xp.multiply(inverse[part], scale), images)
+            xp.multiply(block, factors, out=y[part])
+            xp.add(y[part], self._wide(shift, images), out=y[part])
+        self.saved = (kept, inverse, scale, pixels)
+        return y.reshape(x.shape)
+
+    def backward(self, grad: Array) -> Grads:
+        (kept, inverse, scale, pixels), xp = self.saved, self.xp
+        given = xp.reshape(grad, kept.shape)
+        to_x, scratch = xp.empty(kept.shape, grad.dtype), self._scratch(kept)
+        sums, products = (xp.empty(inverse.shape, grad.dtype) for _ in range(2))
+        for part in row_blocks(kept):
+            block, place, inner = given[part], scratch[: len(given[part])], inverse[part]
+            xp.copyto(sums[part], self._sums(block, scale.size))
+            xp.multiply(block, kept[part], out=place)
+            xp.multiply(self._sums(place, scale.size), inner, out=products[part])
+            if self.needs[0]:
+                means, slopes = (
+                    xp.multiply(self._means(xp.multiply(item[part], scale), pixels), inner)
+                    for item in (sums, products)
+                )
+                slopes = self._wide(xp.multiply(slopes, inner), kept)
+                result = xp.multiply(kept[part], slopes, out=to_x[part])
+                xp.add(result, self._wide(means, kept), out=result)
+                xp.multiply(block, self._wide(xp.multiply(inner, scale), kept), out=place)
+                xp.subtract(place, result, out=result)
+        to_scale, to_shift = (
+            row_sum(xp, item, out=place_for(self, i, scale.shape, scale.dtype))
+            for i, item in ((1, products), (2, sums))
+        )
+        return (
+            to_x.reshape(grad.shape) if self.needs[0] else None,
+            to_scale if self.needs[1] else None,
+            to_shift if self.needs[2] else None,
+        )
+
+    def _scratch(self, images: Array) -> Array:
+        result: Array = self.xp.empty(images[row_blocks(images)[0]].shape, images.dtype)
+        return result
+
+    def _sums(self, images: Array, channels: int) -> Array:
+        """Return each channel's sum, (block, channels), of images (block, rows, repeats channels)."""
+        xp, (n, rows, width) = self.xp, images.shape
+        sums: Array = xp.empty((n, 1, width), images.dtype)
+        xp.matmul(ones(xp, rows, images.dtype)[None], images, out=sums)
+        parts = sums.reshape(n, width // channels, channels)
+        result: Array = xp.add.reduce(parts, axis=1, dtype=np.float64)
+        return result
+
+    def _means(self, sums: Array, pixels: int) -> Array:
+        """Return each channel's mean over its group, (block, channels), of sums over pixels."""
+        xp, (n, channels) = self.xp, sums.shape
+        groups = sums.reshape(n, channels // self.count, self.count)
+        totals = xp.add.reduce(groups, axis=2, keepdims=True)
+        result: Array = xp.empty(groups.shape, np.float64)
+        xp.copyto(result, xp.divide(totals, max(1, pixels * self.count)))
+        return result.reshape(n, channels)
+
+    def _wide(self, values: Array, images: Array) -> Array:
+        """Return values (block, channels) or (channels,) as operands of images."""
+        xp, channels = self.xp, values.shape[-1]
+        rows = values.reshape(values.size // channels, 1, channels)
+        result: Array = xp.empty((len(rows), images.shape[2] // channels, channels), images.dtype)
+        xp.copyto(result, rows, casting="unsafe")
+        return result.reshape(len(rows), 1, images.shape[2])
+
+
+def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+    """Normalize each group of channels of each image (Wu and He, 2018).
+
+    Args:
+        x: (batch, ..., channels).
+        scale, shift: (channels,).
+        groups: divides the channels.
+        eps: added to the variance.
+
+    Raises:
+        ShapeError: when scale or shift do not fit x, or the groups do not divide the channels.
+        DtypeError: when x, scale and shift differ in dtype.
+    """
+    _check("group_norm", x, scale, shift, x.shape[-1:])
+    if x.ndim < 2 or scale.size % groups:
+        raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
+    function = GroupNormFunction(scale.size // groups, float(eps))
+    return in_float32(function, require_floating("group_norm", x), scale, shift)
 
 
 def batch_norm(
