@@ -21,6 +21,9 @@ from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
+FEW = 16  # the fewest rows of a piece, and their divisor
+STRIPED = 64  # the most rows for strips of a transposed matrix
+MOST_SUMS = 4096  # elements of a result that is added up of pieces
 
 
 def gemm(
@@ -64,15 +67,17 @@ def gemm(
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
         record_call(products.multiply, a, b, out, add, precision() == "tf32")
         return out
-    if a.ndim == b.ndim == 2 and b.dtype == np.float32 == a.dtype and not add:
-        rows = b.flags.c_contiguous
-        width = _strip_width(*a.shape, b.shape[1], rows) if rows or b.flags.f_contiguous else 0
-        if width and a.shape[1] == b.shape[0] and has_small_products():
+    if b.ndim == 2 and b.dtype == np.float32 == a.dtype and a.shape[-1] == b.shape[0]:
+        plan = _plan(a.shape[:-2], *a.shape[-2:], b.shape[1], _in_rows(a), _in_rows(b))
+        fits = out is None or (out.dtype == a.dtype and _in_rows(out) is True)
+        if plan is not None and fits and has_small_products():
+            by, size = plan
+            if add and by is not _by_depth:
+                return xp.add(out, gemm(xp, a, b), out=out)
             if out is None:
-                out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
-            if out.flags.c_contiguous and out.dtype == a.dtype:
-                record_call(_by_strips, a, b, out, width)
-                return out
+                out = xp.empty((*a.shape[:-1], b.shape[1]), a.dtype)
+            record_call(by, a, b, out, size, *[add] * (by is _by_depth))
+            return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
@@ -90,11 +95,48 @@ def gemm(
 
 
 def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
-    """Write a @ b to `out`, by products with strips of b so narrow that OpenBLAS copies nothing."""
+    """Write a @ b to `out`, by products with strips of b."""
     end = b.shape[1] // width * width
     multiply_strips(a, _strips(b[:, :end], width), out[:, :end])
     if end < b.shape[1]:
         multiply_strips(a, b[None, :, end:], out[:, end:])
+
+
+def _by_rows(a: Array, b: Array, out: Array, count: int) -> None:
+    """Write a @ b to `out`, (..., m, n), by products of `count` rows of a, row-major."""
+    *lead, m, k = a.shape
+    full, b = m // count, np.ascontiguousarray(b)
+    end = full * count
+    with np.errstate(all="ignore"):  # matmul warns of unused lanes, see `gemm`
+        blocks = a[..., :end, :].reshape(*lead, full, count, k)
+        np.matmul(blocks, b, out=out[..., :end, :].reshape(*lead, full, count, b.shape[1]))
+        if end < m:
+            np.matmul(a[..., end:, :], b, out=out[..., end:, :])
+
+
+def _by_depth(a: Array, b: Array, out: Array, count: int, add: bool) -> None:
+    """Write a @ b to `out`, or add it, by products of `count` columns of a, column-major."""
+    (m, k), n = a.shape, b.shape[1]
+    full = k // count
+    end, parts = full * count, empty(np, (-(-k // count), m, n), out.dtype)
+    with np.errstate(all="ignore"):
+        left = a[:, :end].T.reshape(full, count, m).swapaxes(1, 2)
+        np.matmul(left, b[:end].reshape(full, count, n), out=parts[:full])
+        if end < k:
+            np.matmul(a[:, end:], b[end:], out=parts[full])
+    if add:
+        np.add(out, np.add.reduce(parts, axis=0), out=out)
+    else:
+        np.add.reduce(parts, axis=0, out=out)
+
+
+def _in_rows(x: Array) -> bool | None:
+    """True for a row-major matrix or stack, False for a column-major matrix, None for others."""
+    rows, columns = x.strides[-2:]
+    n, m = x.shape[-2:]
+    if columns == x.itemsize and rows >= m * x.itemsize:
+        return True
+    return False if x.ndim == 2 and rows == x.itemsize and columns >= n * x.itemsize else None
 
 
 def _strips(b: Array, width: int) -> Array:
@@ -131,30 +173,52 @@ def copied_strips(b: Array, rows: int) -> Array | None:
 
 
 @lru_cache(1024)
-def _strip_width(m: int, k: int, n: int, in_rows: bool) -> int:
-    """Return the width at which strips are faster than one product; 0 if no width is.
+def _plan(
+    lead: Shape, m: int, k: int, n: int, a_rows: bool | None, b_rows: bool | None
+) -> tuple[Any, int] | None:
+    """Return the function that divides a product, and the size of the pieces; None if none does.
 
     OpenBLAS's code for AVX-512 copies both matrices before it multiplies, unless a product has at
-    most 10^6 multiplications. With few rows the copies take most of the time: one thread of a Zen 4
-    core reached 64 GF/s for (32, 256) x (256, 1024), and 105 with strips of 64. On that core these
-    rules choose strips for 423 of 543 shapes of up to 256 rows: the median product becomes 1.6
-    times as fast, the worst 0.95 times. A Xeon (Emerald Rapids) gains only for a transposed b: 50
-    GF/s without strips, 86 with them. For a row-major b it reads strips no faster than it copies
-    b: 78 GF/s without strips, 72 with them.
+    most 10^6 multiplications. Where the copies take much of the time, small products are faster:
+
+        few rows              strips of b's columns
+        many rows, small b    blocks of a's rows
+        small result, deep    blocks of a's columns and b's rows, whose products are added up
+
+    One thread of a Zen 4 core reached 64 GF/s for (32, 256) x (256, 1024), and 105 with strips of
+    64. On that core the rules for strips choose them for 423 of 543 shapes of up to 256 rows: the
+    median product becomes 1.6 times as fast, the worst 0.95 times. A Xeon (Emerald Rapids) gains
+    only for a transposed b: 50 GF/s without strips, 86 with them. For a row-major b it reads strips
+    no faster than it copies b: 78 GF/s without strips, 72 with them. A Xeon (Granite Rapids)
+    reaches, for (2048, 32) x (32, 64), 104 GF/s at once and 182 by rows; for the gradient of that
+    weight, 102 at once and 168 by depth; for (2048, 128) x (128, 128), 134 and 150.
 
     Args:
+        lead: of a (..., m, k).
         m, k, n: of (m, k) x (k, n).
-        in_rows: True for a row-major b, False for a transposed one.
+        a_rows, b_rows: the matrices' order, see `_in_rows`.
     """
-    if m < 2 or m * k * n < 2**20:
-        return 0
+    if m * k * n <= SMALL or m < 2 or a_rows is None or b_rows is None:
+        return None
+    if not lead and m * n <= MOST_SUMS and not a_rows and b_rows and n > 1:
+        return _by_depth, _even(k, SMALL // (m * n))
+    # a transposed b is copied to rows first
+    fits = b_rows or (m >= FEW * STRIPED and k * n <= 2 * MOST_SUMS)
+    if a_rows and fits and n > 1 and SMALL // (k * n) >= FEW:
+        return _by_rows, _even(m, SMALL // (k * n))
     widths = [width for width in (64, 32, 16) if width <= n and m * k * width <= SMALL]
-    if not in_rows:
-        return 16 if 16 in widths and m <= 64 else 0
-    if is_intel():
-        return 0
-    wide = max(widths, default=0)
-    return wide if wide == 64 or (wide == 32 and n <= 1024) else 0
+    if lead:
+        return None
+    if not b_rows:
+        return (_by_strips, 16) if 16 in widths and m <= STRIPED else None
+    wide = 0 if is_intel() else max(widths, default=0)
+    return (_by_strips, wide) if wide == 64 or (wide == 32 and n <= 1024) else None
+
+
+def _even(count: int, most: int) -> int:
+    """Return the size of as few equal pieces as possible, a multiple of `FEW` if that fits."""
+    size = -(-count // -(-count // most))
+    return min(-(-size // FEW) * FEW, max(most // FEW * FEW, size))
 
 
 @lru_cache(1024)
