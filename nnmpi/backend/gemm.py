@@ -67,7 +67,8 @@ def gemm(
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
         record_call(products.multiply, a, b, out, add, precision() == "tf32")
         return out
-    if b.ndim == 2 and b.dtype == np.float32 == a.dtype and a.shape[-1] == b.shape[0]:
+    single = b.dtype == np.float32 == a.dtype
+    if single and a.ndim >= b.ndim == 2 and a.shape[-1] == b.shape[0]:
         plan = _plan(a.shape[:-2], *a.shape[-2:], b.shape[1], _in_rows(a), _in_rows(b))
         fits = out is None or (out.dtype == a.dtype and _in_rows(out) is True)
         if plan is not None and fits and has_small_products():

@@ -35,7 +35,7 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,14 +53,50 @@ from nnmpi.ops.planes import Planes, repeated
 COLUMNS_BYTES = 3 << 18
 DEVICE_BYTES = 1 << 28  # the same on a device, which needs larger products to be busy
 SHORT_RUN = 24  # elements
+LEAST_PRODUCT = 1 << 17  # multiplications; smaller products take less time than their calls
+
+
+class Strip(NamedTuple):
+    """The columns of some rows of a block's images.
+
+    Attributes:
+        rows: of the result, after pooling.
+        pixels: of the convolution: corners, images, rows and columns together.
+        products: runs of these pixels, each with a matrix (pixels, terms) or a stack of them
+            (images, pixels, terms) for each part of the kernels.
+    """
+
+    rows: slice
+    pixels: int
+    products: list[tuple[slice, list[Array]]]
+
+    def multiply(self, xp: Any, kernel: Array, out: Array) -> None:
+        """Write the products with the kernels (parts, terms, o) to `out`, (pixels, o)."""
+        for run, matrices in self.products:
+            for number, matrix in enumerate(matrices):
+                target = out[run]
+                if matrix.ndim == 3:
+                    target = target.reshape(*matrix.shape[:2], out.shape[1])
+                gemm(xp, matrix, kernel[number], target, number > 0)
+
+    def add_to(self, sums: "list[ProductSum]", grad: Array) -> None:
+        """Add the kernels' gradients, one per part, given that of the pixels, (pixels, o)."""
+        for run, matrices in self.products:
+            for total, matrix in zip(sums, matrices, strict=True):
+                if matrix.ndim == 2:
+                    total.add(matrix.T, grad[run])
+                    continue
+                images = grad[run].reshape(*matrix.shape[:2], grad.shape[1])
+                for left, right in zip(matrix, images, strict=True):
+                    total.add(left.T, right)
 
 
 class Columns:
     """The columns of one block of images after another, in the same memory.
 
-        for block in columns.blocks():                          a slice of the images
-            for rows, matrix in columns.strips(block):          some of their rows: all, unless
-                                                                images are large
+        for block in columns.blocks():                  a slice of the images
+            for strip in columns.strips(block):         some of their rows: all, unless images are
+                                                        large
 
     Args:
         xp: the array library.
@@ -71,76 +107,122 @@ class Columns:
     Attributes:
         out: rows and columns of the result, after pooling.
         count: images in a block; the last one may have fewer.
+        parts: of the kernels: their rows, if these are multiplied one by one; otherwise 1.
     """
 
     def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
-        self._xp, self._x = xp, x
-        (n, h, w, c), (top, left) = x.shape, spec.padding
+        self._xp, self._x, self._spec = xp, x, spec
+        (n, h, w, c), (top, left), (kh, kw) = x.shape, spec.padding, spec.kernel
         self.out = spec.pooled_size(h, w)
-        row = self.out[1] * prod(spec.pool)  # pixels of the convolution for a row of the result
-        terms = prod(spec.kernel) * c
-        room = (
-            max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize)
-            if xp.__name__ == "numpy"
-            else DEVICE_BYTES
-        )
-        most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
-        self.count = max(1, min(n, most // max(1, self.out[0])))
-        self._strip_rows = max(1, min(self.out[0], most))
         # each window is one pixel: the images are the columns
-        alone = (spec.kernel, spec.stride, spec.padding, spec.pool) == (
-            (1, 1),
-            (1, 1),
-            (0, 0),
-            NO_POOL,
-        )
+        alone = spec[:3] == ((1, 1), (1, 1), (0, 0)) and spec.pool == NO_POOL
         self._is_pixels = alone and x.flags.c_contiguous
-        size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
+        self._short, host = kw * c < SHORT_RUN, xp.__name__ == "numpy"
+        plane = prod(self.out) * kw * c * outputs  # multiplications of a product by rows
+        by_rows = host and not self._short and kh > 1 and plane >= LEAST_PRODUCT
+        self.parts = kh if by_rows else 1
+        # rows of the images: the distance of those that neighbouring rows of the result see, and
+        # the first one that each corner of the pooling and row of the kernels sees
+        self._step = spec.pool[0] * spec.stride[0]
+        self._starts = [
+            [a * spec.stride[0] + r * spec.dilation[0] for r in range(kh)]
+            for a in range(spec.pool[0])
+        ]
+        first = [start for starts in self._starts for start in starts]
+        self._phases = sorted({start % self._step for start in first}) if by_rows else [0]
+        self._more = max(first) // self._step if by_rows else 0
+        width = self.out[1] * spec.pool[1] * kw * c  # elements of a row of columns by rows
+        if by_rows:
+            row, kernel = len(self._phases) * width, kh * kw * c
+        else:
+            row, kernel = width * spec.pool[0] * kh, kh * kw * c
+        result = self.out[1] * prod(spec.pool) * outputs
+        room = max(COLUMNS_BYTES, kernel * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
+        most = room // (max(1, row + result) * x.dtype.itemsize)  # rows of the result
+        self.count = max(1, min(n, most // max(1, self.out[0] + self._more)))
+        self._strip_rows = max(1, min(self.out[0], most - self._more))
+        size = 0 if self._is_pixels else self.count * (self._strip_rows + self._more) * row
         self._memory: Array = xp.empty((size,), x.dtype)
         # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
-        bordered = x
-        if top or left:
-            bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), x.dtype)
-            self._inner = bordered[:, top : top + h, left : left + w]
-        # (n, out_h, out_w, kh, kw, c)
-        view = windows(bordered, spec.kernel, spec.stride, spec.dilation)
-        self._view = corners(view, spec.pool)  # (pool_h, pool_w, n, rows, columns, kh, kw, c)
-        self._short = spec.kernel[1] * c < SHORT_RUN
+        self._bordered, height = x, h + 2 * top
+        if by_rows:
+            height = max(height, self._step * (self.out[0] + self._more))
+        if height > h or left:
+            self._bordered = xp.zeros((self.count, height, w + 2 * left, c), x.dtype)
+            self._inner = self._bordered[:, top : top + h, left : left + w]
 
     def blocks(self) -> Iterator[slice]:
         """Yield the images of one block after another."""
         for start in range(0, len(self._x), self.count):
             yield slice(start, min(start + self.count, len(self._x)))
 
-    def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
-        """Yield some pooled rows of a block's images, and their columns.
+    def strips(self, block: slice, fill: bool = True) -> Iterator[Strip]:
+        """Yield the columns of a block's images, strip by strip.
 
-        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite the previous ones, or
-        are the images themselves. Without `fill` their values are undefined.
+        They overwrite the previous ones, or are the images themselves. Without `fill` their values
+        are undefined.
         """
-        images, height = block, self.out[0]
+        height, n = self.out[0], block.stop - block.start
         if self._is_pixels:
-            yield slice(0, height), _pixels(self._x[block])
+            pixels = _pixels(self._x[block])
+            yield Strip(slice(0, height), len(pixels), [(slice(len(pixels)), [pixels])])
             return
-        if self._inner is not None:
-            images = slice(0, block.stop - block.start)
-            if fill:
-                self._xp.copyto(self._inner[images], self._x[block])
+        images = self._bordered[block if self._inner is None else slice(n)]
+        if self._inner is not None and fill:
+            self._xp.copyto(self._inner[:n], self._x[block])
+        make = self._joined if self.parts == 1 else self._by_rows
         for start in range(0, height, self._strip_rows):
             rows = slice(start, min(start + self._strip_rows, height))
-            seen = self._view[:, :, images, rows]
-            terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
-            memory = self._memory[: pixels * terms]
-            if self._short:
-                # (kh, kw, c, pool_h, pool_w, n, rows, columns)
-                seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
-            if fill:
-                self._xp.copyto(memory.reshape(seen.shape), seen)
-            yield (
-                rows,
-                memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms),
-            )
+            count = prod(self._spec.pool) * n * (rows.stop - start) * self.out[1]
+            yield Strip(rows, count, make(images, rows, fill))
+
+    def _joined(self, images: Array, rows: slice, fill: bool) -> list[tuple[slice, list[Array]]]:
+        """Copy whole windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
+        spec = self._spec
+        # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
+        seen = corners(windows(images, spec.kernel, spec.stride, spec.dilation), spec.pool)
+        seen = seen[:, :, :, rows]
+        terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
+        memory = self._memory[: pixels * terms]
+        if self._short:
+            # (kh, kw, c, pool_h, pool_w, n, rows, columns)
+            seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
+        if fill:
+            self._xp.copyto(memory.reshape(seen.shape), seen)
+        matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
+        return [(slice(pixels), [matrix])]
+
+    def _by_rows(self, images: Array, rows: slice, fill: bool) -> list[tuple[slice, list[Array]]]:
+        """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
+        spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
+        (kw, pool), (count, columns) = (
+            (spec.kernel[1], spec.pool[1]),
+            (
+                rows.stop - rows.start,
+                self.out[1],
+            ),
+        )
+        shape = (len(self._phases), pool, n, count + self._more, columns, kw * c)
+        memory = self._memory[: prod(shape)].reshape(shape)
+        for number, phase in enumerate(self._phases if fill else ()):
+            strip = images[:, phase + rows.start * step :]
+            seen = windows(strip, (1, kw), (step, spec.stride[1]), (1, spec.dilation[1]))
+            for j in range(pool):
+                target = memory[number, j].reshape(*shape[2:5], kw, c)
+                part = seen[:, : shape[3], j : j + (columns - 1) * pool + 1 : pool, 0]
+                self._xp.copyto(target, part)
+        size, products = n * count * columns, list[tuple[slice, list[Array]]]()
+        for starts in self._starts:
+            for j in range(pool):
+                matrices = []
+                for start in starts:
+                    skip = start // step
+                    seen = memory[self._phases.index(start % step), j, :, skip : skip + count]
+                    matrices.append(seen.reshape(n, count * columns, kw * c))
+                begin = len(products) * size
+                products.append((slice(begin, begin + size), matrices))
+        return products
 
 
 class ProductSum:
@@ -236,8 +318,9 @@ class Im2col(Algorithm):
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
             columns = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
             for block in columns.blocks():
-                for rows, matrix in columns.strips(block):
-                    gemm(xp, matrix, kernel, _pixels(result[block][:, rows]))
+                for strip in columns.strips(block):
+                    place = _pixels(result[block][:, strip.rows])
+                    strip.multiply(xp, _parts(kernel, columns), place)
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat, casting="unsafe")
@@ -257,19 +340,19 @@ class Im2col(Algorithm):
         for inputs, outputs in (
             _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ()
         ):
-            sent, target = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
-            shape = (prod(target.shape[:3]), target.shape[3])  # (kh kw c / groups, o / groups)
-            # a group's outputs are not contiguous in `target`: a product cannot be written there
-            total = ProductSum(
-                xp, target.reshape(shape) if spec.groups == 1 else xp.empty(shape, target.dtype)
-            )
+            sent, place = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
+            shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
+            # a group's outputs are not contiguous in `place`: a product cannot be written there
+            summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
             columns = Columns(xp, x[..., inputs], spec, shape[1])
+            totals = [ProductSum(xp, part) for part in _parts(summed, columns)]
             for block in columns.blocks():
-                for rows, matrix in columns.strips(block):
-                    total.add(matrix.T, _pixels(sent[block][:, rows]))
-            summed = total.finish()
+                for strip in columns.strips(block):
+                    strip.add_to(totals, _pixels(sent[block][:, strip.rows]))
+            for total in totals:
+                total.finish()
             if spec.groups > 1:
-                xp.copyto(target, summed.reshape(target.shape))
+                xp.copyto(place, summed.reshape(place.shape))
 
 
 class Im2colReluPool(Algorithm):
@@ -290,11 +373,14 @@ class Im2colReluPool(Algorithm):
         memory = xp.empty((places * columns.count * image,), x.dtype) if places > 1 else None
         biases = None if bias is None else repeated(xp, bias, columns.count * prod(columns.out))
         for block in columns.blocks():
-            for rows, matrix in columns.strips(block):  # (places pooled pixels, kh kw c)
-                start, size = block.start * image + rows.start * row, len(matrix) * o // places
+            for strip in columns.strips(block):
+                start, size = (
+                    block.start * image + strip.rows.start * row,
+                    strip.pixels * o // places,
+                )
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                gemm(xp, matrix, kernel, z.reshape(len(matrix), o))
+                strip.multiply(xp, _parts(kernel, columns), z.reshape(strip.pixels, o))
                 won = None if winner is None else winner[start : start + size]
                 if places > 1:
                     planes.largest(z, h, won)
@@ -312,31 +398,30 @@ class Im2colReluPool(Algorithm):
         columns = Columns(xp, x, spec, o)
         memory = xp.empty((places * columns.count * height * row,), dtype)
         planes = Planes(xp, places, columns.count * height * row)
-        to_weight = (
-            None
-            if out.weight is None
-            else ProductSum(xp, out.weight.reshape(prod(weight.shape[:3]), o))
-        )
+        to_weight = []
+        if out.weight is not None:
+            whole = out.weight.reshape(prod(weight.shape[:3]), o)
+            to_weight = [ProductSum(xp, part) for part in _parts(whole, columns)]
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
         ones = xp.ones(places * columns.count * height * width, dtype)
         spread = None  # dy of all images, for that of x
         if out.x is not None:
             spread = xp.zeros((n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o), dtype)
         for block in columns.blocks():
-            for rows, matrix in columns.strips(block, to_weight is not None):
-                start = (block.start * height + rows.start) * row
-                size = len(matrix) * o // places
+            for strip in columns.strips(block, bool(to_weight)):
+                start = (block.start * height + strip.rows.start) * row
+                size = strip.pixels * o // places
                 dy = memory[: places * size].reshape(places, size)
                 planes.gradient(flat[start : start + size], kept[start : start + size], dy)
-                pixels = dy.reshape(len(matrix), o)  # in the order of the columns
-                if to_weight is not None:
-                    to_weight.add(matrix.T, pixels)
+                pixels = dy.reshape(strip.pixels, o)  # in the order of the columns
+                if to_weight:
+                    strip.add_to(to_weight, pixels)
                 if to_bias is not None:
                     to_bias.add(ones[: len(pixels)], pixels)
                 if spread is not None:
-                    target = corners(spread, spec.pool)[:, :, block, rows]
+                    target = corners(spread, spec.pool)[:, :, block, strip.rows]
                     xp.copyto(target, dy.reshape(target.shape))
-        for item in (to_weight, to_bias):
+        for item in (*to_weight, to_bias):
             if item is not None:
                 item.finish()
         if out.x is not None and spread is not None:
@@ -347,6 +432,11 @@ def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
     c, o = c // spec.groups, o // spec.groups
     for g in range(spec.groups):
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
+
+
+def _parts(kernel: Array, columns: Columns) -> Array:
+    """Return kernels (kh kw c, o) as a view (parts, terms, o)."""
+    return kernel.reshape(columns.parts, len(kernel) // columns.parts, kernel.shape[1])
 
 
 def _matrix(xp: Any, weight: Array) -> Array:
