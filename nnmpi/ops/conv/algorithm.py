@@ -45,20 +45,6 @@ class ConvSpec(NamedTuple):
         )
         return rows // self.pool[0], columns // self.pool[1]
 
-    @property
-    def reversible(self) -> bool:
-        """True if the input gradient is a convolution: stride 1, padding within the kernel."""
-        return self.stride == (1, 1) and min(self.backwards().padding) >= 0
-
-    def backwards(self) -> ConvSpec:
-        """Return the convolution that gives the input gradient from the flipped kernel.
-
-        Only valid if `reversible`. It has no pooling and no ReLU.
-        """
-        top = self.dilation[0] * (self.kernel[0] - 1) - self.padding[0]
-        left = self.dilation[1] * (self.kernel[1] - 1) - self.padding[1]
-        return ConvSpec(self.kernel, (1, 1), (top, left), self.dilation, self.groups)
-
 
 class Gradients(NamedTuple):
     """The arrays that a backward pass fills, C-contiguous; None for a gradient that is not needed.

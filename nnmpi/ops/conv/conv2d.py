@@ -14,7 +14,7 @@ NumPy, float32, `jit` on    3 x 3, ReLU and pooling, few           CompiledDirec
                             channels, x needs no gradient
                             3 x 3, no or 2 x 2 pooling             CompiledWinograd
 NumPy                       3 x 3, many channels, even size        WinogradNumpy, tiles of 2 x 2
-                            ReLU, one group, stride 1              Im2colReluPool
+                            ReLU, one group                        Im2colReluPool
 any library                 a group for each channel, no ReLU      Depthwise
                             no ReLU                                Im2col
                             otherwise                              None: conv2d, relu and
@@ -150,7 +150,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
             return WinogradNumpy(spec, side)
     if not spec.relu:
         return Im2col(spec)
-    return Im2colReluPool(spec) if spec.groups == 1 and spec.reversible else None
+    return Im2colReluPool(spec) if spec.groups == 1 else None
 
 
 def conv2d(

@@ -6,9 +6,8 @@
     columns (pixels, kh kw c)     @    (kh kw c, o)     =    (pixels, o), or (n, out_h, out_w, o)
 
     dW = columns^T dy, summed over blocks       columns are made again: saving them costs more
-    dx = columns of dy @ flipped kernels        for stride 1, a convolution as well
-         dy W[r, s]^T, added to the pixels      otherwise
-         that kernel element r, s saw
+    dx = columns of dy @ flipped kernels        for a stride, by the pixels that see the same
+                                                elements of the kernels (see `Phase`)
 
 A block is a few images, or some rows of a large one, so that on the host the columns stay in the
 processor's cache between the copy and the product. Rows are ordered by their corner of the pooling
@@ -34,15 +33,14 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 """
 
 from collections.abc import Iterator
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad
-from nnmpi.backend.precision import FLOAT32, cast, is_low
+from nnmpi.backend.precision import cast
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
@@ -248,8 +246,56 @@ class ProductSum:
         return self._total
 
 
+class Phase(NamedTuple):
+    """Some pixels of an axis of the images, `stride` apart, which see the same kernel elements.
+
+    Their gradient is a convolution of the result's gradient with these elements.
+
+    Attributes:
+        pixels: of the images.
+        taps: elements of the kernels; none if no window sees these pixels.
+        padding, dilation: of the convolution.
+        seen: its results for these pixels.
+    """
+
+    pixels: slice
+    taps: slice
+    padding: int
+    dilation: int
+    seen: slice
+
+
+def _phases(
+    size: int, out: int, kernel: int, stride: int, padding: int, dilation: int
+) -> list[Phase]:
+    """Return the phases of an axis of images with so many pixels, and results of the convolution.
+
+    Pixel q stride + phase of the images with their border is seen through kernel element r by the
+    window q - (r dilation - phase) / stride, if that is a whole number.
+    """
+    phases = []
+    for phase in range(stride):
+        first, last = -((phase - padding) // stride), (padding + size - 1 - phase) // stride
+        pixels = slice(first * stride + phase - padding, size, stride)
+        taps = [r for r in range(kernel) if (r * dilation - phase) % stride == 0]
+        if first > last:
+            continue
+        if not taps:
+            phases.append(Phase(pixels, slice(0), 0, 1, slice(0)))
+            continue
+        step = taps[1] - taps[0] if len(taps) > 1 else 1
+        apart, nearest = max(1, step * dilation // stride), (taps[0] * dilation - phase) // stride
+        reach = (len(taps) - 1) * apart
+        border = max(0, nearest + reach - first, last - nearest - out + 1)
+        begin = first - nearest - reach + border
+        elements = slice(taps[0], taps[-1] + 1, step)
+        seen = slice(begin, begin + last - first + 1)
+        phases.append(Phase(pixels, elements, border, apart, seen))
+    return phases
+
+
 def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write the input gradient of any convolution, see the head of this file.
+    """Write the input gradient of any convolution, phase by phase, see `Phase`.
 
     For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T.
 
@@ -260,51 +306,27 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
         spec: the convolution.
         out: (n, h, w, c).
     """
-    (kh, kw, c, o), groups = weight.shape, spec.groups
-    if spec.reversible:
-        turned = xp.empty((kh, kw, o // groups, groups, c), grad.dtype)
-        apart = xp.reshape(weight, (kh, kw, c, groups, o // groups))[::-1, ::-1].transpose(
-            0, 1, 4, 3, 2
-        )
-        xp.copyto(turned, apart, casting="unsafe")
-        kernel = turned.reshape(kh, kw, o // groups, groups * c)
-        Im2col(spec.backwards()).forward(xp, grad, kernel, None, out, False)
-        return
-    for inputs, outputs in _groups(spec, out.shape[3], o):
-        _scatter_windows(xp, grad[..., outputs], weight[..., outputs], spec, out[..., inputs])
-
-
-def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write one group's input gradient: add each window's gradient to the pixels that it saw.
-
-    Args:
-        xp: the library that computes.
-        grad: of the result, (n, out_h, out_w, o).
-        weight: (kh, kw, c, o).
-        spec: the convolution.
-        out: (n, h, w, c).
-    """
-    (kh, kw, c, o), (n, h, w, _), (top, left) = weight.shape, out.shape, spec.padding
-    pixels, wide = grad.shape[1] * grad.shape[2], FLOAT32 if is_low(grad.dtype) else grad.dtype
-    room = COLUMNS_BYTES if xp.__name__ == "numpy" else DEVICE_BYTES
-    count = max(1, min(n, 2 * room // max(1, (pixels * (c + o) + h * w * c) * wide.itemsize)))
-    memory = xp.empty((count * pixels, c), wide)
-    bordered = xp.empty((count, h + 2 * top, w + 2 * left, c), wide)
-    weight = cast(xp, weight, grad.dtype)
-    for start in range(0, n, count):
-        images = grad[start : start + count]
-        rows, block = images.reshape(len(images) * pixels, o), bordered[: len(images)]
-        share = memory[: len(rows)]
-        xp.copyto(block, 0)
-        # (images, out_h, out_w, kh, kw, c)
-        view = windows(block, spec.kernel, spec.stride, spec.dilation)
-        for i, j in np.ndindex(kh, kw):
-            gemm(xp, rows, weight[i, j].T, share)  # (pixels, c)
-            seen = view[:, :, :, i, j]
-            xp.add(seen, share.reshape(seen.shape), out=seen)
-        xp.copyto(
-            out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe"
-        )
+    (c, o), groups, results = weight.shape[2:], spec.groups, grad.shape[1:3]
+    axes = (_phases(*axis) for axis in zip(out.shape[1:3], results, *spec[:4], strict=True))
+    for row, column in product(*axes):
+        target, part = out[:, row.pixels, column.pixels], weight[row.taps, column.taps]
+        if not part.size:
+            xp.copyto(target, 0)
+            continue
+        kernel = part.shape[:2]
+        turned = xp.empty((*kernel, o // groups, groups, c), grad.dtype)
+        apart = part.reshape(*kernel, c, groups, o // groups)[::-1, ::-1]
+        xp.copyto(turned, apart.transpose(0, 1, 4, 3, 2), casting="unsafe")
+        padding, dilation = (row.padding, column.padding), (row.dilation, column.dilation)
+        convolution = ConvSpec(kernel, (1, 1), padding, dilation, groups)
+        size = convolution.pooled_size(*results)
+        plane = target
+        if target.shape[1:3] != size or not target.flags.c_contiguous:
+            plane = xp.empty((len(out), *size, groups * c), out.dtype)
+        kernels = turned.reshape(*kernel, o // groups, groups * c)
+        Im2col(convolution).forward(xp, grad, kernels, None, plane, False)
+        if plane is not target:
+            xp.copyto(target, plane[:, row.seen, column.seen])
 
 
 class Im2col(Algorithm):
@@ -356,7 +378,7 @@ class Im2col(Algorithm):
 
 
 class Im2colReluPool(Algorithm):
-    """A convolution of stride 1 in one group with ReLU, and with max-pooling if there is some."""
+    """A convolution in one group with ReLU, and with max-pooling if there is some."""
 
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
