@@ -197,48 +197,81 @@ def test_numpys_own_calls() -> None:
         assert library.calls == calls
 
 
-@pytest.mark.parametrize("shape", [(2, 700, 1000), (32, 256, 1024), (33, 300, 257), (128, 128, 90)])
-@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True)])
+# (m, k, n), which of the matrices are column-major, the pieces on Intel's processors, on others
+PIECES = [
+    ((2, 700, 1000), "", None, "strips"),
+    ((32, 256, 1024), "", None, "strips"),
+    ((33, 300, 257), "", None, "strips"),
+    ((33, 300, 257), "b", "strips", "strips"),
+    ((128, 128, 90), "", "rows", "rows"),
+    ((128, 128, 90), "b", None, None),
+    ((1000, 33, 65), "", "rows", "rows"),
+    ((1500, 33, 65), "b", "rows", "rows"),
+    ((5000, 33, 15), "", "rows", "rows"),
+    ((31, 5000, 17), "a", "depth", "depth"),
+    ((64, 700, 64), "a", "depth", "depth"),
+    ((65, 700, 64), "a", None, None),
+    ((300, 300, 300), "", None, None),
+    ((9, 9, 9), "", None, None),
+]
+
+
+@pytest.mark.parametrize("shape, columns, on_intel, elsewhere", PIECES)
 @pytest.mark.parametrize("intel", [False, True])
-def test_strips_give_the_product(
+def test_pieces_give_the_product(
     intel: bool,
     shape: tuple[int, int, int],
-    turned: tuple[bool, bool],
+    columns: str,
+    on_intel: str | None,
+    elsewhere: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever code OpenBLAS runs, into new arrays and given ones, in a recording, too; what lies
-    otherwise is one product. On Intel's processors only a transposed matrix is cut into strips.
+    """Whatever code OpenBLAS runs: into new arrays and given ones, added, in a recording, and as
+    one of a stack; arrays that are neither row- nor column-major are one product.
     """
     monkeypatch.setattr(GEMM, "has_small_products", lambda: True)
-    monkeypatch.setattr(GEMM, "_strip_width", GEMM._strip_width.__wrapped__)
+    monkeypatch.setattr(GEMM, "_plan", GEMM._plan.__wrapped__)
     monkeypatch.setattr(GEMM, "is_intel", lambda: intel)
-    widths, by_strips = [], GEMM._by_strips
     monkeypatch.setattr(GEMM, "installed_mkl", lambda: None)
-    monkeypatch.setattr(
-        GEMM,
-        "_by_strips",
-        lambda a, b, out, width: by_strips(a, b, out, widths.append(width) or width),
-    )
+    names: list[str] = []
+
+    def watch(name: str) -> None:
+        function = getattr(GEMM, f"_by_{name}")
+        monkeypatch.setattr(
+            GEMM, f"_by_{name}", lambda *args: (names.append(name), function(*args))[1]
+        )
+
+    for name in ("strips", "rows", "depth"):
+        watch(name)
     draw, (m, k, n) = np.random.default_rng(0), shape
     a, b = (
-        np.float32(draw.integers(-9, 9, (y, x) if turn else (x, y)))
-        for turn, (x, y) in zip(turned, ((m, k), (k, n)), strict=True)
+        np.float32(draw.integers(-9, 9, (y, x) if name in columns else (x, y)))
+        for name, (x, y) in (("a", (m, k)), ("b", (k, n)))
     )
-    a, b = (x.T if turn else x for x, turn in zip((a, b), turned, strict=True))
+    a, b = (x.T if name in columns else x for name, x in (("a", a), ("b", b)))
     expected = (a.astype("int64") @ b.astype("int64")).astype("float32")
     out = np.empty((m, n), np.float32)
     recorder = Recorder()
     with recorder.running():
         np.testing.assert_array_equal(gemm(recorder.module(np), a, b), expected)
         gemm(recorder.module(np), a, b, out)
+        gemm(recorder.module(np), a, b, out, add=True)
     out[...] = 0
     for call in recorder.calls:
         call()
-    np.testing.assert_array_equal(out, expected)
-    assert len(widths) == 4 * (m <= 64 if turned[1] else not intel)
-    gemm(np, a, b, np.empty((m, n + 1), np.float32)[:, :n])
-    gemm(np, a, np.repeat(b, 2, 1)[:, ::2])
-    assert len(widths) == 4 * (m <= 64 if turned[1] else not intel)
+    np.testing.assert_array_equal(out, 2 * expected)
+    expected_name = on_intel if intel else elsewhere
+    assert names == [expected_name] * 6 if expected_name else not names
+    names.clear()
+    wide = np.zeros((m, n + 1), np.float32)[:, :n]
+    np.testing.assert_array_equal(gemm(np, a, b, wide), expected)
+    np.testing.assert_array_equal(gemm(np, a, np.repeat(b, 2, 1)[:, ::2]), expected)
+    assert names == [expected_name] * bool(expected_name)
+    if expected_name == "rows" and "b" not in columns:
+        names.clear()
+        stack = gemm(np, np.stack([a, 2 * a]), b)
+        np.testing.assert_array_equal(stack, [expected, 2 * expected])
+        assert names == ["rows"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
