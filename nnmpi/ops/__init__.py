@@ -22,7 +22,7 @@ from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
-from nnmpi.ops.norm import batch_norm, layer_norm
+from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "dropout",
     "embedding",
     "gelu",
+    "group_norm",
     "huber",
     "layer_norm",
     "leaky_relu",

@@ -379,6 +379,7 @@ class GroupNormFunction(Function):
     __slots__ = ("count", "eps")
 
     replayable = True
+    broadcasts = True  # of sharded channels, each rank uses its slice of scale and shift
 
     def __init__(self, count: int, eps: float) -> None:
         self.count, self.eps = count, eps
@@ -396,9 +397,11 @@ class GroupNormFunction(Function):
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, n, channels = self.xp, len(x), scale.size
-        pixels = x.size // max(1, n * channels)
+        if not x.size:
+            return xp.empty(x.shape, x.dtype)
+        pixels = x.size // (n * channels)
         most = max(1, LONG // channels) if type(x) is np.ndarray else 1
-        repeats = next((m for m in range(most, 0, -1) if pixels % m == 0), 1)
+        repeats = next(m for m in range(most, 0, -1) if pixels % m == 0)
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         kept, y = (xp.empty(images.shape, x.dtype) for _ in range(2))
         inverse: Array = xp.empty((n, channels), x.dtype)
@@ -417,7 +420,10 @@ class GroupNormFunction(Function):
         return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
-        (kept, inverse, scale, pixels), xp = self.saved, self.xp
+        xp = self.xp
+        if not grad.size:
+            return grad, *(xp.zeros(grad.shape[-1:], grad.dtype) for _ in range(2))
+        kept, inverse, scale, pixels = self.saved
         given = xp.reshape(grad, kept.shape)
         to_x, scratch = xp.empty(kept.shape, grad.dtype), self._scratch(kept)
         sums, products = (xp.empty(inverse.shape, grad.dtype) for _ in range(2))
@@ -465,7 +471,7 @@ class GroupNormFunction(Function):
         groups = sums.reshape(n, channels // self.count, self.count)
         totals = xp.add.reduce(groups, axis=2, keepdims=True)
         result: Array = xp.empty(groups.shape, np.float64)
-        xp.copyto(result, xp.divide(totals, max(1, pixels * self.count)))
+        xp.copyto(result, xp.divide(totals, pixels * self.count))
         return result.reshape(n, channels)
 
     def _wide(self, values: Array, images: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from nnmpi.backend.array import Shape
 from nnmpi.backend.recording import active
 from nnmpi.errors import LayoutError
-from nnmpi.tensor.function import Elementwise, Function, Variable
+from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.placement import Shard, TensorGroup, beside, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
@@ -65,7 +65,7 @@ class ShardedTensor(Tensor):
             scattered = None
             if is_sharded(item):
                 x = x.part()
-            elif isinstance(function, Elementwise):
+            elif function.broadcasts:
                 scattered = beside(x, ndim, placement)
             if scattered is not None:
                 x = group.scatter(x, scattered)

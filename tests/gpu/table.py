@@ -221,6 +221,9 @@ TABLE: list[Sample] = [
     ),
     *dense("ops.linear_gelu", ops.linear_gelu),
     *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),
+    layer(
+        "ops.group_norm", "images", partial(ops.group_norm, groups=3), [(5, 6, 7, 12), (12,), (12,)]
+    ),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
     layer(

@@ -174,6 +174,17 @@ def layer_norm(draw: Draw) -> Case:
     return Case(lambda x, scale, shift: ops.layer_norm(x, scale, shift, 0.1), inputs)
 
 
+def group_norm(draw: Draw) -> Case:
+    """No, one or two axes of pixels."""
+    pixels, groups, count = (draw_shape(draw, most=2), *(draw(st.integers(1, 2)) for _ in range(2)))
+    channels = groups * count
+    shapes = [(draw(st.integers(0, 3)), *pixels, channels), (channels,), (channels,)]
+    return Case(
+        lambda x, scale, shift: ops.group_norm(x, scale, shift, groups, 0.1),
+        arrays(draw, anywhere, shapes),
+    )
+
+
 def attention(draw: Draw) -> Case:
     """Any number of sequences, positions and heads, also none of the first two; causal or not."""
     heads, features, causal = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.booleans())
@@ -287,6 +298,7 @@ OPS: list[Row] = [
     *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
     *rows("ops.batch_norm", one_rank=batch_norm),
     *rows("ops.layer_norm", any=layer_norm),
+    *rows("ops.group_norm", any=group_norm),
     *rows("ops.attention", any=attention, dropped=dropped_attention),
     *rows("ops.scaled_dot_product_attention", any=scaled_dot_product_attention),
     *rows("ops.cross_entropy", any=cross_entropy),

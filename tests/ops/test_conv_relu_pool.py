@@ -62,21 +62,28 @@ def whole(rng, *shape):
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
     st.tuples(st.integers(1, 2), st.integers(1, 2)),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(8, 14),
     st.booleans(),
+    st.booleans(),
 )
-def test_against_the_chain(sizes, kernel, padding, dilation, pool, block, with_bias):
-    """Any sizes, and blocks of a few images or of a few rows; whole numbers, so that every result
-    is exact.
+def test_against_the_chain(
+    sizes, kernel, padding, dilation, pool, stride, block, with_bias, by_rows
+):
+    """Any sizes, blocks of a few images or of a few rows, and columns of whole windows or of their
+    rows; whole numbers, so that every result is exact.
     """
     n, h, w, c, o = sizes
     rng = np.random.default_rng(h * w + c)
     arrays = [whole(rng, n, h, w, c), whole(rng, *kernel, c, o)] + (
         [whole(rng, o)] if with_bias else []
     )
-    options = {"padding": padding, "dilation": dilation, "pool": pool}
+    options = {"padding": padding, "dilation": dilation, "pool": pool, "stride": stride}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(im2col, "COLUMNS_BYTES", 1 << block)
+        if by_rows:
+            patch.setattr(im2col, "LEAST_PRODUCT", 0)
+            patch.setattr(im2col, "SHORT_RUN", 1)
         try:
             compare(arrays, **options)
         except ShapeError:

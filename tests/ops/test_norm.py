@@ -1,11 +1,13 @@
 """Normalization: statistics over ranks equal those of the whole batch."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi.ops.norm import batch_norm, layer_norm
+from nnmpi.backend.sums import ELEMENTS
+from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -95,6 +97,48 @@ def test_nothing_cancels_far_from_zero():
     )
     np.testing.assert_allclose(np.concatenate(ranks.results), serial, atol=1e-6)
     np.testing.assert_allclose(serial, (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) + 1, atol=1e-6)
+
+
+def test_a_first_block_unlike_the_rest():
+    """A batch of several blocks, of which the first has the mean 0 and the others 1000."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5 * ELEMENTS // 4, 4), dtype="float32")
+    x[ELEMENTS // 4 :] += 1000
+    grad = rng.standard_normal(x.shape, dtype="float32")
+    results = []
+    for dtype in ("float32", "float64"):
+        leaves = [Tensor(a.astype(dtype), requires_grad=True) for a in (x, *np.ones((2, 4)))]
+        y, mean, variance, _ = batch_norm(*leaves)
+        y.backward(grad.astype(dtype))
+        results.append([y.data, mean, variance, *(leaf.grad for leaf in leaves)])
+    for ours, exact in zip(*results, strict=True):
+        assert abs(ours - exact).max() < 2e-5 * abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 7, 12), (2, 33, 31, 64), (4, 6), (70, 9, 8), (0, 4, 4, 8)]
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_are_the_operations_one_by_one(shape, groups):
+    """Some images in a block, and one; from numbers far from 0."""
+    rng = np.random.default_rng(0)
+    arrays = 3 + rng.standard_normal(shape), *rng.standard_normal((2, shape[-1]))
+    grad = rng.standard_normal(shape)
+
+    def one_by_one(x, scale, shift):
+        parts = x.reshape(len(x), prod(shape[1:-1]), groups, shape[-1] // groups)
+        centred = parts - parts.mean((1, 3), keepdims=True)
+        variance = (centred * centred).mean((1, 3), keepdims=True)
+        return (centred / (variance + 1e-5).sqrt()).reshape(shape) * scale + shift
+
+    results = []
+    for function in (lambda *x: group_norm(*x, groups), one_by_one):
+        leaves = [Tensor(a, requires_grad=True) for a in arrays]
+        y = function(*leaves)
+        y.backward(grad)
+        results.append([y.data, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -49,6 +49,7 @@ TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
     ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
     ("queries", lambda x: x[..., None, :4] * x[1, None, 2, 4:], [(2, 3, 8)]),
     ("attention", lambda x: nnmpi.ops.attention(x, 3, causal=True), [(2, 4, 18)]),
+    ("groups", lambda *x: nnmpi.ops.group_norm(*x, 2), [(2, 3, 8), (8,), (8,)]),
     ("heads", nnmpi.ops.scaled_dot_product_attention, [(2, 3, 4, 2)] * 3),
 ]
 
