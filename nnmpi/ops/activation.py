@@ -206,7 +206,8 @@ def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp.multiply(xp.multiply(power, size, out=power), 1 / sqrt(2 * pi), out=power)
         xp.add(xp.subtract(power, tail, out=power), 0.5, out=power)
         xp.add(xp.copysign(power, x, out=power), 0.5, out=slope)
-    xp.subtract(xp.maximum(x, 0, out=x), xp.multiply(size, tail, out=tail), out=x)
+    rectify(xp, x, x)
+    xp.subtract(x, xp.multiply(size, tail, out=tail), out=x)
 
 
 def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
@@ -237,7 +238,7 @@ def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
     s, rest = scratch
     # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
-    xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
+    rectify(xp, x, x, -708 if x.dtype.itemsize > 4 else -88)
     xp.exp(xp.negative(x, out=s), out=s)
     xp.divide(1, xp.add(s, 1, out=s), out=s)
     y = xp.multiply(x, s, out=x)

@@ -9,7 +9,7 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, Shape, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
-from nnmpi.backend.sums import LONG, WIDE, row_blocks, row_sum
+from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
@@ -188,14 +188,21 @@ def _all_reduce(all_reduce: AllReduce, sums: Array) -> None:
 
 
 def _widened(xp: Any, x: Array, channels: int, width: int) -> Array:
-    """Return x (..., channels) reshaped to (count / m, m channels), rows of at most `width`.
-
-    NumPy is slow on short rows.
-    """
+    """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
     count = x.size // channels
-    most = max(1, width // channels) if type(x) is np.ndarray else 1
-    repeats = next(m for m in range(most, 0, -1) if count % m == 0)
+    repeats = _repeats(count, channels, width) if type(x) is np.ndarray else 1
     return xp.reshape(x, (count // repeats, repeats * channels))
+
+
+@lru_cache(1024)
+def _repeats(count: int, channels: int, width: int) -> int:
+    """Return how many of `count` rows of channels make a row of at least `width` elements.
+
+    They divide the rows; if only blocks of more than `ELEMENTS` do, the result is smaller.
+    """
+    least = max(1, width // channels)
+    divisors = (m for m in range(-(-width // channels), ELEMENTS // channels) if count % m == 0)
+    return next(divisors, None) or next(m for m in range(least, 0, -1) if count % m == 0)
 
 
 def _repeated(xp: Any, rows: Array, *values: Array) -> list[Array]:
@@ -400,8 +407,7 @@ class GroupNormFunction(Function):
         if not x.size:
             return xp.empty(x.shape, x.dtype)
         pixels = x.size // (n * channels)
-        most = max(1, LONG // channels) if type(x) is np.ndarray else 1
-        repeats = next(m for m in range(most, 0, -1) if pixels % m == 0)
+        repeats = _repeats(pixels, channels, LONG) if type(x) is np.ndarray else 1
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         kept, y = (xp.empty(images.shape, x.dtype) for _ in range(2))
         inverse: Array = xp.empty((n, channels), x.dtype)

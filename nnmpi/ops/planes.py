@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, zero
+from nnmpi.backend.array import Array, constant
 from nnmpi.backend.sums import row_blocks
 
 
@@ -101,15 +101,15 @@ class Planes:
         xp.multiply(out, grad, out=out)
 
 
-def rectify(xp: Any, x: Array, out: Array) -> None:
-    """Write max(x, 0) to `out`, like x and contiguous; it may be x itself."""
+def rectify(xp: Any, x: Array, out: Array, limit: float = 0.0) -> None:
+    """Write max(x, limit) to `out`, like x and contiguous; it may be x itself."""
     if type(out) is not np.ndarray or not x.flags.c_contiguous:
-        xp.maximum(x, zero(xp, x.dtype), out=out)
+        xp.maximum(x, constant(xp, limit, x.dtype), out=out)
         return
     # NumPy has vector instructions for the maximum of two arrays, but not of an array and a number
     flat, result = x.reshape(x.size), out.reshape(x.size)
     for part in row_blocks(flat):
-        xp.maximum(flat[part], zero(xp, x.dtype, flat[part].shape), out=result[part])
+        xp.maximum(flat[part], constant(xp, limit, x.dtype, flat[part].shape), out=result[part])
 
 
 def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
@@ -118,7 +118,7 @@ def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
     mask: Array = xp.empty((row_blocks(values)[0].stop,), bool)
     for part in row_blocks(values):
         positive = mask[: len(values[part])]
-        xp.greater(values[part], zero(xp, y.dtype), out=positive)
+        xp.greater(values[part], constant(xp, 0, y.dtype), out=positive)
         # first: NumPy converts a product of bool and float in small pieces
         xp.copyto(result[part], positive)
         xp.multiply(result[part], grads[part], out=result[part])
