@@ -112,7 +112,7 @@ def test_a_first_block_unlike_the_rest():
         y.backward(grad.astype(dtype))
         results.append([y.data, mean, variance, *(leaf.grad for leaf in leaves)])
     for ours, exact in zip(*results, strict=True):
-        assert abs(ours - exact).max() < 2e-5 * abs(exact).max()
+        assert abs(ours - exact).max() < 5e-5 * abs(exact).max()
 
 
 @pytest.mark.parametrize(

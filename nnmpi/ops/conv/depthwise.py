@@ -26,7 +26,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.precision import FLOAT32, cast
+from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, ROWS
 from nnmpi.backend.windows import Pair
@@ -198,7 +198,8 @@ def products(images: Array, grad: Array, out: Array, kernel: Pair, seen: Seen) -
             spread[:, :, ::step] = given
             given = spread
         given = given.reshape(len(given), h, given.shape[2] * c)
-        parts = xp.empty((*kernel, given.shape[2]), FLOAT32 if xp is not np else grad.dtype)
+        kind = FLOAT32 if is_low(grad.dtype) else grad.dtype
+        parts = xp.empty((*kernel, given.shape[2]), kind)
         for i, j in np.ndindex(kernel):
             if xp is np:
                 np.einsum("nhx,nhx->x", view[:, :, i, j], given, out=parts[i, j])
