@@ -376,6 +376,17 @@ class Function:
         else:  # the sum of two 0-d arrays is a NumPy scalar, which `out` cannot write to
             self.grad, self.owns_grad = xp.add(self.grad, grad), self.shape != ()
 
+    def own_grad(self, xp: Any) -> Array:
+        """Return the output's gradient so far, for the caller to add to parts of it."""
+        if self.grad is None:
+            self.grad = xp.zeros(self.shape, self.dtype)
+        elif not self.owns_grad:
+            total = xp.empty(self.shape, self.dtype)
+            xp.copyto(total, self.grad)
+            self.grad = total
+        self.owns_grad = True
+        return self.grad
+
     def release(self) -> None:
         """Drop everything that only a backward pass needs."""
         self.edges = None

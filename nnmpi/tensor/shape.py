@@ -132,7 +132,11 @@ class GetItem(Function):
         parts = key if isinstance(key, tuple) else (key,)
         self.key = key
         self.basic = all(
-            part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts
+            part is None
+            or part is Ellipsis
+            or isinstance(part, int | slice)
+            and not isinstance(part, bool)
+            for part in parts
         )
 
     def check(self, shape: Shape) -> None:
@@ -168,7 +172,7 @@ class GetItem(Function):
     def _expanded(self, ndim: int) -> list[Any] | None:
         """Return the key with its Ellipsis expanded; None for a key with arrays or booleans."""
         parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
-        if not self.basic or any(isinstance(part, bool) for part in parts):
+        if not self.basic:
             return None
         missing = [slice(None)] * (
             ndim - sum(part is not None and part is not Ellipsis for part in parts)
@@ -184,8 +188,37 @@ class GetItem(Function):
         shape, dtype = self.saved
         xp = namespace(grad)
         spread = xp.zeros(shape, dtype=dtype)
-        if self.basic:
-            spread[self.key] = grad
-        else:
-            xp.add.at(spread, self.key, grad)
+        xp.add.at(spread, self.key, grad)
         return (spread,)
+
+
+class View(GetItem):
+    """x[key] for a key of numbers and slices, a view of x.
+
+    Backward adds to a part of the gradient of x. With a gradient of the size of x for each key, a
+    loop over the time steps of a sequence would take a time that is quadratic in their number.
+    """
+
+    __slots__ = ()
+
+    replayable = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.shape, x.dtype)
+        return self._part(x)
+
+    def backward(self, grad: Array) -> Grads:
+        (shape, dtype), xp, edge = self.saved, self.xp, self.edges and self.edges[0]
+        if isinstance(edge, Function) and edge.edges is not None:
+            part = self._part(edge.own_grad(xp))
+            xp.add(part, grad, out=part)
+            return (None,)
+        spread: Array = xp.zeros(shape, dtype)
+        xp.copyto(self._part(spread), grad)
+        return (spread,)
+
+    def _part(self, x: Array) -> Array:
+        """Return x[key]; a view, not a number, for a key that names one element."""
+        key = self.key if isinstance(self.key, tuple) else (self.key,)
+        part: Array = x[key if Ellipsis in key else (*key, Ellipsis)]
+        return part

@@ -69,6 +69,7 @@ from nnmpi.tensor.shape import (
     Pad,
     Reshape,
     Transpose,
+    View,
 )
 
 Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
@@ -295,7 +296,7 @@ class Tensor(Variable):
             function = GetItem(parts)
             if not function.basic and not isinstance(self.data, np.ndarray):
                 function.check(self.data.shape)
-            return function(self) if function.basic else in_float32(function, self)
+            return View(parts)(self) if function.basic else in_float32(function, self)
         except IndexError as error:
             raise ShapeError(
                 f"index {key!r} does not fit shape {self.data.shape}: {error}"

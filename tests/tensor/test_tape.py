@@ -248,3 +248,39 @@ def test_written_parameters():
     optimizer.step()
     total.backward()  # nor does this
     stashed.backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_views_add_to_a_part_of_the_gradient(compiled):
+    """Before and after another use whose gradient is shared, of one element and of overlapping
+    parts; a gradient of the whole size is made once, not for every view.
+    """
+    x = Tensor(np.arange(6.0).reshape(3, 2), requires_grad=True)
+
+    def step():
+        x.grad = None
+        y = x * 2
+        z = y[0].sum() + (y + y).sum() + 3 * y[0, 1] + y[..., 1:].sum() + y[None, -1].sum()
+        z.backward()
+        return z
+
+    step = nnmpi.compile(step) if compiled else step
+    for _ in range(3):
+        step()
+        np.testing.assert_array_equal(x.grad, [[6, 14], [4, 6], [6, 8]])
+
+
+def test_a_loop_over_time_takes_linear_time():
+    """The gradient of 500 steps of a sequence makes few arrays of the sequence's size."""
+    x = Tensor(np.ones((500, 1000)), requires_grad=True)
+    y = x * 2
+    z = sum(y[t].sum() for t in range(len(y)))
+    sizes = []
+    make = np.zeros
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            np, "zeros", lambda shape, *args: (sizes.append(shape), make(shape, *args))[1]
+        )
+        z.backward()
+    assert sizes.count((500, 1000)) == 1
+    np.testing.assert_array_equal(x.grad, np.full((500, 1000), 2.0))
