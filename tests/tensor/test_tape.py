@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.errors import GraphError, ShapeError
