@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import nn, optim
+from nnmpi.backend.array import LINE_BYTES, empty
 from nnmpi.backend.backend import numpy_backend
 from tests.device.library import device_backend, load
 
@@ -148,3 +150,16 @@ def test_a_limit_for_this_run(pool: Any) -> None:
     assert "of its limit of 200 MB (memory_limit)" in words
     assert backend.explain(KeyError("x")) is None
     numpy_backend().limit_memory(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int16"])
+def test_arrays_of_the_host_begin_at_a_cache_line(dtype: str) -> None:
+    """Of any size, also without elements; a model's parameters, gradients and optimizer, too."""
+    arrays = [empty(np, shape, dtype) for shape in ((), (0, 3), (5,), (33, 1025), (7,))]
+    assert [array.shape for array in arrays] == [(), (0, 3), (5,), (33, 1025), (7,)]
+    assert {array.dtype for array in arrays} == {np.dtype(dtype)}
+    model = nn.Linear(33, 65).initialize(seed=0)
+    state = optim.AdamW(model.storage).slots()
+    arrays += [*model.storage.data, *model.storage.grads, *(a for b in state.values() for a in b)]
+    assert all(array.flags.c_contiguous for array in arrays)
+    assert {array.ctypes.data % LINE_BYTES for array in arrays if array.size} == {0}
