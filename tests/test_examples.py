@@ -163,7 +163,7 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
         (
             "--simulate",
             2,
-            "nnmpi: --simulate stands without a value; it must be a whole number\n",
+            "nnmpi: --simulate has no value; it must be a whole number\n",
         ),
         ("--simulate 0", 2, "nnmpi: --simulate is 0; give a whole number, 1 or more"),
         ("--similate 3", 2, "nnmpi: --similate is not an option; did you mean --simulate?\n"),

@@ -153,14 +153,16 @@ class GetItem(Function):
         (x,) = inputs
         shard, key = x.shard, self._expanded(x.ndim)
         if key is None:
-            raise shard.refuse(self, "picks elements by an array")
+            raise shard.refuse("x[...]", "picks elements by an array")
         # the position in the key of the sharded axis; new axes (None) are none of x's
         at = [i for i, item in enumerate(key) if item is not None][shard.axis]
         local = key[at]
         start, stop, step = local.indices(shard.length) if isinstance(local, slice) else (0, 0, 1)
         placement: Placement | None = shard.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise shard.refuse(self, f"picks {local} of that axis, not whole groups of its parts")
+            raise shard.refuse(
+                "x[...]", f"picks {local} of that axis, not whole groups of its parts"
+            )
         repeat = shard.local_length() // (shard.placement.repeats or 1)
         key[at] = slice(
             start // shard.placement.once * repeat, stop // shard.placement.once * repeat
