@@ -70,7 +70,7 @@ LINE_BYTES = 64  # of the cache
 
 
 def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
-    """Return an uninitialized array, (shape); on the host it begins at a cache line.
+    """Return an uninitialized array; on the host it begins at a cache line.
 
     NumPy's own large arrays begin 16 bytes after one. Then each vector of AVX-512 crosses two
     lines, which doubles the time of sums and products, and of products of matrices that OpenBLAS
@@ -80,23 +80,23 @@ def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
         xp: the array library, or a recorder's stand-in, whose arrays begin there anyway.
         shape, dtype: of the array.
     """
-    if xp is not np:
-        result: Array = xp.empty(shape, dtype)
-        return result
-    kind = np.dtype(dtype)
-    size = kind.itemsize * prod(shape)
-    memory = np.empty(size + LINE_BYTES, np.uint8)
-    first = -memory.__array_interface__["data"][0] % LINE_BYTES
-    return memory[first : first + size].view(kind).reshape(shape)
+    result: Array = _aligned(np.empty, shape, dtype) if xp is np else xp.empty(shape, dtype)
+    return result
 
 
 def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
-    """Return an array of zeros, made by `empty`."""
-    if xp is not np:
-        device: Array = xp.zeros(shape, dtype)
-        return device
-    result = empty(xp, (shape,) if isinstance(shape, int) else shape, dtype)
-    result[...] = 0
+    """Return an array of zeros that begins there too; the system clears its pages at first use."""
+    sizes = shape if isinstance(shape, tuple) else (shape,)
+    result: Array = _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)
+    return result
+
+
+def _aligned(make: Any, shape: Shape, dtype: Any) -> Array:
+    kind = np.dtype(dtype)
+    size = kind.itemsize * prod(shape)
+    memory = make(size + LINE_BYTES, np.uint8)
+    first = -memory.__array_interface__["data"][0] % LINE_BYTES
+    result: Array = memory[first : first + size].view(kind).reshape(shape)
     return result
 
 

@@ -24,6 +24,7 @@ SMALL = 10**6  # multiplications of a product that OpenBLAS computes without cop
 FEW = 16  # the fewest rows of a piece, and their divisor
 STRIPED = 64  # the most rows for strips of a transposed matrix
 MOST_SUMS = 4096  # elements of a result that is added up of pieces
+COPIED_ROWS, COPIED = 1024, 8192  # rows of a that pay for a copy of a transposed b, its elements
 
 
 def gemm(
@@ -67,16 +68,17 @@ def gemm(
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
         record_call(products.multiply, a, b, out, add, precision() == "tf32")
         return out
-    single = b.dtype == np.float32 == a.dtype
-    if single and a.ndim >= b.ndim == 2 and a.shape[-1] == b.shape[0]:
+    single = b.dtype == np.float32 == a.dtype and a.ndim >= b.ndim == 2
+    if single and a.size * b.shape[1] > SMALL and a.shape[-1] == b.shape[0]:
+        shape = (*a.shape[:-1], b.shape[1])
         plan = _plan(a.shape[:-2], *a.shape[-2:], b.shape[1], _in_rows(a), _in_rows(b))
-        fits = out is None or (out.dtype == a.dtype and _in_rows(out) is True)
+        fits = out is None or (out.shape, out.dtype) == (shape, a.dtype) and _in_rows(out)
         if plan is not None and fits and has_small_products():
             by, size = plan
             if add and by is not _by_depth:
                 return xp.add(out, gemm(xp, a, b), out=out)
             if out is None:
-                out = xp.empty((*a.shape[:-1], b.shape[1]), a.dtype)
+                out = xp.empty(shape, a.dtype)
             record_call(by, a, b, out, size, *[add] * (by is _by_depth))
             return out
     mkl = installed_mkl()
@@ -204,7 +206,7 @@ def _plan(
     if not lead and m * n <= MOST_SUMS and not a_rows and b_rows and n > 1:
         return _by_depth, _even(k, SMALL // (m * n))
     # a transposed b is copied to rows first
-    fits = b_rows or (m >= FEW * STRIPED and k * n <= 2 * MOST_SUMS)
+    fits = b_rows or (m >= COPIED_ROWS and k * n <= COPIED)
     if a_rows and fits and n > 1 and SMALL // (k * n) >= FEW:
         return _by_rows, _even(m, SMALL // (k * n))
     widths = [width for width in (64, 32, 16) if width <= n and m * k * width <= SMALL]

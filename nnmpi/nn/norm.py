@@ -1,4 +1,4 @@
-"""Normalization layers: over the batch and over the features."""
+"""Normalization layers: over the batch, over groups of channels, over the features."""
 
 from collections.abc import Callable
 

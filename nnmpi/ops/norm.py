@@ -1,4 +1,4 @@
-"""Normalization: over the batch (per channel), and over the features (per row).
+"""Normalization: over the batch (per channel), over an image's groups, over a row's features.
 
 Batch statistics may span several ranks: `all_reduce` then sums float64 arrays over them. The
 forward pass calls it twice: for counts and sums, then for squared deviations from the resulting
@@ -19,7 +19,7 @@ from nnmpi.backend.array import Array, Residuals, Shape, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, row_blocks, row_sum
-from nnmpi.errors import ShapeError
+from nnmpi.errors import ShapeError, whole
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
 from nnmpi.tensor.function import Function, Grads
@@ -42,11 +42,12 @@ def at_least_one(count: Count) -> Count:
 class BatchNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, with the statistics of the batch.
 
-    Images are read three times, in blocks that fit the cache: for the mean, for the squares, for
-    the result. NumPy keeps the differences from the mean, since backward would need a pass to
-    compute them again; compiled kernels keep x, since memory costs them more than arithmetic. After
-    `forward`, `statistics` is (mean, variance with divisor n, n) of the global batch; the caller
-    deletes it. Backward, for the normalized x^ and the gradient g:
+    Compiled kernels read x three times: for the mean, for the squares, for the result. NumPy reads
+    it once, in blocks that fit the cache, and keeps the differences from the mean of the first
+    block for the other passes: computing them again would cost backward a pass. This takes an array
+    more where another operation keeps x anyway. After `forward`, `statistics` is (mean, variance
+    with divisor n, n) of the global batch; the caller deletes it. Backward, for the normalized x^
+    and the gradient g:
 
         dx = scale / sqrt(variance + eps) * (g - mean(g) - x^ mean(g x^))      means over the batch
     """
@@ -71,7 +72,8 @@ class BatchNormFunction(Function):
         steady = xp.add(variance, self.eps)
         # NaN for infinity; 1 / sqrt would hide it as 0
         inverse = xp.divide(xp.sqrt(steady), steady)
-        factor, y = xp.multiply(inverse, scale), xp.empty(rows.shape, x.dtype)
+        factor, keeps = xp.multiply(inverse, scale), kernels is not None or True in self.needs
+        y = xp.empty(rows.shape, x.dtype) if keeps else kept
         if kernels is not None:
             kernels.norm(kept, *_repeated(xp, rows, offset, factor, shift), y)
         else:
@@ -132,15 +134,15 @@ def _measure(
 ) -> Count:
     """Write the batch's statistics, and without kernels the differences from a first mean.
 
-    One pass sums the differences from the mean of the first block, and their squares. If that block
-    has the fraction p of all elements, the squares exceed the sum of squared deviations at most by
-    the factor 1 + 1 / p, whatever the elements are: so little cancels.
+    One pass sums the differences from the mean of the first block, and their squares. The squares
+    exceed the sum of squared deviations at most by the factor 1 / p, if the first block has the
+    fraction p of the elements. So does the rounding of a block's sum in float32, relative to it.
 
     Args:
         rows: (count, repeats * channels).
         kept: like rows, for the differences; x itself with kernels.
-        results: the mean and the variance; the number to subtract from `kept` before x^ is
-            computed, (channels,) each; the number of elements per channel, at least 1.
+        results: the mean; the variance; the offset, to subtract from `kept` for x minus the mean,
+            (channels,) each; the number of elements per channel, at least 1.
         kernels: the compiled kernels in use, or None.
         all_reduce, observe: see `batch_norm`.
 
@@ -198,7 +200,7 @@ def _widened(xp: Any, x: Array, channels: int, width: int) -> Array:
 def _repeats(count: int, channels: int, width: int) -> int:
     """Return how many of `count` rows of channels make a row of at least `width` elements.
 
-    They divide the rows; if only blocks of more than `ELEMENTS` do, the result is smaller.
+    The result divides `count`. If no such divisor fits `ELEMENTS`, it is the largest one below.
     """
     least = max(1, width // channels)
     divisors = (m for m in range(-(-width // channels), ELEMENTS // channels) if count % m == 0)
@@ -225,9 +227,8 @@ def _sum_blocks(
     blocks, channels = row_blocks(rows), outs[0].size
     repeats = rows.shape[1] // channels
     # rows short enough that a sum is of many of them, which is a faster product
-    width = channels * max(
-        m for m in range(1, repeats + 1) if repeats % m == 0 and (m * channels <= WIDE or m == 1)
-    )
+    most = max(1, WIDE // channels)
+    width = channels * next(m for m in range(most, 0, -1) if repeats % m == 0)
     scratch = xp.empty((blocks[0].stop, rows.shape[1]), rows.dtype)
     parts = [xp.empty((len(blocks), width), rows.dtype) for _ in outs]
     for i, part in enumerate(blocks):
@@ -372,8 +373,9 @@ class LayerNormFunction(Function):
 class GroupNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, over each image's groups of channels.
 
-    Images are taken in blocks that stay in the cache through all passes. Sums over pixels are
-    products with ones, a number for each channel; a group's channels are then added. Backward, for
+    Images are taken in blocks that stay in the cache through all passes, or one by one if they are
+    larger. Sums over pixels are products with ones, a number for each channel; a group's channels
+    are then added. Backward, for
     the normalized x^ and h = scale times the gradient:
 
         dx = (h - mean(h) - x^ mean(h x^)) / sqrt(variance + eps)         means over the group
@@ -395,11 +397,11 @@ class GroupNormFunction(Function):
         """Return the input's placement; refuse a part of an image or of a group."""
         x, *parameters = inputs
         refuse_parts(self, *parameters, why="needs a whole scale and shift")
-        uncut(self, x, range(1, x.ndim - 1), "takes the mean over whole images")
+        uncut(self, x, range(1, x.ndim - 1), "averages over whole images")
         placement, ranks = aligned(self, inputs, scatters=True), x.shard.group.size
         widths = {placement.width(ranks, rank) for rank in range(ranks)}
         if x.shard.axis and (placement.repeats != 1 or any(n % self.count for n in widths)):
-            raise x.shard.refuse(self, "takes the mean over whole groups of channels")
+            raise x.shard.refuse(self, "averages over whole groups of channels")
         return placement
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
@@ -409,7 +411,8 @@ class GroupNormFunction(Function):
         pixels = x.size // (n * channels)
         repeats = _repeats(pixels, channels, LONG) if type(x) is np.ndarray else 1
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
-        kept, y = (xp.empty(images.shape, x.dtype) for _ in range(2))
+        kept = xp.empty(images.shape, x.dtype)
+        y = xp.empty(images.shape, x.dtype) if True in self.needs else kept
         inverse: Array = xp.empty((n, channels), x.dtype)
         scratch = self._scratch(images)
         for part in row_blocks(images):
@@ -503,6 +506,7 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("group_norm", x, scale, shift, x.shape[-1:])
+    groups = whole("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
     function = GroupNormFunction(scale.size // groups, float(eps))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, constant
-from nnmpi.backend.sums import row_blocks
+from nnmpi.backend.sums import LONG, row_blocks
 
 
 class Planes:
@@ -103,10 +103,10 @@ class Planes:
 
 def rectify(xp: Any, x: Array, out: Array, limit: float = 0.0) -> None:
     """Write max(x, limit) to `out`, like x and contiguous; it may be x itself."""
-    if type(out) is not np.ndarray or not x.flags.c_contiguous:
+    if x.size < LONG or type(out) is not np.ndarray or not x.flags.c_contiguous:
         xp.maximum(x, constant(xp, limit, x.dtype), out=out)
         return
-    # NumPy has vector instructions for the maximum of two arrays, but not of an array and a number
+    # of elements in the cache the maximum of two arrays takes 0.6 of that of an array and a number
     flat, result = x.reshape(x.size), out.reshape(x.size)
     for part in row_blocks(flat):
         xp.maximum(flat[part], constant(xp, limit, x.dtype, flat[part].shape), out=result[part])

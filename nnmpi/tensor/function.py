@@ -215,7 +215,7 @@ class Function:
         xp: the module of the input arrays; set before `forward` is called.
         replayable: whether the operation keeps the rules of the module's docstring.
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
-            result's shape; the tape sums them.
+            result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
         writes, written: the version counter of a parameter among the inputs, and its value at the
             forward pass.

@@ -116,28 +116,32 @@ class Pad(Function):
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
 
 
+def is_basic(key: Any) -> bool:
+    """True for a key of numbers, slices and new axes, which gives a view."""
+    return all(
+        part is None
+        or part is Ellipsis
+        or isinstance(part, int | slice)
+        and not isinstance(part, bool)
+        for part in (key if isinstance(key, tuple) else (key,))
+    )
+
+
 class GetItem(Function):
-    """x[key]; an element that the key selects twice gets the sum of both gradients.
+    """x[key] for a key with arrays or booleans; an element that it selects twice gets the sum of
+    both gradients.
 
     CuPy wraps an index out of range around instead of raising IndexError. So `check` lets NumPy
     validate a key in the host's memory first. A key on the device is not validated: the host would
     have to wait for its values.
     """
 
-    __slots__ = ("basic", "key")
+    __slots__ = ("key",)
 
     views = True
 
     def __init__(self, key: Any) -> None:
-        parts = key if isinstance(key, tuple) else (key,)
         self.key = key
-        self.basic = all(
-            part is None
-            or part is Ellipsis
-            or isinstance(part, int | slice)
-            and not isinstance(part, bool)
-            for part in parts
-        )
 
     def check(self, shape: Shape) -> None:
         """Raise IndexError for a key that does not fit the shape, unless it is on the device."""
@@ -146,14 +150,43 @@ class GetItem(Function):
             np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
+        """Refuse a shard."""
+        raise inputs[0].shard.refuse("x[...]", "picks elements by an array")
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.shape, x.dtype)
+        return x[self.key]
+
+    def backward(self, grad: Array) -> Grads:
+        shape, dtype = self.saved
+        xp = namespace(grad)
+        spread = xp.zeros(shape, dtype=dtype)
+        xp.add.at(spread, self.key, grad)
+        return (spread,)
+
+
+class View(Function):
+    """x[key] for a key of numbers and slices, a view of x.
+
+    Backward adds to a part of the gradient of the operation before it. An array of the size of x
+    for each key would make a loop over time steps quadratic in their number. A leaf gets such
+    arrays.
+    """
+
+    __slots__ = ("key",)
+
+    replayable = views = True
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+
+    def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: the key takes the full sharded axis, or complete repeats.
 
         It also rewrites the key, whose slice of the sharded axis becomes one of the local shard.
         """
         (x,) = inputs
         shard, key = x.shard, self._expanded(x.ndim)
-        if key is None:
-            raise shard.refuse("x[...]", "picks elements by an array")
         # the position in the key of the sharded axis; new axes (None) are none of x's
         at = [i for i, item in enumerate(key) if item is not None][shard.axis]
         local = key[at]
@@ -171,39 +204,14 @@ class GetItem(Function):
         removed = sum(isinstance(item, int) for item in key[:at])
         return replace(placement, axis=at - removed)
 
-    def _expanded(self, ndim: int) -> list[Any] | None:
-        """Return the key with its Ellipsis expanded; None for a key with arrays or booleans."""
+    def _expanded(self, ndim: int) -> list[Any]:
+        """Return the key with its Ellipsis expanded."""
         parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
-        if not self.basic:
-            return None
         missing = [slice(None)] * (
             ndim - sum(part is not None and part is not Ellipsis for part in parts)
         )
         at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
         return [*parts[:at], *missing, *parts[at + 1 :]]
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x.shape, x.dtype)
-        return x[self.key]
-
-    def backward(self, grad: Array) -> Grads:
-        shape, dtype = self.saved
-        xp = namespace(grad)
-        spread = xp.zeros(shape, dtype=dtype)
-        xp.add.at(spread, self.key, grad)
-        return (spread,)
-
-
-class View(GetItem):
-    """x[key] for a key of numbers and slices, a view of x.
-
-    Backward adds to a part of the gradient of x. With a gradient of the size of x for each key, a
-    loop over the time steps of a sequence would take a time that is quadratic in their number.
-    """
-
-    __slots__ = ()
-
-    replayable = True
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape, x.dtype)

@@ -70,6 +70,7 @@ from nnmpi.tensor.shape import (
     Reshape,
     Transpose,
     View,
+    is_basic,
 )
 
 Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
@@ -293,10 +294,13 @@ class Tensor(Variable):
     def __getitem__(self, key: Any) -> Tensor:
         parts = tuple(map(_index, key)) if isinstance(key, tuple) else _index(key)
         try:
+            if is_basic(parts):
+                view: Tensor = View(parts)(self)
+                return view
             function = GetItem(parts)
-            if not function.basic and not isinstance(self.data, np.ndarray):
+            if not isinstance(self.data, np.ndarray):
                 function.check(self.data.shape)
-            return View(parts)(self) if function.basic else in_float32(function, self)
+            return in_float32(function, self)
         except IndexError as error:
             raise ShapeError(
                 f"index {key!r} does not fit shape {self.data.shape}: {error}"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, optim
-from nnmpi.backend.array import LINE_BYTES, empty
+from nnmpi.backend.array import LINE_BYTES, empty, zeros
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.memory import host_memory
 from tests.device.library import device_backend, load
 
 pytestmark = pytest.mark.host_only("it asks for the host's backend and the device's by itself")
@@ -163,3 +164,11 @@ def test_arrays_of_the_host_begin_at_a_cache_line(dtype: str) -> None:
     arrays += [*model.storage.data, *model.storage.grads, *(a for b in state.values() for a in b)]
     assert all(array.flags.c_contiguous for array in arrays)
     assert {array.ctypes.data % LINE_BYTES for array in arrays if array.size} == {0}
+
+
+def test_zeros_take_no_memory_before_they_are_used() -> None:
+    """Gradients of a model that only predicts: 256 MiB that nobody writes to stay untouched."""
+    before = host_memory().used_bytes
+    array = zeros(np, (1 << 26,), "float32")
+    assert host_memory().used_bytes - before < 64 * MIB
+    assert array[::4096].sum() == 0 and zeros(np, 3, "float64").tolist() == [0, 0, 0]

@@ -267,6 +267,9 @@ def test_pieces_give_the_product(
     np.testing.assert_array_equal(gemm(np, a, b, wide), expected)
     np.testing.assert_array_equal(gemm(np, a, np.repeat(b, 2, 1)[:, ::2]), expected)
     assert names == [expected_name] * bool(expected_name)
+    for other in ((m + 1, n), (n, m) if n != m else (1, n), (2, m, n)):
+        with pytest.raises(ValueError):
+            gemm(np, a, b, np.empty(other, np.float32))
     if expected_name == "rows" and "b" not in columns:
         names.clear()
         stack = gemm(np, np.stack([a, 2 * a]), b)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.sums import ELEMENTS
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
 from nnmpi.tensor.tensor import Tensor
 
@@ -139,6 +140,14 @@ def test_groups_are_the_operations_one_by_one(shape, groups):
         results.append([y.data, *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("groups", [0, -1, 3, 8, 1.5])
+def test_groups_that_do_not_divide_the_channels(groups):
+    """One sentence, not an error of a division."""
+    item = Tensor(np.ones(4))
+    with pytest.raises((ShapeError, UsageError), match="group"):
+        group_norm(Tensor(np.ones((2, 5, 4))), item, item, groups)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

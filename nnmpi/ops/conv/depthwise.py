@@ -96,9 +96,9 @@ class Seen(NamedTuple):
         A run has the channels of all windows of a row, and of those that the stride leaves out.
         """
         (n, _, _, c), xp, (rows, columns) = images.shape, namespace(images), self.sizes(kernel)
-        count = max(1, min(n, ELEMENTS // (rows * columns * c), ROWS // self.out[0]))
-        if xp is not np:
-            count = n
+        count = n
+        if xp is np:
+            count = max(1, min(n, ELEMENTS // (rows * columns * c), ROWS // self.out[0]))
         border = xp.zeros((count, rows, columns, c), images.dtype)
         axes = zip((rows, columns), images.shape[1:3], self.padding, self.apart, strict=True)
         places, pixels = zip(*(_inside(*axis) for axis in axes), strict=True)

@@ -138,10 +138,8 @@ class Columns:
         self._phases = sorted({start % self._step for start in first}) if by_rows else [0]
         self._more = max(first) // self._step if by_rows else 0
         width = self.out[1] * spec.pool[1] * kw * c  # elements of a row of columns by rows
-        if by_rows:
-            row, kernel = len(self._phases) * width, kh * kw * c
-        else:
-            row, kernel = width * spec.pool[0] * kh, kh * kw * c
+        row = width * (len(self._phases) if by_rows else spec.pool[0] * kh)
+        kernel = kh * kw * c
         result = self.out[1] * prod(spec.pool) * outputs
         room = max(COLUMNS_BYTES, kernel * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
         most = room // (max(1, row + result) * x.dtype.itemsize)  # rows of the result
@@ -202,13 +200,8 @@ class Columns:
     def _by_rows(self, images: Array, rows: slice, fill: bool) -> list[tuple[slice, list[Array]]]:
         """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
         spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
-        (kw, pool), (count, columns) = (
-            (spec.kernel[1], spec.pool[1]),
-            (
-                rows.stop - rows.start,
-                self.out[1],
-            ),
-        )
+        kw, pool = spec.kernel[1], spec.pool[1]
+        count, columns = rows.stop - rows.start, self.out[1]
         shape = (len(self._phases), pool, n, count + self._more, columns, kw * c)
         memory = self._memory[: prod(shape)].reshape(shape)
         for number, phase in enumerate(self._phases if fill else ()):
