@@ -12,7 +12,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
-from benchmarks.harness.command import Parser, add_options, positive_count, run, say  # noqa: E402  # noqa: E402
+from benchmarks.harness.command import Parser, add_options, positive_count, run, say  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from benchmarks.memory.throttled import ThrottledStore  # noqa: E402
 from nnmpi import models, nn, ops  # noqa: E402

@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np  # noqa: E402
 
-from benchmarks.harness.command import (  # noqa: E402  # noqa: E402
+from benchmarks.harness.command import (  # noqa: E402
     Parser,
     add_options,
     file,

@@ -271,6 +271,28 @@ def test_views_add_to_a_part_of_the_gradient(compiled):
         np.testing.assert_array_equal(x.grad, [[6, 14], [4, 6], [6, 8]])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_views_leave_a_shared_gradient_alone(compiled):
+    """A sum passes one array to both operands; the view adds to a copy for one of them."""
+    x = Tensor(np.arange(6.0).reshape(3, 2), requires_grad=True)
+    weights = np.arange(1.0, 7).reshape(3, 2)
+
+    def step():
+        x.grad = None
+        # of one tape, so that the view's backward comes before that of `other`
+        both = x * 1
+        y, other = both * 2, both * 3
+        first = y[0]
+        z = ((y + other) * weights).sum() + first.sum()
+        z.backward()
+        return z
+
+    step = nnmpi.compile(step) if compiled else step
+    for _ in range(3):
+        step()
+        np.testing.assert_array_equal(x.grad, 5 * weights + [[2], [0], [0]])
+
+
 @pytest.mark.host_only("it counts the arrays that NumPy makes")
 def test_a_loop_over_time_takes_linear_time():
     """The gradient of 500 steps of a sequence makes few arrays of the sequence's size."""
