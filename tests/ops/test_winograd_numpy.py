@@ -20,19 +20,26 @@ pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone
 
 
 def plain(x, weight, bias=None):
-    """Return the convolution by im2col."""
-    return Conv2dFunction(Im2col(ConvSpec((3, 3), padding=(1, 1))))(x, weight, bias)
+    """Return the convolution by im2col, of the images' size."""
+    border = len(weight) // 2
+    spec = ConvSpec(weight.shape[:2], padding=(border, border))
+    return Conv2dFunction(Im2col(spec))(x, weight, bias)
 
 
 ALONE = ConvSpec((3, 3), padding=(1, 1))
 RELU = ALONE._replace(relu=True)
 RELU_POOL = RELU._replace(pool=(2, 2))
-EXPECTED = {
-    ALONE: plain,
-    RELU: lambda *args: relu(plain(*args)),
-    RELU_POOL: lambda *args: max_pool2d(relu(plain(*args)), 2),
-}
 NAMES = ("alone", "relu", "relu and pooling")
+COARSER = {3: 2, 5: 4}  # {kernel: error over that of im2col}
+
+
+def expected(spec):
+    """Return the convolution by im2col, and what follows it, as a function."""
+    if not spec.relu:
+        return plain
+    if spec.pool == (1, 1):
+        return lambda *args: relu(plain(*args))
+    return lambda *args: max_pool2d(relu(plain(*args)), spec.pool)
 
 
 def tiled(spec, side, x, weight, bias=None):
@@ -40,35 +47,65 @@ def tiled(spec, side, x, weight, bias=None):
     return Conv2dFunction(WinogradNumpy(spec, side))(x, weight, bias)
 
 
-@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
+def resized(spec, kernel):
+    """Return a specification for kernels of another size."""
+    border = kernel // 2
+    return spec._replace(kernel=(kernel, kernel), padding=(border, border))
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("spec", [ALONE, RELU, RELU_POOL], ids=NAMES)
 @pytest.mark.parametrize("size", [(2, 2), (2, 6), (8, 4), (12, 8), (6, 14)])
 @pytest.mark.parametrize("channels", [(1, 1), (3, 5), (16, 24)])
 @pytest.mark.parametrize("n", [1, 7])
-def test_sizes(spec, size, channels, n, monkeypatch):
+def test_sizes(spec, size, channels, n, kernel, monkeypatch):
     """Sizes of whole tiles and any channels, in blocks of three images, the last one shorter."""
-    (c, o), side = channels, 2 if size[0] % 4 or size[1] % 4 or spec.pool != (1, 1) else 4
-    monkeypatch.setattr(
-        winograd_numpy, "TILES_BYTES", 3 * winograd_numpy.image_bytes(*size, c, o, 4, side)
-    )
-    rng = np.random.default_rng(0)
+    (c, o), two = channels, size[0] % 4 or size[1] % 4 or spec.pool != (1, 1) or kernel == 5
+    side, spec = 2 if two else 4, resized(spec, kernel)
+    image = winograd_numpy.places_per_image(*size, side, kernel) * (c + o) * 4
+    monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 3 * image)
+    rng = np.random.default_rng(1)
     compare(
-        [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))],
-        EXPECTED[spec],
+        [rng.standard_normal(shape) for shape in ((n, *size, c), (kernel, kernel, c, o), (o,))],
+        expected(spec),
         partial(tiled, spec, side),
+        coarser=COARSER[kernel],
     )
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
-@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
-def test_constant_regions(spec, bias):
+@pytest.mark.parametrize("spec", [ALONE, RELU, RELU_POOL], ids=NAMES)
+@pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
+def test_constant_regions(spec, bias, kernel, side):
     """Where a black background meets a picture: equal places, and with a bias of 0 the corner of
     the ReLU.
     """
+    if side == 4 and spec.pool != (1, 1):
+        side = 2
     rng = np.random.default_rng(0)
     x = np.zeros((4, 12, 12, 16))
     x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 16))
-    arrays = [x, rng.standard_normal((3, 3, 16, 5)), np.full(5, bias)]
-    compare(arrays, EXPECTED[spec], partial(tiled, spec, 2))
+    arrays = [x, rng.standard_normal((kernel, kernel, 16, 5)), np.full(5, bias)]
+    spec = resized(spec, kernel)
+    compare(arrays, expected(spec), partial(tiled, spec, side), coarser=COARSER[kernel])
+
+
+@pytest.mark.parametrize("kernel, side", [(3, 4), (5, 2)])
+@pytest.mark.parametrize("fill", [0.0, -0.0, 1e-30], ids=["zero", "minus zero", "tiny"])
+def test_results_that_see_zeros_alone_are_0(kernel, side, fill):
+    """Not those that see a pixel whose channels cancel, or one whose sum is too small for a
+    float.
+    """
+    rng = np.random.default_rng(0)
+    x = np.full((2, 16, 16, 8), fill, "float32")
+    x[:, :6, :6, :2] = 1.0, -1.0
+    weight = rng.standard_normal((kernel, kernel, 8, 8), "float32")
+    spec = resized(ALONE, kernel)
+    y = tiled(spec, side, Tensor(x), Tensor(weight)).numpy()
+    reach = 6 + kernel // 2
+    seen = np.zeros((16, 16), bool)
+    seen[:reach, :reach] = True
+    assert np.array_equal(y.any(axis=(0, 3)), seen | (fill == 1e-30))
 
 
 @pytest.mark.parametrize(
@@ -105,10 +142,11 @@ def test_black_regions_give_zeros_to_a_relu(bias: bool) -> None:
         np.testing.assert_allclose(single, double, rtol=0, atol=2e-6 * np.abs(double).max())
 
 
-@pytest.mark.parametrize("channels, biased", [(8, False), (7, False), (16, True), (15, True)])
-def test_few_channels_are_left_to_im2col(channels, biased):
-    """Below 8 without a bias, by tiles of 4 x 4; below 16 with one, by tiles of 2 x 2."""
+@pytest.mark.parametrize(
+    "channels, spec", [(8, ALONE), (7, ALONE), (16, RELU_POOL), (15, RELU_POOL)]
+)
+def test_few_channels_are_left_to_im2col(channels, spec):
+    """Below 8, by tiles of 4 x 4; below 16 with a pooling, by tiles of 2 x 2."""
     x, weight = Tensor(np.zeros((1, 8, 8, channels))), Tensor(np.zeros((3, 3, channels, 16)))
-    bias = Tensor(np.zeros(16)) if biased else None
-    algorithm = choose(x, weight, bias, ALONE)
+    algorithm = choose(x, weight, None, spec)
     assert isinstance(algorithm, WinogradNumpy) == (channels in (8, 16))

@@ -8,12 +8,15 @@
 The first row that fits is chosen:
 
 arrays                      convolution                            algorithm
-NumPy                       3 x 3, many channels, no bias,         WinogradNumpy, tiles of 4 x 4
-                            no ReLU, size a multiple of 4
-NumPy, float32, `jit` on    3 x 3, ReLU and pooling, few           CompiledDirect
-                            channels, x needs no gradient
-                            3 x 3, no or 2 x 2 pooling             CompiledWinograd
-NumPy                       3 x 3, many channels, even size        WinogradNumpy, tiles of 2 x 2
+NumPy, float32, `jit` on    3 x 3, even size, ReLU and pooling,    CompiledDirect
+                            few channels, x needs no gradient
+                            3 x 3, even size, no or 2 x 2          CompiledWinograd
+                            pooling, neither few channels nor
+                            large kernels
+NumPy                       3 x 3, many channels, no pooling,      WinogradNumpy, tiles of 4 x 4
+                            size a multiple of 4
+                            3 x 3 or 5 x 5, many channels, even    WinogradNumpy, tiles of 2 x 2
+                            size, no or 2 x 2 pooling
                             ReLU, one group                        Im2colReluPool
 any library                 a group for each channel, no ReLU      Depthwise
                             no ReLU                                Im2col
@@ -39,7 +42,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
-from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
+from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.function import Function, Grads, recording
@@ -48,14 +51,20 @@ from nnmpi.tensor.tensor import Tensor
 
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
 # products that they save. Measured for 32 images of 32 x 32, forward and backward (Xeon): from 24
-# to 12 channels, tiles of 4 take 10.4 ms and im2col 21.5; from 8 to 8 channels, 4.6 and 6.9 ms.
+# to 12 channels, tiles of 4 take 10.4 ms and im2col 21.5; from 8 to 8 channels, 4.6 and 6.9 ms. For
+# kernels of 5 x 5 and images of 16 x 16: from 16 to 32 channels 12.6 and 13.1 ms, from 64 to 192
+# half of im2col's time.
 FEW_CHANNELS = {2: 16, 4: 8}
 # The transforms of a larger image do not fit into a cache.
 LARGE_BYTES = 1 << 23
-# With so many channels (input times output) and so few pixels, the transformed kernels take most of
-# the time and memory: tiles of 2 x 2 are then as fast as those of 4 x 4, and compiled kernels,
-# whose blocks are smaller, are slower.
-LARGE_KERNELS, FEW_PIXELS = 1 << 14, 1024
+# With so many channels (input times output) transformed kernels take much of the time and memory:
+# compiled kernels, whose blocks are smaller, are slower, and for few pixels tiles of 2 x 2 as fast
+# as those of 4 x 4. For 32 images of 8 x 8 (Xeon), tiles of 4 and compiled: 128 to 128 channels
+# 11.8 and 11.6 ms, 256 to 256 channels 55.6 and 64.6 ms.
+LARGE_KERNELS, FEW_PIXELS = 1 << 16, 1024
+# With fewer channels compiled products are slower: for 32 images of 32 x 32, from 12 to 24 channels
+# 21.3 ms and tiles of 4 in 14.2; from 16 to 16 channels 8.9 and 10.4 ms.
+COMPILED_CHANNELS = 16
 
 DIRECT_CHANNELS = 4  # the most input channels for which the direct kernel is faster than Winograd's
 # Compilers unroll loops over fewer outputs instead of vectorizing them, which is half as fast as
@@ -114,28 +123,28 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         spec: the convolution.
     """
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
+    kernel = spec.kernel[0]
+    same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1), 1
     # a tile of 2 x 2 results is also a window of the pooling
-    plain = spec[:4] == ((3, 3), (1, 1), (1, 1), (1, 1)) and spec.pool in (NO_POOL, (2, 2))
-    # Tiles of 4 x 4 give about 1e-8 for a black region instead of 0, and a ReLU passes half of
-    # these: on MNIST, with biases of 0, a bias gradient was wrong by 0.6 of the largest. Without a
-    # bias, no gradient of a bias is wrong.
-    exact = spec.relu or bias is not None
+    plain = kernel in (3, 5) and spec[:5] == same and spec.pool in (NO_POOL, (2, 2))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         return None if spec.relu else Depthwise(spec)
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
-    plain = plain and spec.groups == 1
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(item is None or item.dtype == FLOAT32 for item in (x, weight, bias))
-        few = n * h * w < FEW_PIXELS and c * o >= LARGE_KERNELS and not spec.relu
-        side = 2 if h % 4 or w % 4 or exact or few else 4
-        small = image_bytes(h, w, c, o, x.dtype.itemsize, side) <= LARGE_BYTES
-        tiled = n > 0 and min(c, o) >= FEW_CHANNELS[side] and x.dtype.kind == "f" and small
+        large = c * o >= LARGE_KERNELS
+        few = large and n * h * w < FEW_PIXELS
+        side = 2 if kernel == 5 or h % 4 or w % 4 or spec.pool != NO_POOL or few else 4
+        image = places_per_image(h, w, side, kernel) * (c + o) * x.dtype.itemsize
+        enough = min(c, o) >= FEW_CHANNELS[side] and image <= LARGE_BYTES
+        tiled = n > 0 and x.dtype.kind == "f" and enough
         if (
             compiled is not None
+            and kernel == 3
             and single
             and o >= FEWEST_OUTPUTS
-            and not (tiled and (side == 4 or few))
+            and not (tiled and (large or min(c, o) < COMPILED_CHANNELS))
         ):
             # the direct kernel has no input gradient
             if (

@@ -1,6 +1,7 @@
-"""Winograd's convolution by NumPy: F(2x2, 3x3) takes 1 / 2.25, F(4x4, 3x3) 1 / 4 of the products.
+"""Winograd's convolution by NumPy. F(2x2, 3x3) takes 1 / 2.25 of the products, F(4x4, 3x3) 1 / 4,
+F(2x2, 5x5) 1 / 2.78.
 
-    images (n, h, w, c)                          kernels (3, 3, c, o)
+    images (n, h, w, c)                          kernels (3, 3, c, o) or (5, 5, c, o)
        |  4 x 4 or 6 x 6 pixels per tile             |
        v  B^T d B                                    v  G g G^T
     places (16 or 36, tiles, c)         @        places (.., c, o)      =      (.., tiles, o)
@@ -16,9 +17,9 @@ of `transforms`, for tiles of 2 x 2
          |0 -1  1  0|          |.5 -.5  .5|
          |0 -1  0  1|          |0    0   1|
 
-a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the pixels that it sees (tiles
-overlap by two) and the product being that of channels, a GEMM for each of the places. Backward is
-the adjoint, step by step; the result's gradient dy becomes A dy A^T, and so on.
+a tile of the result is A^T [ (G g G^T) * (B^T d B) ] A, d being the pixels that it sees (patches
+overlap by two, or by four) and the product being that of channels, a GEMM for each of the places.
+Backward is the adjoint, step by step; the result's gradient dy becomes A dy A^T, and so on.
 
 The transforms are products of these small matrices with large ones that have a row per pixel or
 place: BLAS reads memory once, additions would read it several times. A block's memory has images
@@ -27,9 +28,10 @@ next to channels, (..., images, channels), so that these rows are long.
 A tile of 2 x 2 pixels is also a window of the pooling. Its four places are the planes that the
 pooling compares (see `planes`), and the convolution's result is never assembled.
 
-Tiles of 4 x 4 have half as many places per pixel, and round five times as coarsely. A result whose
-pixels are all zeros is 0 with tiles of 2 x 2, but a rounding error with tiles of 4 x 4, which a
-ReLU may pass.
+Patches of 6 x 6 pixels have fewer places per result, and round five times as coarsely. A result
+that sees zeros alone is 0 with patches of 4 x 4, but a rounding error of its neighbours with those
+of 6 x 6, and a ReLU passes half of these: on MNIST, with biases of 0, a bias gradient was wrong by
+0.6 of the largest. So these results are set to 0.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, ones
+from nnmpi.backend.recording import record_call
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients, flattened
 from nnmpi.ops.conv.im2col import ProductSum
@@ -49,19 +52,18 @@ from nnmpi.ops.planes import Planes, rectify, repeated
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.
 TILES_BYTES = 5 << 18
-# The interpolation points besides infinity; the first three for tiles of 2 x 2. With 2 and -2
+# The interpolation points besides infinity; the first three for patches of 4 x 4. With 2 and -2
 # instead of the last two, results are off by twice as much.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
 
 
 class Transforms(NamedTuple):
-    """The matrices for one size of tiles, (side + 2) places each way.
+    """The matrices for one size of tiles and kernels, with side + kernel - 1 places each way.
 
     Attributes:
         side: pixels of a tile's result, each way.
-        b: B^T, (places, pixels). A patch's first pixel affects the first place alone, and its last
-            pixel the last place alone.
-        g: G for both ways, (places places, 9).
+        b: B^T, (places, pixels).
+        g: G for both ways, (places places, kernel kernel).
         a: A^T, (results, places).
     """
 
@@ -72,15 +74,15 @@ class Transforms(NamedTuple):
 
 
 @cache
-def transforms(side: int) -> Transforms:
-    """Return the Toom-Cook matrices for tiles of 2 x 2 or 4 x 4 results."""
-    points = POINTS[: side + 1]
-    b, g = np.zeros((side + 2, side + 2)), np.zeros((side + 2, 3))
+def transforms(side: int, kernel: int) -> Transforms:
+    """Return the Toom-Cook matrices for tiles of so many results and kernels of so many rows."""
+    points, places = POINTS[: side + kernel - 2], side + kernel - 1
+    b, g = np.zeros((places, places)), np.zeros((places, kernel))
     for i, point in enumerate(points):
         others = [item for item in points if item != point]
         b[i, :-1] = np.poly(others)[::-1]
-        g[i] = point ** np.arange(3) / np.prod(np.subtract(point, others))
-    b[-1], g[-1, 2] = np.poly(points)[::-1], 1
+        g[i] = point ** np.arange(kernel) / np.prod(np.subtract(point, others))
+    b[-1], g[-1, -1] = np.poly(points)[::-1], 1
     g[0], b[0] = g[0] * b[0, 0], b[0] / b[0, 0]
     a = np.vander([*points, 0], side, increasing=True).T
     a[:, -1] = np.arange(side) == side - 1  # the value at infinity
@@ -88,7 +90,7 @@ def transforms(side: int) -> Transforms:
 
 
 class WinogradNumpy(Algorithm):
-    """A tiled convolution of images (n, h, w, c) with kernels (3, 3, c, o) and padding 1.
+    """A tiled convolution with kernels of 3 x 3 or 5 x 5, whose results have the images' size.
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. Saved per image, in the
     order of the tiles: with ReLU the elements that it passed (bool), with pooling the winners
@@ -96,12 +98,12 @@ class WinogradNumpy(Algorithm):
 
     Args:
         spec: the convolution.
-        side: of a tile: 2 or 4 pixels; 2 with pooling.
+        side: of a tile: 2 or 4 pixels; 2 with pooling or kernels of 5 x 5.
     """
 
     def __init__(self, spec: ConvSpec, side: int) -> None:
         super().__init__(spec)
-        self._transforms = transforms(side)
+        self._transforms = transforms(side, spec.kernel[0])
 
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
@@ -167,40 +169,40 @@ class WinogradNumpy(Algorithm):
         if out.weight is not None:
             places = to_kernel.finish().reshape(len(self._transforms.g), out.weight[0, 0].size)
             g = self._transforms.g.T.astype(places.dtype)
-            xp.matmul(g, places, out=out.weight.reshape(9, places.shape[1]))
+            xp.matmul(g, places, out=out.weight.reshape(len(g), places.shape[1]))
         if to_bias is not None:
             to_bias.finish()
 
     def _kernel(self, xp: Any, weight: Array) -> Array:
-        """Return G g G^T for the kernels g of a weight (3, 3, c, o): (places, c, o)."""
+        """Return G g G^T for the kernels g of a weight (.., .., c, o): (places, c, o)."""
         (_, _, c, o), g = weight.shape, self._transforms.g.astype(weight.dtype)
         places: Array = xp.empty((len(g), c, o), weight.dtype)
-        xp.matmul(g, xp.reshape(weight, (9, c * o)), out=places.reshape(len(g), c * o))
+        xp.matmul(g, xp.reshape(weight, (g.shape[1], c * o)), out=places.reshape(len(g), c * o))
         return places
 
     def _blocks(self, xp: Any, x: Array, weight: Array) -> Iterator[tuple[slice, Tiles]]:
         """Yield blocks of images, with memory for their tiles."""
-        (n, h, w, c), o, side = x.shape, weight.shape[3], self._transforms.side
-        room = max(TILES_BYTES, len(self._transforms.g) * weight[0, 0].size * x.dtype.itemsize)
-        count = max(1, min(n, room // image_bytes(h, w, c, o, x.dtype.itemsize, side)))
-        tiles = Tiles(xp, self._transforms, (count, h, w, c), o, x.dtype)
+        (n, h, w, c), o, matrices = x.shape, weight.shape[3], self._transforms
+        room = max(TILES_BYTES, len(matrices.g) * weight[0, 0].size * x.dtype.itemsize)
+        image = places_per_image(h, w, matrices.side, self.spec.kernel[0]) * (c + o)
+        count = max(1, min(n, room // (image * x.dtype.itemsize)))
+        tiles = Tiles(xp, matrices, (count, h, w, c), o, x.dtype)
         for start in range(0, n, count):
             stop = min(start + count, n)
             if stop - start < count:
-                tiles = Tiles(xp, self._transforms, (stop - start, h, w, c), o, x.dtype)
+                tiles = Tiles(xp, matrices, (stop - start, h, w, c), o, x.dtype)
             yield slice(start, stop), tiles
 
 
-def image_bytes(h: int, w: int, c: int, o: int, itemsize: int, side: int) -> int:
-    """Return the bytes of the places of an image and of its result.
+def places_per_image(h: int, w: int, side: int, kernel: int) -> int:
+    """Return the places of a channel of an image of h x w pixels.
 
     Args:
-        h, w: the image's rows and columns of pixels.
-        c, o: channels of the image and of the result.
-        itemsize: bytes of an element.
+        h, w: rows and columns of pixels.
         side: of a tile.
+        kernel: rows of a kernel.
     """
-    return (side + 2) ** 2 * (h // side) * (w // side) * (c + o) * itemsize
+    return (side + kernel - 1) ** 2 * (h // side) * (w // side)
 
 
 class Tiles:
@@ -223,26 +225,26 @@ class Tiles:
     """
 
     def __init__(self, xp: Any, matrices: Transforms, shape: Shape, o: int, dtype: Any) -> None:
-        (count, h, w, c), side = shape, matrices.side
-        rows, columns, run, four = h // side, w // side, count * c, side + 2
-        self._xp, self._side = xp, side
+        (count, h, w, c), side, each = shape, matrices.side, len(matrices.b)
+        rows, columns, run, shared = h // side, w // side, count * c, each - side
+        self._xp, self._side, self._border = xp, side, shared // 2
+        self._own = slice(self._border, self._border + side)  # a patch's pixels of its own tile
         b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
-        # the last: the pixels of a patch that no other tile shares
-        self._matrices = [b, a, a.T.copy(), b.T[1:-1]]
-        spread: Array = xp.zeros((h + 2, w + 2, count, c), dtype)
-        seen: Array = xp.empty((four, rows, w + 2, count, c), dtype)
-        self._inner = spread[1:-1, 1:-1]
-        # four (or six) rows of pixels per row of tiles, and as many columns per tile; neighbours
-        # share two
-        self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run), side)
-        self._seen = seen.reshape(four, rows, (w + 2) * run).swapaxes(0, 1)
-        self._tiles = _overlapping(seen.reshape(four, rows, w + 2, run), side)
-        self._patches: Array = xp.empty((four, four, rows, columns, count, c), dtype)
-        back = seen.reshape(seen.size)[: four * side * rows * columns * run]
-        self._back = back.reshape(four, side, rows, columns, count, c)
+        self._matrices = [b, a, a.T.copy(), b.T.copy()]
+        self._spread: Array = xp.zeros((h + shared, w + shared, count, c), dtype)
+        self._inner = self._spread[self._border :, self._border :][:h, :w]
+        height, width = self._spread.shape[:2]
+        self._patches: Array = xp.empty((each, each, rows, columns, count, c), dtype)
+        self._back: Array = xp.empty(self._patches.shape, dtype)
+        # `each` rows of pixels per row of tiles, and as many columns per tile; neighbours share
+        # some
+        seen = self._back.reshape(self._back.size)[: each * rows * width * run]
+        self._rows = _overlapping(self._spread.reshape(height, width * run), side, each)
+        self._seen = seen.reshape(each, rows, width * run).swapaxes(0, 1)
+        self._tiles = _overlapping(seen.reshape(each, rows, width, run), side, each)
         tile = (rows, columns, count, o)
-        self._places: Array = xp.empty((four, four, *tile), dtype)
-        self._half: Array = xp.empty((side * four, *tile), dtype)  # transformed one way
+        self._places: Array = xp.empty((each, each, *tile), dtype)
+        self._half: Array = xp.empty((side * each, *tile), dtype)  # transformed one way
         self.results: Array = xp.empty((side, side, *tile), dtype)
         self.pooled: Array = xp.empty(tile, dtype)
         self.planes = Planes(xp, side * side, self.pooled.size)
@@ -258,20 +260,22 @@ class Tiles:
         xp.copyto(whole_pixels(self._inner), whole_pixels(images).transpose(1, 2, 0))
         # rows first, B^T d, and then columns
         xp.matmul(self._matrices[0], self._rows, out=self._seen)
-        four, _, rows, columns, count, c = patches.shape
-        patches = patches.reshape(four, four, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
+        each, _, rows, columns, count, c = patches.shape
+        patches = patches.reshape(each, each, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
         xp.matmul(self._matrices[0], self._tiles, out=patches)
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
         self._xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
         self._both_ways(self._matrices[1], self._places, self.results)
+        if len(self._places) > 4:
+            record_call(_clear, self._spread, self.results)
 
     def spread(self) -> Array:
         """Transform the output gradient, A dy A^T; return the tiles' sums (tiles count, o)."""
         self._both_ways(self._matrices[2], self.results, self._places)
         # place (1, 1) is the sum over a tile
-        return _stacked(self._places)[self._side + 3]
+        return _stacked(self._places)[len(self._places) + 1]
 
     def _both_ways(self, matrix: Array, x: Array, out: Array) -> None:
         (n, k), xp = matrix.shape, self._xp
@@ -291,29 +295,56 @@ class Tiles:
             kernel: (places, o, c), of the transposed kernels.
         """
         xp, v, back, side = self._xp, self._patches, self._back, self._side
-        four, _, rows, columns, count, c = v.shape
+        each, _, rows, columns, count, c = v.shape
+        size, b, own = rows * columns * count * c, self._matrices[3], self._own
         xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
-        size = rows * columns * count * c
-        xp.matmul(
-            self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size)
-        )
-        # the last pixel of the tile before
-        xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])
-        # the first pixel of the tile after
-        xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])
+        xp.matmul(b, v.reshape(each, each, size), out=back.reshape(each, each, size))
+        self._add_ends(back.swapaxes(0, 1))
+        pixels = back.reshape(each, each * size)[:, own.start * size : own.stop * size]
         # `v` is free by now
-        local = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)
-        xp.matmul(
-            self._matrices[3], back.reshape(four, side * size), out=local.reshape(side, side * size)
-        )
-        xp.add(local[0, :, 1:], back[-1, :, :-1], out=local[0, :, 1:])  # the same for rows
-        xp.add(local[-1, :, :-1], back[0, :, 1:], out=local[-1, :, :-1])
-        xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(local))
+        local = v.reshape(v.size)[: each * side * size].reshape(each, side, rows, columns, count, c)
+        xp.matmul(b, pixels, out=local.reshape(each, side * size))
+        self._add_ends(local.swapaxes(2, 3))
+        xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(local[own]))
+
+    def _add_ends(self, patches: Array) -> None:
+        """Add the pixels at the ends of patches to those of the tiles that they lie in.
+
+        Args:
+            patches: (pixels of a patch, ., ., tiles, ...).
+        """
+        own, border = patches[self._own], self._border
+        head, tail = own[:border, :, :, 1:], own[-border:, :, :, :-1]
+        self._xp.add(head, patches[-border:, :, :, :-1], out=head)
+        self._xp.add(tail, patches[:border, :, :, 1:], out=tail)
+
+
+def _clear(pixels: Array, results: Array) -> None:
+    """Set results that see zeros alone to 0.
+
+    Args:
+        pixels: (rows, columns, images, c), with a border of zeros.
+        results: (side, side, rows / side, columns / side, images, o).
+    """
+    side, _, rows, columns, count, _ = results.shape
+    kernel = len(pixels) - rows * side + 1
+    sums = np.dot(
+        pixels.reshape(pixels.size // pixels.shape[3], pixels.shape[3]),
+        ones(np, pixels.shape[3], pixels.dtype),
+    )
+    if np.count_nonzero(sums) == rows * columns * side * side * count:
+        return  # there are none outside the border
+    seen = np.logical_or.reduce(pixels, axis=3)
+    for _ in range(2):  # rows, then columns
+        windows = np.lib.stride_tricks.sliding_window_view(seen, kernel, axis=0)
+        seen = np.logical_or.reduce(windows, axis=-1).swapaxes(0, 1)
+    tiles = seen.reshape(rows, side, columns, side, count).transpose(1, 3, 0, 2, 4)
+    results[~tiles] = 0
 
 
 def _stacked(places: Array) -> Array:
-    four, _, rows, columns, count, c = places.shape
-    return places.reshape(four * four, rows * columns * count, c)
+    each, _, rows, columns, count, c = places.shape
+    return places.reshape(each * each, rows * columns * count, c)
 
 
 def whole_pixels(images: Array) -> Array:
@@ -324,13 +355,13 @@ def whole_pixels(images: Array) -> Array:
     return images.view(np.dtype((np.void, images.shape[-1] * images.itemsize)))[..., 0]
 
 
-def _overlapping(pixels: Array, side: int) -> Array:
-    """View pixels (..., n, run) as (..., n // side, side + 2, run): neighbours share two."""
+def _overlapping(pixels: Array, side: int, each: int) -> Array:
+    """View pixels (..., n, run) as (..., tiles, each, run), `side` pixels apart."""
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
     return np.lib.stride_tricks.as_strided(
         pixels,
-        (*lead, (n - 2) // side, side + 2, run),
+        (*lead, (n - each) // side + 1, each, run),
         (*steps, side * step, step, item),
         writeable=False,
     )
