@@ -350,7 +350,8 @@ def check_numerics(trainer: Trainer) -> None:
 def _update(trainer: Trainer) -> list[str]:
     """Return this rank's update rule as text, with the numbers that must be equal on all ranks.
 
-    A pipeline omits the decay of parameter groups, since its stages have different groups.
+    Decays and rates are by group, since uneven shards may lie in different numbers of buffers. A
+    pipeline omits them, since its stages have different groups.
     """
     optimizer = trainer.optimizer
     names = [
@@ -359,9 +360,13 @@ def _update(trainer: Trainer) -> list[str]:
         if isinstance(item, int | float) and name[0] != "_"
     ]
     names += ["betas"] * hasattr(optimizer, "betas")
-    names += ["weight_decay", "rates"] * (not isinstance(trainer.model, ModelPart))
-    numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
-    return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
+    numbers = {name: getattr(optimizer, name) for name in names}
+    if not isinstance(trainer.model, ModelPart):
+        for name in ("weight_decay", "rates"):
+            groups = optimizer.storage.groups
+            numbers[name] = dict(zip(groups, getattr(optimizer, name), strict=True))
+    texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
+    return [type(optimizer).__name__, *texts, f"clip {trainer.clip}"]
 
 
 def _loss_text(loss: Any) -> str:

@@ -338,6 +338,9 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
     (replace(GPT, **MUON), Layout(dp=2, sp=2)),
+    (replace(NOISY, **MUON), Layout(pp=3, split=(1, 1, layers(NOISY) - 2))),  # flattens, no weights
+    # uneven shards: the ranks have different numbers of units, and so of buffers
+    (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
 ]
