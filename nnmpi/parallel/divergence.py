@@ -47,7 +47,7 @@ def explain(
 
 
 def _error(origins: Sequence[str | None], step: int, value: float) -> DivergenceError:
-    nowhere = None, "all ranks together, though it is on each"
+    nowhere = None, "all ranks together, though both are finite on each"
     origin, rank_name = next(
         ((origin, f"rank {rank}") for rank, origin in enumerate(origins) if origin), nowhere
     )
@@ -78,10 +78,10 @@ def nonfinite_message(step: int, value: float, origin: str | None, rank_name: st
         origin: the result of `locate_nonfinite`; None if all was finite in the second computation.
         rank_name: the worker: "rank 2", "worker 2".
     """
-    ending = f" or its gradient is not finite on {rank_name}; lower the learning rate"
+    ending = f", and it or its gradient is not finite on {rank_name}; lower the learning rate"
     if origin is not None:
         ending = (
-            f"; the first values that are not finite are in {origin} on {rank_name}; lower the"
+            f"; values that are not finite were first found in {origin} on {rank_name}; lower the"
             " learning rate, "
         )
         ending += "clip the gradients, or check the data"

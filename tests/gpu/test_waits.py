@@ -235,7 +235,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group
     batch = next(Loader(digits(), 8).epoch(0, backend=item.backend))
     batch.x[3] = float("nan")
     with pytest.raises(
-        DivergenceError, match="the first values that are not finite are in the input on rank 0"
+        DivergenceError, match="values that are not finite were first found in the input on rank 0"
     ):
         item.step(batch)
     for name, values in item.model.state().items():

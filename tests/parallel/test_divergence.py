@@ -56,6 +56,9 @@ def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
 def test_the_sentence_names_worker_place_and_step() -> None:
     text = nonfinite_message(7, float("nan"), "the input", "worker 3")
     assert text.startswith(
-        "step 7: the loss is nan; the first values that are not finite are in the input on worker 3"
+        "step 7: the loss is nan; values that are not finite were first found in the input on"
+        " worker 3"
     )
-    assert "gradient is not finite on rank 1" in nonfinite_message(7, 2.5, None, "rank 1")
+    assert "2.5, and it or its gradient is not finite on rank 1" in nonfinite_message(
+        7, 2.5, None, "rank 1"
+    )

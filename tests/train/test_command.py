@@ -58,7 +58,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: 
     words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-every 1steps --out run"
     ending = train(tmp_path, words, ranks=2)
     assert ending.status == EX_DATAERR  # the supervisor's sign that this comes again
-    assert ending.output.count("the first values that are not finite are in ") == 1
+    assert ending.output.count("values that are not finite were first found in ") == 1
     assert "Traceback" not in ending.output
     assert "Warning" not in ending.output
     assert "on rank " in ending.output
