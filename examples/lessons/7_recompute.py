@@ -2,8 +2,8 @@
 
     F forward, nothing saved    K forward, input saved    D a layer's input is dropped    B backward
 
-    all saved   K0 K1 D1 K2 D2 K3 D3 B3 B2 B1 B0              layers 1 to 3 save inputs at once
-    PLAN        F0 F1 D1 K2 D2 K3 D3 B3 B2 F0 K1 D1 B1 K0 B0  at most two do; layer 0 runs 3 times
+    all saved   K0 K1 D1 K2 D2 K3 D3 B3 B2 B1 B0                 layers 1 to 3 save inputs at once
+    PLAN        F0 F1 D1 K2 D2 K3 D3 B3 B2 F0 K1 D1 B1 K0 D1 B0  at most two; layer 0 runs 3 times
                 forward            |back  |again    |back
 
 Both are lists of actions. The backward pass starts from the last layer: the inputs of the first

@@ -44,6 +44,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
+from nnmpi.tensor.function import kind_of
 from nnmpi.tensor.tensor import Tensor
 
 CROSS_ENTROPY = "cross-entropy"
@@ -161,7 +162,7 @@ class LabelLoss:
         expected = [labels.shape, labels.shape[:1]] if labels.dtype.kind == "f" else [labels.shape]
         if not isinstance(result, Tensor) or shape not in expected:
             gave = "one number" if not shape else f"values of shape {shape}"
-            gave = gave if isinstance(result, Tensor) else f"a {type(result).__name__}"
+            gave = gave if isinstance(result, Tensor) else kind_of(result)
             raise UsageError(
                 f"the loss returned {gave} for labels of shape {labels.shape}; return one value for"
                 ' each label, as reduction="none" does: the Worker divides them by the global'
@@ -258,7 +259,7 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
         ) from error
     if not isinstance(total, Tensor):
         raise UsageError(
-            f"the loss returned a {type(total).__name__}; return the sum of the losses, a Tensor"
+            f"the loss returned {kind_of(total)}; return the sum of the losses, a Tensor"
         )
     if total.size != 1:
         raise UsageError(

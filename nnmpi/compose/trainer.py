@@ -354,17 +354,15 @@ def _update(trainer: Trainer) -> list[str]:
     pipeline omits them, since its stages have different groups.
     """
     optimizer = trainer.optimizer
-    names = [
-        name
+    numbers = {
+        name: item
         for name, item in vars(optimizer).items()
-        if isinstance(item, int | float) and name[0] != "_"
-    ]
-    names += ["betas"] * hasattr(optimizer, "betas")
-    numbers = {name: getattr(optimizer, name) for name in names}
+        if name == "betas" or (isinstance(item, int | float) and name[0] != "_")
+    }
     if not isinstance(trainer.model, ModelPart):
         for name in ("weight_decay", "rates"):
-            groups = optimizer.storage.groups
-            numbers[name] = dict(zip(groups, getattr(optimizer, name), strict=True))
+            by_buffer = zip(optimizer.storage.groups, getattr(optimizer, name), strict=True)
+            numbers[name] = dict(by_buffer)
     texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
     return [type(optimizer).__name__, *texts, f"clip {trainer.clip}"]
 

@@ -259,8 +259,8 @@ def _outputs(result: Any) -> Any:
     def without_graph(item: Any) -> Tensor:
         if not isinstance(item, Tensor):
             raise UsageError(
-                f"a compiled step returned a {type(item).__name__}, which would always be the"
-                " first step's; return Tensors and read them outside"
+                f"a compiled step returned an instance of {type(item).__name__}, which would always"
+                " be the first step's; return Tensors and read them outside"
             )
         return Tensor(whole_values("a compiled step's result", item))
 

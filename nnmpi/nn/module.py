@@ -33,7 +33,7 @@ from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import active
-from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
+from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
@@ -124,10 +124,18 @@ class Module:
 
         Raises:
             DtypeError: for a list of numbers, which has no dtype.
+            GraphError: for None as the first input, if `forward` fails for it.
         """
-        result = self.forward(
-            *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
-        )
+        try:
+            result = self.forward(
+                *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
+            )
+        except (AttributeError, TypeError) as error:
+            if not inputs or inputs[0] is not None:
+                raise
+            raise GraphError(
+                f"{type(self).__name__} got None; the forward that made it must return its result"
+            ) from error
         observe = current().observe
         if observe is not None:
             observe(self, result)

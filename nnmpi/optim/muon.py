@@ -77,7 +77,7 @@ class Muon(AdamW):
     """
 
     elementwise = False
-    _matrices: Sequence[tuple[Any, slice, Sequence[int]]] = ()  # a stage may have no buffer
+    _matrices: Sequence[Any] = ()  # a pipeline's stage may have no buffer
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast
+from nnmpi.tensor.function import Function, Grads, Variable, kind_of, record_whole, unbroadcast
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
     "nnmpi_watching", default=None
@@ -252,7 +252,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             shape, dtype = edge.shape, edge.dtype
         if type(grad) is not np.ndarray and not is_result(grad):
             raise DtypeError(
-                f"{name}.backward returned {_kind(grad)} for an input; return its array"
+                f"{name}.backward returned {kind_of(grad)} for an input; return its array"
             )
         if node.broadcasts and grad.shape != shape:
             grad = unbroadcast(xp, grad, shape)
@@ -272,13 +272,9 @@ def _check_tuple(node: Function, grads: Any) -> None:
     """Refuse a backward's result that is no tuple: a bare array would be read as one per row."""
     if not isinstance(grads, tuple | list):
         raise GraphError(
-            f"{type(node).__name__}.backward returned {_kind(grads)}; return a tuple with one"
+            f"{type(node).__name__}.backward returned {kind_of(grads)}; return a tuple with one"
             " gradient per input"
         )
-
-
-def _kind(x: Any) -> str:
-    return "nothing" if x is None else f"a {type(x).__name__}"
 
 
 def _used_up() -> GraphError:

@@ -200,6 +200,11 @@ def join(a: Tape, b: Tape) -> Tape:
     return a
 
 
+def kind_of(x: Any) -> str:
+    """Return what a function returned, as text."""
+    return "nothing" if x is None else f"an instance of {type(x).__name__}"
+
+
 class Function:
     """One application of an operation. Subclasses define `forward` and `backward`.
 
@@ -397,10 +402,9 @@ class Function:
         if isinstance(data, _SCALAR):
             return np.asarray(data)
         if not is_array(data):
-            what = "nothing" if data is None else f"a {type(data).__name__}"
             raise DtypeError(
-                f"{type(self).__name__}.forward returned {what}; return an array, as self.xp makes"
-                " them"
+                f"{type(self).__name__}.forward returned {kind_of(data)}; return an array, as"
+                " self.xp makes them"
             )
         return data
 

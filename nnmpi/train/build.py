@@ -82,7 +82,7 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         )
         if not isinstance(model, Module):
             raise UsageError(
-                f"--model {config.model} returned a {type(model).__name__}; return a"
+                f"--model {config.model} returned an instance of {type(model).__name__}; return an"
                 " nnmpi.nn.Module"
             )
         if not list(model.parameters()):
@@ -239,8 +239,8 @@ def build_optimizer(
         result = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(result, Optimizer):
             raise UsageError(
-                f"--optimizer {config.optimizer} returned a {type(result).__name__}; return an"
-                " optim.Optimizer"
+                f"--optimizer {config.optimizer} returned an instance of {type(result).__name__};"
+                " return an optim.Optimizer"
             )
         return result
     return updates.build(

@@ -511,6 +511,8 @@ def _training(loop: Loop) -> Iterator[Training]:
     if isinstance(loop, Trainer):
         yield loop
         return
+    if isinstance(loop, Module):
+        raise UsageError("save and resume take a Worker, or (model, optimizer, group), not a model")
     model, optimizer, group = loop
     where = replicate(model, group, numpy_backend())
     yield Training(model, optimizer, group, where)

@@ -119,14 +119,17 @@ def test_what_is_no_array_is_refused(make, recorded):
             return make(x)
 
     for of, words in (
-        (lambda: Returns(None), "Returns.forward returned a [a-zA-Z]+; return an array"),
+        (
+            lambda: Returns(None),
+            "Returns.forward returned an instance of [a-zA-Z]+; return an array",
+        ),
         (
             lambda: Passes(lambda self, grad: (make(grad),)),
-            "Passes.backward returned a [a-zA-Z]+ for an input",
+            "Passes.backward returned an instance of [a-zA-Z]+ for an input",
         ),
         (
             lambda: Passes(lambda self, grad: make(grad)),
-            "Passes.backward returned a [a-zA-Z]+(; return a tu| for an)",
+            "Passes.backward returned an instance of [a-zA-Z]+(; return a tu| for an)",
         ),
     ):
         x = leaf([1.0, 2.0])

@@ -159,7 +159,7 @@ def test_a_callback_is_told_each_record_once() -> None:
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         (
             "--loss own.py:number --pp 3",
-            "the loss returned a float for labels of shape .*; return one value for each label",
+            "the loss returned an instance of float for labels of shape .*; return one value for each label",
         ),
         ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
         ("--loss own.py:of_each", "the loss returned values of shape .* for labels of shape"),
@@ -302,7 +302,7 @@ def test_a_model_from_a_module() -> None:
     ("name", "sentence"),
     [
         ("{file}:nothing", "has no function 'nothing'"),
-        ("{file}:number", "returned a int; return a nnmpi.nn.Module"),
+        ("{file}:number", "returned an instance of int; return an nnmpi.nn.Module"),
         ("{file}:empty", "returned a model without parameters; give it a layer that has some"),
         (
             "{file}:alone",

@@ -79,6 +79,9 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
         UsageError, match=r"give Python's numbers and strings, such as int\(epoch\)"
     ):
         save(folder, loop, epoch=np.int64(3))
+    for call in (save, resume):
+        with pytest.raises(UsageError, match=r"\(model, optimizer, group\), not a model"):
+            call(folder, Linear(2, 2))  # type: ignore[operator]
     with pytest.raises(
         CheckpointError, match="no checkpoint of step . can be written into .*/not/there"
     ):
