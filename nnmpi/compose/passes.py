@@ -593,7 +593,7 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
     """Warn of a parameter outside the model that gets a gradient: no optimizer updates it."""
-    known = {id(parameter) for _, parameter in model.named_parameters()}
+    known = set(map(id, model.parameters()))
     for leaf in leaves_of(loss):
         if isinstance(leaf, Parameter) and id(leaf) not in known:
             warnings.warn(

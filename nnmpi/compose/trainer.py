@@ -295,8 +295,10 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
         UsageError: with the remedy.
     """
     if not isinstance(optimizer, Optimizer):
-        name = type(optimizer).__name__
-        raise UsageError(f"the optimizer is a {name}; call nnmpi.Worker(model, optimizer, group)")
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}; call nnmpi.Worker(model, optimizer,"
+            " group)"
+        )
     if optimizer.storage is not model.storage:
         raise UsageError(
             "the optimizer's arrays are not the model's; make it for model.storage, after the last"
@@ -361,8 +363,9 @@ def _update(trainer: Trainer) -> list[str]:
     }
     if not isinstance(trainer.model, ModelPart):
         for name in ("weight_decay", "rates"):
-            by_buffer = zip(optimizer.storage.groups, getattr(optimizer, name), strict=True)
-            numbers[name] = dict(by_buffer)
+            numbers[name] = dict(
+                zip(optimizer.storage.groups, getattr(optimizer, name), strict=True)
+            )
     texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
     return [type(optimizer).__name__, *texts, f"clip {trainer.clip}"]
 

@@ -32,7 +32,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import active
+from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
@@ -269,21 +269,14 @@ class Module:
         named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
         for path, module in self.named_modules():
             for name, value in vars(module).items():
-                hidden = next(
-                    (
-                        item
-                        for item, local in _within(value)
-                        if not named.issuperset(map(id, local))
-                    ),
-                    None,
-                )
-                if hidden is not None:
-                    raise UsageError(
-                        f"{f'{path}.{name}' if path else name} holds a {type(hidden).__name__}"
-                        " that is not registered and would not be trained; make it an attribute,"
-                        " an item of a list (nn.ModuleList) that is one, or a module given to"
-                        " Sequential"
-                    )
+                for item, local in _within(value):
+                    if not named.issuperset(map(id, local)):
+                        raise UsageError(
+                            f"{f'{path}.{name}' if path else name} holds a {type(item).__name__}"
+                            " that is not registered and would not be trained; make it an"
+                            " attribute, an item of a list (nn.ModuleList) that is one, or a module"
+                            " given to Sequential"
+                        )
 
     def name_modules(self) -> None:
         """Set the full names of this module and its descendants; `initialize` calls this."""
@@ -297,11 +290,9 @@ class Module:
             storage.zero_grad()
             return
         recorder = active()
-        for _, parameter in self.named_parameters():
-            if recorder is None:
-                parameter.grad = None
-            else:
-                recorder.record_call(setattr, parameter, "grad", None)
+        for parameter in self.parameters():
+            record_call(setattr, parameter, "grad", None)
+            if recorder is not None:
                 recorder.cleared.add(id(parameter))
 
     def state(self) -> dict[str, Array]:
@@ -327,10 +318,8 @@ class Module:
             # allocates the storage; the values drawn here are all overwritten below
             self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")
         entries = self._state_entries()
-        missing, unknown = (
-            sorted(entries.keys() - state.keys()),
-            sorted(state.keys() - entries.keys(), key=str),
-        )
+        missing = sorted(entries.keys() - state.keys())
+        unknown = sorted(state.keys() - entries.keys(), key=str)
         if missing or unknown:
             raise CheckpointError(
                 f"the state does not fit the model: missing {missing or 'nothing'}, unknown"
@@ -364,7 +353,7 @@ class Module:
                 "each rank has only part of this model's parameters; gather them with"
                 " Worker.state() or ShardedDataParallel.gather_model()"
             )
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return dict([*self.named_parameters(), *self.named_buffers()])
 
     def get(self, path: str) -> Module:
         """Return the module of that full name.
@@ -416,14 +405,7 @@ class Module:
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
     """Yield the modules and parameters in a nested container, each with its own parameters."""
     if isinstance(value, Module | Parameter):
-        yield (
-            value,
-            (
-                [value]
-                if isinstance(value, Parameter)
-                else [parameter for _, parameter in value.named_parameters()]
-            ),
-        )
+        yield value, [value] if isinstance(value, Parameter) else value.parameters()
     elif isinstance(value, dict | list | tuple | set | frozenset):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _within(item)

@@ -82,9 +82,8 @@ def nonfinite_message(step: int, value: float, origin: str | None, rank_name: st
     if origin is not None:
         ending = (
             f"; values that are not finite were first found in {origin} on {rank_name}; lower the"
-            " learning rate, "
+            " learning rate, clip the gradients, or check the data"
         )
-        ending += "clip the gradients, or check the data"
     hint = (
         "; float16 ends at 65504: precision bf16 or smaller inputs may help"
         if precision() == "fp16"

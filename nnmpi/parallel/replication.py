@@ -93,11 +93,9 @@ def check_replicas(model: Module, group: Group) -> None:
     Raises:
         CommError: on all ranks, naming one that differs and the ranks.
     """
-    entries: dict[str, Parameter | Buffer] = {
-        **dict(model.named_parameters()),
-        **dict(model.named_buffers()),
-    }
-    arrays = {name: entry.data for name, entry in entries.items() if entry.region is None}
+    entries: list[tuple[str, Parameter | Buffer]]
+    entries = [*model.named_parameters(), *model.named_buffers()]
+    arrays = {name: entry.data for name, entry in entries if entry.region is None}
     check_equal(
         group, arrays, "{}, which is replicated in the tensor group, differs between its ranks"
     )

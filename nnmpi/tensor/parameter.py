@@ -319,12 +319,10 @@ class FlatStorage:
 
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
+        record_call(self._clear_grads)
         recorder = active()
-        if recorder is None:
-            self._clear_grads()
-        else:
-            recorder.record_call(self._clear_grads)
-            recorder.cleared.update(id(span.parameter) for span in self.spans)
+        if recorder is not None:
+            recorder.cleared.update(map(id, self._parameters))
 
     def _clear_grads(self) -> None:
         for parameter in self._parameters:
