@@ -142,11 +142,17 @@ def test_black_regions_give_zeros_to_a_relu(bias: bool) -> None:
         np.testing.assert_allclose(single, double, rtol=0, atol=2e-6 * np.abs(double).max())
 
 
-@pytest.mark.parametrize(
-    "channels, spec", [(8, ALONE), (7, ALONE), (16, RELU_POOL), (15, RELU_POOL)]
-)
-def test_few_channels_are_left_to_im2col(channels, spec):
-    """Below 8, by tiles of 4 x 4; below 16 with a pooling, by tiles of 2 x 2."""
-    x, weight = Tensor(np.zeros((1, 8, 8, channels))), Tensor(np.zeros((3, 3, channels, 16)))
-    algorithm = choose(x, weight, None, spec)
+@pytest.mark.parametrize("channels, size", [(8, 8), (7, 8), (16, 6), (15, 6)])
+def test_few_channels_are_left_to_im2col(channels, size):
+    """Below 8, by tiles of 4 x 4; below 16, by tiles of 2 x 2."""
+    x, weight = Tensor(np.zeros((1, size, size, channels))), Tensor(np.zeros((3, 3, channels, 16)))
+    algorithm = choose(x, weight, None, ALONE)
     assert isinstance(algorithm, WinogradNumpy) == (channels in (8, 16))
+
+
+def test_tiles_of_4_pool_on_their_own():
+    """Larger tiles are faster than a fused pooling; sizes that they do not divide are fused."""
+    weight = Tensor(np.zeros((3, 3, 16, 16)))
+    whole, other = (Tensor(np.zeros((1, size, size, 16))) for size in (8, 6))
+    assert choose(whole, weight, None, RELU_POOL) is None
+    assert isinstance(choose(other, weight, None, RELU_POOL), WinogradNumpy)
