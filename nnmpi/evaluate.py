@@ -77,7 +77,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
                 result.loss_sum += float(loss(outputs, batch.y).numpy())
-                result.score_sum += float(loss.score(outputs, batch))
+                result.score_sum += float(loss.score(outputs.data, batch))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()

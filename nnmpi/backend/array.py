@@ -22,6 +22,8 @@ Shape: TypeAlias = tuple[int, ...]
 # without interpreting them.
 Residuals: TypeAlias = tuple[Any, ...]
 
+HOST_NUMBERS = float, int, np.generic, np.ndarray  # the types that `float` reads without a device
+
 
 def namespace(array: Array) -> ModuleType:
     """Return the module (numpy or cupy) whose functions work on this array."""

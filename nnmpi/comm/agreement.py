@@ -141,14 +141,15 @@ class Communicator:
         """
         if self.size == 1:
             return [float(value) for value in values]
-        return list(self._gather_floats(values, asleep).sum(axis=0).tolist())
+        return list(self.gather_floats(values, asleep).sum(axis=0).tolist())
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
         """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
         # not MPI_MAX: its result with NaN is undefined
-        return list(self._gather_floats(values).max(axis=0).tolist())
+        return list(self.gather_floats(values).max(axis=0).tolist())
 
-    def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
+    def gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
+        """Return every rank's numbers: (size, numbers); `asleep`: see `sum_floats`."""
         local = np.array(values, np.float64)
         by_rank = np.empty((self.size, local.size))
         if asleep:
@@ -244,10 +245,16 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     Raises:
         NnmpiError: on all ranks, when `work` raises; see `agree` for its class and text.
     """
-    phase = CollectivePhase(group)
-    result = phase.attempt(work) if group.is_root else None
-    phase.agree()
-    return group.share(result)
+    error, failure, result = None, None, None
+    if group.is_root:
+        try:
+            result = work()
+        except Exception as raised:
+            error, failure = raised, _describe(raised)
+    failure, result = group.share([failure, result])
+    if failure is not None:
+        raise _rebuild({0: failure}, group.size, 0) from error
+    return result
 
 
 class CollectivePhase:

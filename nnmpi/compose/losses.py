@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import to_float32
 from nnmpi.comm.buffers import to_host
@@ -76,7 +76,7 @@ class SumError:
 
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         item = prod(targets.shape[1:])
-        if not _fits(outputs, targets):
+        if not _fits(outputs.data, targets):
             expected = counted(item, "output")
             raise ShapeError(
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"
@@ -86,13 +86,13 @@ class SumError:
         total = self._function(reshaped, targets, reduction="sum")
         return total if item == 1 else total / item
 
-    def score(self, outputs: Tensor, batch: Batch) -> Array | float:
+    def score(self, outputs: Array, batch: Batch) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
         targets = batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
-        xp = namespace(outputs.data)
-        values = to_float32(xp, outputs.data).reshape(targets.shape)
+        xp = namespace(outputs)
+        values = to_float32(xp, outputs).reshape(targets.shape)
         hits: Array = xp.equal(values > 0, targets > 0.5).sum()
         return hits / prod(targets.shape[1:])
 
@@ -129,12 +129,12 @@ class SumCrossEntropy:
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, ignore_index=_ignored(self, labels))
 
-    def score(self, logits: Tensor, batch: Batch) -> Array | float:
+    def score(self, logits: Array, batch: Batch) -> Array | float:
         """Return the number of labels with their row's largest logit."""
         if self._group is None:
             return count_correct(logits, batch)
         labels = Tensor(batch.y).numpy() if batch.labels is None else batch.labels
-        return float((best_classes(logits.data, self._group, self.classes) == labels).sum())
+        return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
 class LabelLoss:
@@ -269,7 +269,7 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     return total
 
 
-def count_correct(logits: Tensor, batch: Batch) -> Array | float:
+def count_correct(logits: Array, batch: Batch) -> Array | float:
     """Return the number of correct labels; for quantities the score of their squared errors.
 
     The result on a device is an array of one number, without waiting. If the logits fit neither
@@ -281,22 +281,21 @@ def count_correct(logits: Tensor, batch: Batch) -> Array | float:
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     # not every library finds the largest of bfloat16
-    values = to_float32(namespace(logits.data), logits.data)
+    values = to_float32(namespace(logits), logits)
     equal: Array = values.argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
-def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
+def squared_errors(outputs: Array, targets: Array) -> Array | float:
     """Return minus the sum of samples' mean squared errors; NaN if the shapes do not fit."""
     if not _fits(outputs, targets):
         return nan
-    xp = namespace(outputs.data)
-    difference = to_float32(xp, outputs.data).reshape(targets.shape) - targets
+    difference = to_float32(namespace(outputs), outputs).reshape(targets.shape) - targets
     return -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
 
 
-def _fits(outputs: Tensor, targets: Array) -> bool:
-    return bool(outputs.shape[:1] == targets.shape[:1] and outputs.data.size == targets.size)
+def _fits(outputs: Array, targets: Array) -> bool:
+    return bool(outputs.shape[:1] == targets.shape[:1] and outputs.size == targets.size)
 
 
 class DeferredScalars:
@@ -334,7 +333,7 @@ class DeferredScalars:
 
 def _number(value: Array | float) -> Any:
     """Return a number as float, or a new array (1,) of float64 on the device."""
-    if isinstance(value, float | int | np.generic | np.ndarray):
+    if isinstance(value, HOST_NUMBERS):
         return float(value)
     return value.reshape(1).astype("float64")
 

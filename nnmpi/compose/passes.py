@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from math import isfinite, nan
 from statistics import median
@@ -59,7 +59,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.nn.mode import current, evaluation, within
+from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
@@ -116,6 +116,7 @@ class Running:
     Attributes:
         batch: on the model's backend.
         cuts: the rows of each microbatch.
+        parts, inputs: the microbatches, with their rows of samples and labels; their samples.
         trains: whether a backward pass follows.
         scale: a factor of the gradients (see `optim.clip`).
         versions: microbatch -> the version of the weights in its forward pass.
@@ -126,34 +127,18 @@ class Running:
     loss: SumLoss
     scalars: DeferredScalars
     cuts: Sequence[Cut]
+    parts: Sequence[Batch]
+    inputs: Sequence[Array]
     trains: bool = True
     scale: float = 1.0
     versions: dict[int, int] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
 
-    @cached_property
-    def parts(self) -> list[Batch]:
-        """The microbatches, with their rows of samples and labels."""
-        return [self.batch.rows(cut) for cut in self.cuts]
-
-    @property
-    def inputs(self) -> list[Array]:
-        """The microbatches' samples."""
-        return [part.x for part in self.parts]
-
     @property
     def kind(self) -> tuple[Any, ...]:
         """The key of a batch's recording."""
-        full, rows = self.batch, tuple(cut.stop - cut.start for cut in self.cuts)
-        return (
-            self.trains,
-            full.length,
-            full.x.shape[1:],
-            full.x.dtype,
-            full.y.shape[1:],
-            full.y.dtype,
-            rows,
-        )
+        full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self.parts]
+        return self.trains, full.length, full.x.dtype, full.y.dtype, *shapes
 
 
 class Passes(Caller):
@@ -252,7 +237,8 @@ class Passes(Caller):
         report = self._report = StepReport(
             steps=1, samples=batch.global_rows, targets=batch.global_targets
         )
-        self._left = Counter(chain.from_iterable(self._numbers.values()))
+        if self.is_cut:
+            self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
             if self.is_cut and Kind.I in self.executor.plan(len(cuts)).kinds:
@@ -388,7 +374,9 @@ class Passes(Caller):
     ) -> Running:
         batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
         self.length = batch.length
-        self._now = Running(batch, step, loss, scalars, cuts, trains, scale)
+        parts = [batch.rows(cut) for cut in cuts]
+        inputs = [part.x for part in parts]
+        self._now = Running(batch, step, loss, scalars, cuts, parts, inputs, trains, scale)
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
@@ -412,7 +400,7 @@ class Passes(Caller):
             return evaluation()
         return within(partial(self._training, microbatch, again))
 
-    def _training(self, microbatch: int, again: bool) -> dict[str, Any]:
+    def _training(self, microbatch: int, again: bool, mode: Mode) -> Mode:
         """Begin a microbatch's forward; return its mode."""
         now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
@@ -420,13 +408,14 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        fields = {
-            "seed": self._seed,
-            "step": step,
-            "first_row": cut.first_row,
-            "weight": self._weight(now, cut),
-        }
-        return {"training": True, "again": again, **fields}
+        return mode._replace(
+            training=True,
+            seed=self._seed,
+            step=step,
+            first_row=cut.first_row,
+            again=again,
+            weight=self._weight(now, cut),
+        )
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
@@ -441,7 +430,7 @@ class Passes(Caller):
 
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
         now = self._now
-        score = self._score(Tensor(logits), now.parts[microbatch])
+        score = self._score(logits, now.parts[microbatch])
         if now.trains or self.counts:
             now.scalars.add((LOSS, microbatch) if now.trains else LOSS, loss)
             now.scalars.add((SCORE, microbatch) if now.trains else SCORE, score)

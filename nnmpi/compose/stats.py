@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
@@ -81,9 +80,8 @@ class Totals:
 
     def plus(self, other: Totals) -> Totals:
         """Return the sums of both reports."""
-        total = copy(self)
-        total.add(other)
-        return total
+        sums, more = self.__dict__, other.__dict__
+        return Totals(**{name: sums[name] + more[name] for name in SUMS})
 
     def add(self, other: Totals) -> None:
         """Add another report's sums to these."""

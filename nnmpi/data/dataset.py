@@ -309,7 +309,7 @@ class Dataset(Samples):
             "1 quantity" if count == 1 else f"{' x '.join(map(str, self.target_shape))} quantities"
         )
 
-    @property
+    @cached_property
     def is_tokens(self) -> bool:
         """Whether samples are tokens, not quantities."""
         return self.x.dtype.kind in "iu" and self.x.dtype != np.uint8
@@ -340,10 +340,11 @@ class Dataset(Samples):
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> Array:
         """Return the samples at these indices as floats, scaled; tokens as int64."""
-        x: Array = np.take(self.x, indices, axis=0).astype(
-            np.int64 if self.is_tokens else dtype, copy=False
-        )
-        if not self.is_tokens and self.scale != 1.0:
+        x: Array = self.x.take(indices, axis=0)
+        if self.is_tokens:
+            return x.astype(np.int64, copy=False)
+        x = x.astype(dtype, copy=False)
+        if self.scale != 1.0:
             x *= self.scale
         return x
 

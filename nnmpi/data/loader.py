@@ -44,7 +44,7 @@ SMALL_BYTES = 2**16
 AHEAD = 2  # batches prefetched; at least one per thread
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Batch:
     """One rank's part of a global batch.
 
@@ -80,16 +80,14 @@ class Batch:
         """Set `targets` if not given: every label of every row counts."""
         if not self.targets:
             item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
-            object.__setattr__(
-                self, "targets", _full_targets(self.global_rows, self.microbatches, item)
-            )
+            self.targets = _full_targets(self.global_rows, self.microbatches, item)
 
     def __iter__(self) -> Iterator[Array]:
         """Yield x and y, for loops `for x, y in loader`."""
         yield self.x
         yield self.y
 
-    @cached_property
+    @property
     def global_targets(self) -> int:
         """The number of targets in the global batch: its tokens without padding, or its samples."""
         return sum(self.targets)
@@ -106,9 +104,9 @@ class Batch:
 
     def rows(self, cut: Cut) -> Batch:
         """Return the samples and labels of a cut; all else is this batch's."""
-        part = slice(cut.start, cut.stop)
-        if part == slice(0, len(self.y)):
+        if cut.stop - cut.start == len(self.y):
             return self
+        part = slice(cut.start, cut.stop)
         host_y = None if self.host_y is None else self.host_y[part]
         return replace(self, x=self.x[part], y=self.y[part], host_y=host_y)
 

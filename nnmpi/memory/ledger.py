@@ -75,10 +75,6 @@ class MemoryLedger:
 
     def note(self, amounts: Mapping[str, int]) -> None:
         """Set the present bytes of some kinds."""
-        if all(
-            self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in amounts.items()
-        ):
-            return  # as in most steps
         self._held |= amounts
         for kind, nbytes in amounts.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)

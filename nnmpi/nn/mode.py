@@ -9,7 +9,7 @@ running statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -66,15 +66,15 @@ class within(ContextDecorator, AbstractContextManager[None]):
     """Context that changes the mode; a replay of a step enters it again.
 
     Args:
-        changes: returns the changed attributes; called at each entry, also in replays.
+        change: the mode before -> the mode within; called at each entry, also in replays.
     """
 
-    def __init__(self, changes: Callable[[], Mapping[str, Any]]) -> None:
-        self._changes = changes
+    def __init__(self, change: Callable[[Mode], Mode]) -> None:
+        self._change = change
         self._before: list[Mode] = []
 
     def _recreate_cm(self) -> within:
-        return within(self._changes)  # threads that call a decorated function share no state
+        return within(self._change)  # threads that call a decorated function share no state
 
     def __enter__(self) -> None:
         record_call(self._enter)
@@ -85,7 +85,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
     def _enter(self) -> None:
         mode = _mode.get()
         self._before.append(mode)
-        _mode.set(mode._replace(**self._changes()))
+        _mode.set(self._change(mode))
 
     def _leave(self) -> None:
         _mode.set(self._before.pop())
@@ -160,7 +160,7 @@ def unfused() -> AbstractContextManager[None]:
 
 
 def _within(**changes: Any) -> within:
-    return within(lambda: changes)
+    return within(lambda mode: mode._replace(**changes))
 
 
 def restore(mode: Mode) -> None:

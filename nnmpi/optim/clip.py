@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.optim.optimizer import block_elements, pieces
+from nnmpi.optim.optimizer import block_elements
 
 # Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
 _MARGIN = 1e-6
@@ -56,7 +56,7 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 
 def _read(total: Array | float) -> float:
     """Return a number, after waiting for the device explicitly; `float` would wait implicitly."""
-    if isinstance(total, float | int | np.ndarray | np.generic):
+    if isinstance(total, HOST_NUMBERS):
         return float(total)
     stream, host = namespace(total).cuda.get_current_stream(), np.empty(())
     total.get(stream=stream, out=host, blocking=False)
@@ -136,13 +136,14 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
 
     On a device the total is a 0-d array, for which the host need not wait yet.
     """
-    xp = namespace(grad)
+    xp, flat, limit = namespace(grad), grad.reshape(-1), block_elements(grad)
+    blocks = [flat[start : start + limit] for start in range(0, flat.size, limit)]
     if xp is np and grad.dtype == dtype:  # the same sum in half as many calls
-        return sum(float(block.dot(block)) for (block,) in pieces([grad], block_elements(grad)))
+        return sum([float(block.dot(block)) for block in blocks])
     total: Array = xp.zeros((), "float64")
-    for (block,) in pieces([grad], block_elements(grad)):
-        flat = block.astype(dtype, copy=False)  # copies one block at most
-        xp.add(total, xp.dot(flat, flat), out=total)
+    for block in blocks:
+        block = block.astype(dtype, copy=False)  # copies one block at most
+        xp.add(total, xp.dot(block, block), out=total)
     return total
 
 

@@ -288,12 +288,14 @@ class Optimizer(ABC):
         self.steps += 1
         # Blocks span parameters, so a frozen one cannot be excluded. Decay and momentum would move
         # it even without a gradient: save it, and restore it after the update.
-        arrays = (self._data, *self._slots.values()) if frozen else ()
-        parts = [array[buffer].reshape(-1)[part] for array in arrays for buffer, part in frozen]
-        saved = [part.copy() for part in parts]
+        saved: list[tuple[Array, Array]] = []
+        for buffer, part in frozen:
+            for array in (self._data, *self._slots.values()):
+                values = array[buffer].reshape(-1)[part]
+                saved.append((values, values.copy()))
         self._update_groups(lr, blocks)
-        for part, values in zip(parts, saved, strict=True):
-            part[...] = values
+        for values, before in saved:
+            values[...] = before
 
     def _zeros_like(self, data: Array) -> Array:
         store = self.storage.state_store

@@ -112,7 +112,7 @@ class RunState:
     Attributes:
         step: updates done.
         epoch, batch: the epoch of the next batch, from 0, and its number in the epoch.
-        window: sums since the last line of training metrics.
+        window: sums since the last line of training metrics, set for records and checkpoints.
         in_epoch: sums since the epoch began.
         best, best_step: accuracy (for tokens and quantities the loss) and step of the best
             evaluation so far; 0 for none.
@@ -132,12 +132,10 @@ class RunState:
     samples: int = 0
     data: str = ""
 
-    def after(self, totals: Totals, window: Totals) -> RunState:
-        """Return the state after steps with these sums; `window`: those since the last record."""
+    def after(self, totals: Totals) -> RunState:
+        """Return the state after steps with these sums."""
         step, batch = self.step + totals.steps, self.batch + totals.steps
-        return replace(
-            self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window
-        )
+        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
 
     def after_epoch(self) -> RunState:
         """Return the state at the beginning of the next epoch."""

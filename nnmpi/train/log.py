@@ -128,7 +128,7 @@ class Reporter:
                     for part in (*PARTS, "hidden_s", *TRAFFIC)
                 },
                 "predicted_sync_s": window.predicted_step_s,
-                **self._of_tokens(window.perplexity, window.targets_per_second),
+                **self._of_tokens(window, window.targets_per_second),
                 **more,
             },
         )
@@ -155,8 +155,10 @@ class Reporter:
             return f"{totals.targets_per_second:.0f} tokens/s"
         return f"{totals.samples_per_second:.0f} samples/s"
 
-    def _of_tokens(self, perplexity: float, per_second: float) -> dict[str, float]:
-        return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
+    def _of_tokens(self, totals: Totals, per_second: float) -> dict[str, float]:
+        if not self._tokens:
+            return {}
+        return {"perplexity": totals.perplexity, "tokens_per_second": per_second}
 
     def epoch(
         self,
@@ -265,10 +267,10 @@ class Reporter:
                 "runtime": report.wall_s,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
-                **self._of_tokens(report.perplexity, report.targets / seconds),
+                **self._of_tokens(report, report.targets / seconds),
             },
         )
 
     def _write(self, kind: str, state: RunState, values: Mapping[str, Any]) -> None:
-        head = {"kind": kind, "global_step": state.step, "epoch": self._extent.passes(state)}
-        self._recorder.write({**head, **values})
+        epoch = self._extent.passes(state)
+        self._recorder.write({"kind": kind, "global_step": state.step, "epoch": epoch, **values})

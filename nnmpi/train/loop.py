@@ -219,7 +219,7 @@ class Loop:
                         )
                     if not trainer.in_step or before.step + report.batches == run.extent.stop:
                         self._log()
-                    self.state = before.after(report.totals, copy(self._window))
+                    self.state = before.after(report.totals)
                     self._reports = 0
                     if report.batches and not trainer.in_step:
                         self.reporter.segment(self.state, report)
@@ -358,7 +358,7 @@ class Loop:
                 totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s
             )
         names = (*PARTS, "wall_s", "hidden_s")  # column 0 is computing
-        times = np.array(group.gather([getattr(totals, name) for name in names]))
+        times = group.gather_floats([getattr(totals, name) for name in names])
         means: dict[str, Any] = dict(zip(names, times.mean(0).tolist(), strict=True))
         slowest, most_ms = times[:, 0].argmax(), 1e3 * totals.per_step(times[:, 0].max())
         words = (
@@ -392,14 +392,16 @@ class Loop:
             )
         if not ended:
             return False
-        elapsed_s = clock.now() - self._started
-        return bool(on_root(self._run.group, lambda: self._saver.is_affordable(SAVING * elapsed_s)))
+        limit_s, group = SAVING * (clock.now() - self._started), self._run.group
+        if group.size == 1:
+            return self._saver.is_affordable(limit_s)
+        return bool(on_root(group, lambda: self._saver.is_affordable(limit_s)))
 
     def _save(self) -> None:
         """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
         if self._saved_step == self.state.step:
             return
-        run, self.state = self._run, self._on_time()
+        run, self.state = self._run, replace(self._on_time(), window=self._window)
         best = run.config.run.keep_best and self.state.best_step == self.state.step
         metadata = to_metadata(run.signature, to_json(run.config.model))
         values = state_values(run.trainer, self.state)

@@ -148,11 +148,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def write(self, record: dict[str, Any]) -> None:
         """Write and flush one record; the module explains its keys. nan and inf become null."""
         if self._stream is not None:
-            timed = {**record, "time": clock.calendar()}
             finite = {
                 k: None if isinstance(value, float) and not isfinite(value) else value
-                for k, value in timed.items()
+                for k, value in record.items()
             }
+            finite["time"] = clock.calendar()
             self._pending += to_line(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
