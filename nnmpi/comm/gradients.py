@@ -275,7 +275,7 @@ class BucketExchange:
     def finish(self) -> None:
         """End the step: return when all gradients are summed, reported or not. Once per step."""
         if self._alone:
-            self._reset()
+            self._reported.clear()
             return
         self._pause_computing()
         if self.overlap:

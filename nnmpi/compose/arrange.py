@@ -144,7 +144,7 @@ class Arrangement:
         storage.state_store = store
         return storage
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether every rank has the full model, and gradients are summed in any order."""
         return self.mesh.model.size == 1 and not (

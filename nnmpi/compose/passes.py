@@ -408,13 +408,16 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        return mode._replace(
+        return Mode(
             training=True,
             seed=self._seed,
             step=step,
             first_row=cut.first_row,
             again=again,
+            observe=mode.observe,
+            fused=mode.fused,
             weight=self._weight(now, cut),
+            memory=mode.memory,
         )
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:

@@ -64,7 +64,7 @@ class Progress:
     totals: StepReport
 
 
-@dataclass(frozen=True)
+@dataclass
 class SegmentReport:
     """A segment, equal on all ranks, except in-step times, which are this rank's.
 
@@ -115,7 +115,7 @@ OnProgress: TypeAlias = Callable[[Progress], None]
 PollSignal: TypeAlias = Callable[[], int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingSegment:
     """The input of a trainer's `run`.
 

@@ -250,6 +250,11 @@ class Loader:
             finish=upload,
         )
 
+    @property
+    def is_small(self) -> bool:
+        """Whether an epoch is a single batch of few bytes."""
+        return len(self.dataset) <= self.batch_size and not self._takes_long
+
     @cached_property
     def _takes_long(self) -> bool:
         """Whether making a part of a batch may take longer than handing it over from a thread."""
@@ -296,7 +301,8 @@ class Loader:
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
         cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole_microbatches)
-        rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
+        firsts = [(start + cut.first_row, cut.stop - cut.start) for cut in cuts]
+        rows = [epoch_order[first : first + count] for first, count in firsts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])
         x, y = self.dataset.pair(indices, self._kind, length)

@@ -527,9 +527,7 @@ def compiled_update(block: BufferBlock, name: str) -> Any:
 
 def block_elements(array: Array) -> int:
     """Return the number of elements in a block of arrays like this one."""
-    limit_bytes = (
-        DEVICE_BLOCK_BYTES if hasattr(array, "__cuda_array_interface__") else HOST_BLOCK_BYTES
-    )
+    limit_bytes = HOST_BLOCK_BYTES if isinstance(array, np.ndarray) else DEVICE_BLOCK_BYTES
     return limit_bytes // array.dtype.itemsize
 
 

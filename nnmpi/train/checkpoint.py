@@ -107,7 +107,7 @@ class Extent:
 
 @dataclass
 class RunState:
-    """A run's state between two steps. Immutable by convention: a frozen dataclass is slower.
+    """A run's state between two steps.
 
     Attributes:
         step: updates done.
@@ -132,14 +132,15 @@ class RunState:
     samples: int = 0
     data: str = ""
 
-    def after(self, totals: Totals) -> RunState:
-        """Return the state after steps with these sums."""
-        step, batch = self.step + totals.steps, self.batch + totals.steps
-        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals))
+    def add(self, totals: Totals) -> None:
+        """Count steps with these sums."""
+        self.step += totals.steps
+        self.batch += totals.steps
+        self.in_epoch.add(totals)
 
-    def after_epoch(self) -> RunState:
-        """Return the state at the beginning of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.batch, self.in_epoch = self.epoch + 1, 0, Totals()
 
     def after_evaluation(self, report: Totals, by_loss: bool) -> RunState:
         """Return the state with this evaluation of its weights as the best if it is better."""

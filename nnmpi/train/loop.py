@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from math import isfinite, nan
@@ -39,6 +39,7 @@ from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.custom import load_custom
+from nnmpi.data.loader import Batch
 from nnmpi.errors import (
     CheckpointError,
     NnmpiError,
@@ -187,6 +188,7 @@ class Loop:
         self._began = self._started - state.elapsed_s
         self._saver = Saver(run.folder.checkpoints, recorder, run.group)
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
+        self._tests: list[Batch] = []  # the test data, if small
         self._tracer = Tracer(run, reporter.say)
         self._window = copy(state.window)  # sums since the last line of metrics
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
@@ -205,21 +207,21 @@ class Loop:
         with self._signals, self._saver:
             try:
                 while not self._finished:
-                    before, stop = self.state, self._stop_at()
-                    with self._tracer.steps(stop - before.batch):
+                    state, stop = self.state, self._stop_at()
+                    with self._tracer.steps(stop - state.batch):
                         report = trainer.run(
                             run.inputs.train_loader,
-                            before.epoch,
-                            before.batch,
+                            state.epoch,
+                            state.batch,
                             stop,
-                            before.step,
+                            state.step,
                             run.schedule,
                             progress=self._note,
                             poll_signal=self._signals.noted,
                         )
-                    if not trainer.in_step or before.step + report.batches == run.extent.stop:
+                    if not trainer.in_step or state.step + report.batches == run.extent.stop:
                         self._log()
-                    self.state = before.after(report.totals)
+                    state.add(report.totals)
                     self._reports = 0
                     if report.batches and not trainer.in_step:
                         self.reporter.segment(self.state, report)
@@ -339,7 +341,7 @@ class Loop:
         totals, suffix = self._over_ranks(self.state.in_epoch)
         number = self.state.epoch + 1
         if self.state.batch == self._run.extent.train_batches:  # else the run ends within an epoch
-            self.state = self.state.after_epoch()
+            self.state.end_epoch()
         self.reporter.epoch(number, totals, report, self._trainer.summary(), suffix)
 
     def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
@@ -374,8 +376,13 @@ class Loop:
     def _evaluate(self) -> Totals:
         """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            run = self._run
-            with run.inputs.test_loader.epoch(0, backend=run.backend) as batches:
+            loader, backend = self._run.inputs.test_loader, self._run.backend
+            if loader.is_small and not self._tests:
+                self._tests = [*loader.epoch(0, backend=backend)]
+            source: AbstractContextManager[Iterable[Batch]] = (
+                nullcontext(self._tests) if self._tests else loader.epoch(0, backend=backend)
+            )
+            with source as batches:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
@@ -401,7 +408,7 @@ class Loop:
         """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
         if self._saved_step == self.state.step:
             return
-        run, self.state = self._run, replace(self._on_time(), window=self._window)
+        run, self._on_time().window = self._run, self._window
         best = run.config.run.keep_best and self.state.best_step == self.state.step
         metadata = to_metadata(run.signature, to_json(run.config.model))
         values = state_values(run.trainer, self.state)
@@ -409,7 +416,8 @@ class Loop:
         self._saved_step = self.state.step
 
     def _on_time(self) -> RunState:
-        return replace(self.state, elapsed_s=clock.now() - self._began)
+        self.state.elapsed_s = clock.now() - self._began
+        return self.state
 
     def _how_to_resume(self) -> str:
         return f"continue with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
