@@ -245,16 +245,10 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     Raises:
         NnmpiError: on all ranks, when `work` raises; see `agree` for its class and text.
     """
-    error, failure, result = None, None, None
-    if group.is_root:
-        try:
-            result = work()
-        except Exception as raised:
-            error, failure = raised, _describe(raised)
-    failure, result = group.share([failure, result])
-    if failure is not None:
-        raise _rebuild({0: failure}, group.size, 0) from error
-    return result
+    phase = CollectivePhase(group)
+    result = phase.attempt(work) if group.is_root else None
+    phase.agree()
+    return group.share(result)
 
 
 class CollectivePhase:

@@ -304,19 +304,14 @@ class DeferredScalars:
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
-    def clear(self) -> None:
-        """Drop all numbers."""
-        self._values.clear()
-
     def add(self, name: Hashable, value: Array | float) -> None:
         """Add a number to the sum of this name, without waiting.
 
         Args:
             value: a Python number, or an array of one element, on the host or the device.
         """
-        self._values[name] = (
-            self._values[name] + _number(value) if name in self._values else _number(value)
-        )
+        values, number = self._values, _number(value)
+        values[name] = values[name] + number if name in values else number
 
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name; waits once for a device, not at all without its numbers."""
@@ -324,10 +319,9 @@ class DeferredScalars:
             name: value for name, value in self._values.items() if not isinstance(value, float)
         }
         if not on_device:
-            return dict(self._values)
-        numbers = to_host(
-            namespace(next(iter(on_device.values()))).concatenate(list(on_device.values()))
-        )
+            return self._values
+        arrays = list(on_device.values())
+        numbers = to_host(namespace(arrays[0]).concatenate(arrays))
         return self._values | dict(zip(on_device, map(float, numbers), strict=True))
 
 

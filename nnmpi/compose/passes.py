@@ -97,15 +97,15 @@ def evaluate_all(
             if evaluate(batch, scalars):
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
-    sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
-    loss, score, samples, targets = sums
-    wall_s = clock.now() - begin
+    loss, score, samples, targets = group.sum_floats(
+        [values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets]
+    )
     return Totals(
         samples=int(samples) // parts,
         targets=int(targets),
         loss_sum=loss,
         score_sum=score,
-        wall_s=wall_s,
+        wall_s=clock.now() - begin,
     )
 
 
@@ -152,7 +152,6 @@ class Passes(Caller):
         synchronous_sends: see `comm.point_to_point.Messages`.
 
     Attributes:
-        scalars: the numbers of a step that are read at its end.
         replay: records and replays.
         poll: called before each backward pass on a rank that also serves others; None on other
             ranks.
@@ -183,7 +182,6 @@ class Passes(Caller):
         # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
-        self.scalars = DeferredScalars()
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self.planned: RecomputedModel | None = None
         self._reported: Plan = ()  # the last reported plan
@@ -231,9 +229,8 @@ class Passes(Caller):
             cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
         else:
             self.exchange.begin(batch)
-        self.scalars.clear()
         self.paused_s = 0.0
-        now = self._begin(batch, step, self.scalars, cuts, scale=scale)
+        now = self._begin(batch, step, DeferredScalars(), cuts, scale=scale)
         report = self._report = StepReport(
             steps=1, samples=batch.global_rows, targets=batch.global_targets
         )
@@ -269,7 +266,8 @@ class Passes(Caller):
         If several ranks have equal results, all but one return zeros. Waits for a device's
         numbers. May communicate, so call it on all ranks.
         """
-        values, now = self.scalars.read(), self._now
+        now = self._now
+        values = now.scalars.read()
         numbers = range(len(now.cuts) if self.counts else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
         loss = sum(losses.values()) if self.exchange is None else self.exchange.sum_losses(losses)

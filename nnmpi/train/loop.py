@@ -20,11 +20,11 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import numpy as np
 
 import nnmpi.clock as clock
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import Console
@@ -359,16 +359,16 @@ class Loop:
             totals = replace(
                 totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s
             )
-        names = (*PARTS, "wall_s", "hidden_s")  # column 0 is computing
-        times = group.gather_floats([getattr(totals, name) for name in names])
-        means: dict[str, Any] = dict(zip(names, times.mean(0).tolist(), strict=True))
-        slowest, most_ms = times[:, 0].argmax(), 1e3 * totals.per_step(times[:, 0].max())
-        words = (
-            f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
-            if self._trainer.in_step
-            else ""
-        )
-        return replace(totals, **means), f"; mean over {group.size} ranks{words}"
+        names = (*PARTS, "wall_s", "hidden_s")
+        by_rank = group.gather_floats([getattr(totals, name) for name in names]).tolist()
+        times = dict(zip(names, zip(*by_rank, strict=True), strict=True))
+        means: dict[str, Any] = {name: sum(times[name]) / group.size for name in names}
+        text, computing_s = f"; mean over {group.size} ranks", times["compute_s"]
+        if self._trainer.in_step:
+            slowest = computing_s.index(max(computing_s))
+            most_ms = 1e3 * totals.per_step(computing_s[slowest])
+            text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
+        return replace(totals, **means), text
 
     def _with_best(self, report: Totals) -> RunState:
         return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
@@ -376,14 +376,11 @@ class Loop:
     def _evaluate(self) -> Totals:
         """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            loader, backend = self._run.inputs.test_loader, self._run.backend
-            if loader.is_small and not self._tests:
-                self._tests = [*loader.epoch(0, backend=backend)]
-            source: AbstractContextManager[Iterable[Batch]] = (
-                nullcontext(self._tests) if self._tests else loader.epoch(0, backend=backend)
-            )
-            with source as batches:
-                self._evaluated = self.state.step, self._trainer.evaluate(batches)
+            loader = self._run.inputs.test_loader
+            batches = self._tests or loader.epoch(0, backend=self._run.backend)
+            if loader.is_small:
+                batches = self._tests = list(batches)
+            self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
     def _is_saving_due(self, ended: bool) -> bool:
@@ -400,9 +397,12 @@ class Loop:
         if not ended:
             return False
         limit_s, group = SAVING * (clock.now() - self._started), self._run.group
-        if group.size == 1:
-            return self._saver.is_affordable(limit_s)
-        return bool(on_root(group, lambda: self._saver.is_affordable(limit_s)))
+        phase = CollectivePhase(group)
+        due = phase.attempt(self._saver.is_affordable, limit_s) if group.is_root else False
+        (answer,) = group.sum_floats([nan if due is None else due])  # one message of a number
+        if isnan(answer):
+            phase.agree()
+        return answer > 0
 
     def _save(self) -> None:
         """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
