@@ -118,7 +118,7 @@ class Running:
         cuts: the rows of each microbatch.
         parts, inputs: the microbatches, with their rows of samples and labels; their samples.
         trains: whether a backward pass follows.
-        scale: a factor of the gradients (see `optim.clip`).
+        weights: the factor of each microbatch's sum of losses in a backward pass.
         versions: microbatch -> the version of the weights in its forward pass.
     """
 
@@ -129,8 +129,8 @@ class Running:
     cuts: Sequence[Cut]
     parts: Sequence[Batch]
     inputs: Sequence[Array]
+    weights: Sequence[float]
     trains: bool = True
-    scale: float = 1.0
     versions: dict[int, int] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
 
@@ -372,9 +372,10 @@ class Passes(Caller):
     ) -> Running:
         batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
         self.length = batch.length
-        parts = [batch.rows(cut) for cut in cuts]
-        inputs = [part.x for part in parts]
-        self._now = Running(batch, step, loss, scalars, cuts, parts, inputs, trains, scale)
+        parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
+        inputs, each = [part.x for part in parts], trains and self.updates
+        weights = [scale / max(batch.targets[cut.number] if each else total, 1) for cut in cuts]
+        self._now = Running(batch, step, loss, scalars, cuts, parts, inputs, weights, trains)
         return self._now
 
     def _seeds(self, now: Running) -> list[Array]:
@@ -384,12 +385,7 @@ class Passes(Caller):
         The loss is a sum over labels, so this gives the gradients of the mean loss.
         `DataParallel.backward` does the same division. With pipedream each microbatch is an update.
         """
-        return [self.backend.asarray(self._weight(now, cut)) for cut in now.cuts]
-
-    def _weight(self, now: Running, cut: Cut) -> float:
-        batch = now.batch
-        targets = batch.targets[cut.number] if self.updates else batch.global_targets
-        return now.scale / max(targets, 1)
+        return [self.backend.asarray(weight) for weight in now.weights]
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
         """See `Caller`."""
@@ -414,7 +410,7 @@ class Passes(Caller):
             again=again,
             observe=mode.observe,
             fused=mode.fused,
-            weight=self._weight(now, cut),
+            weight=now.weights[microbatch],
             memory=mode.memory,
         )
 

@@ -95,7 +95,7 @@ class Batch:
     @property
     def own_targets(self) -> int:
         """The number of targets in this rank's rows."""
-        return count_targets(self.y if self.labels is None else self.labels)
+        return count_targets(self.y if self.host_y is None else self.host_y)
 
     @property
     def labels(self) -> NDArray[Any] | None:
@@ -301,8 +301,7 @@ class Loader:
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
         cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole_microbatches)
-        firsts = [(start + cut.first_row, cut.stop - cut.start) for cut in cuts]
-        rows = [epoch_order[first : first + count] for first, count in firsts]
+        rows = [epoch_order[start + cut.first_row :][: cut.stop - cut.start] for cut in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])
         x, y = self.dataset.pair(indices, self._kind, length)
