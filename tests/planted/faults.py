@@ -249,8 +249,8 @@ FAULTS = (
     Fault(
         "the gradient is divided by one target less",
         "nnmpi/compose/passes.py",
-        "else batch.global_targets\n",
-        "else batch.global_targets - 1\n",
+        "if each else total, 1)",
+        "if each else total - 1, 1)",
         "tests/compose/test_worker.py",
     ),
     Fault(
