@@ -56,8 +56,9 @@ from nnmpi.tensor.tensor import Tensor
 # kernels of 5 x 5 and images of 16 x 16: from 16 to 32 channels 12.6 and 13.1 ms, from 64 to 192
 # half of im2col's time.
 FEW_CHANNELS = {2: 16, 4: 8}
-# The transforms of a larger image do not fit into a cache.
-LARGE_BYTES = 1 << 23
+# The transforms of a larger image take too much memory. Up to there they are faster than im2col, even
+# beyond the cache: 2 images of 224 x 224 with 64 channels take 289 ms instead of 514.
+LARGE_BYTES = 1 << 26
 # With so many channels (input times output) transformed kernels take much of the time and memory:
 # compiled kernels, whose blocks are smaller, are slower, and for few pixels tiles of 2 x 2 as fast
 # as those of 4 x 4. For 32 images of 8 x 8 (Xeon), tiles of 4 and compiled: 128 to 128 channels
