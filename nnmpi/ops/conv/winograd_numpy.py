@@ -327,17 +327,15 @@ def _clear(pixels: Array, results: Array) -> None:
         results: (side, side, rows / side, columns / side, images, o).
     """
     side, _, rows, columns, count, _ = results.shape
-    kernel = len(pixels) - rows * side + 1
-    sums = np.dot(
-        pixels.reshape(pixels.size // pixels.shape[3], pixels.shape[3]),
-        ones(np, pixels.shape[3], pixels.dtype),
-    )
-    if np.count_nonzero(sums) == rows * columns * side * side * count:
-        return  # there are none outside the border
-    seen = np.logical_or.reduce(pixels, axis=3)
+    kernel, c = len(pixels) - rows * side + 1, pixels.shape[3]
+    channels, one = pixels.reshape(pixels.size // c, c), ones(np, c, pixels.dtype)
+    if np.count_nonzero(np.dot(channels, one)) == rows * columns * side * side * count:
+        return  # only the border sums to 0
+    # a sum of magnitudes is 0 for zeros alone
+    seen = (np.dot(np.abs(channels), one) != 0).reshape(pixels.shape[:3])
     for _ in range(2):  # rows, then columns
-        windows = np.lib.stride_tricks.sliding_window_view(seen, kernel, axis=0)
-        seen = np.logical_or.reduce(windows, axis=-1).swapaxes(0, 1)
+        shifted = [seen[i : len(seen) - kernel + 1 + i] for i in range(kernel)]
+        seen = np.logical_or.reduce(shifted).swapaxes(0, 1)
     tiles = seen.reshape(rows, side, columns, side, count).transpose(1, 3, 0, 2, 4)
     results[~tiles] = 0
 
