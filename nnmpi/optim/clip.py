@@ -137,13 +137,13 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     On a device the total is a 0-d array, for which the host need not wait yet.
     """
     xp, flat, limit = namespace(grad), grad.reshape(-1), block_elements(grad)
-    blocks = [flat[start : start + limit] for start in range(0, flat.size, limit)]
-    if xp is np and grad.dtype == dtype:  # the same sum in half as many calls
-        return sum([float(block.dot(block)) for block in blocks])
-    total: Array = xp.zeros((), "float64")
-    for block in blocks:
-        block = block.astype(dtype, copy=False)  # copies one block at most
-        xp.add(total, xp.dot(block, block), out=total)
+    total: Array | float = 0.0 if xp is np else xp.zeros((), "float64")
+    for start in range(0, flat.size, limit):
+        block = flat[start : start + limit].astype(dtype, copy=False)  # copies one block at most
+        if xp is np:
+            total += float(block.dot(block))
+        else:
+            xp.add(total, xp.dot(block, block), out=total)
     return total
 
 
