@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -235,9 +235,7 @@ class Loader:
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
 
-        def upload(batch: Batch) -> Batch:
-            if device is None:
-                return batch
+        def upload(device: Backend, batch: Batch) -> Batch:
             return replace(
                 batch, x=device.asarray(batch.x), y=device.asarray(batch.y), host_y=batch.y
             )
@@ -247,7 +245,7 @@ class Loader:
             range(start, self.batches_per_epoch),
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
-            finish=upload,
+            finish=None if device is None else partial(upload, device),
         )
 
     @property

@@ -46,11 +46,9 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     float64, block by block, so that gradients of 1e30 or 1e-30 have the right norm.
     """
     refuse("a gradient's norm")
-    with np.errstate(over="ignore", invalid="ignore"):
-        # no warnings: the caller checks the result
-        total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
-        if not trusted(total):
-            total = _read(sum(_squares(grad, "float64") for grad in grads))
+    total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
+    if not trusted(total):
+        total = _read(sum(_squares(grad, "float64") for grad in grads))
     return total
 
 
@@ -141,7 +139,7 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     for start in range(0, flat.size, limit):
         block = flat[start : start + limit].astype(dtype, copy=False)  # copies one block at most
         if xp is np:
-            total += float(block.dot(block))
+            total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
         else:
             xp.add(total, xp.dot(block, block), out=total)
     return total
