@@ -264,7 +264,7 @@ def read_words(
             behind.append(word)
     if len(paths) < len([place for place in places if not place.startswith("[")]):
         raise UsageError(
-            f"give {names} first and then the options, not {' '.join(paths) or 'only options'}"
+            f"give {names} first and then the options; {places[len(paths)]} is missing"
         )
     return dict(zip(places, paths, strict=False)) | {
         option.name: _read(option, *taken[option.name])

@@ -126,7 +126,7 @@ def test_paths_stand_before_and_behind_options(words: str, paths: list[str], row
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--shuffle", "give RUN [FILE] first and then the options, not only options"),
+        ("--shuffle", "give RUN [FILE] first and then the options; RUN is missing"),
         ("run more and", "and is not an option"),
         ("run --batch-size 4 more 5", "5 is not an option"),
     ],
