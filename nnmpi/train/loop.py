@@ -282,15 +282,11 @@ class Loop:
 
     def _log(self) -> None:
         """Write a line of metrics on the steps since the last line, if there are any."""
-        last, step = self._last, self._step
-        if self._window.samples:
-            window = replace(self._window, steps=max(self._window.steps, 1))
-            state = replace(
-                self._on_time(),
-                step=step,
-                batch=self.state.batch + step - self.state.step,
-                window=window,
-            )
+        last, step, window = self._last, self._step, self._window
+        if window.samples:
+            window.steps = max(window.steps, 1)
+            batch = self.state.batch + step - self.state.step
+            state = replace(self._on_time(), step=step, batch=batch, window=window)
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
