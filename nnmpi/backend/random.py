@@ -31,7 +31,8 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     """
     text = "\x1f".join([str(int(seed)), *(f"{type(name).__name__}:{name}" for name in names)])
     key = _Key(hashlib.blake2b(text.encode(), digest_size=16).digest())
-    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # it takes any ISeedSequence
+    counter = np.zeros(4, np.uint64)  # Philox takes longer to convert a number
+    return np.random.Generator(np.random.Philox(key, counter))  # type: ignore[arg-type]  # it takes any ISeedSequence
 
 
 class _Key(ISeedSequence):
