@@ -22,7 +22,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import replace
 from math import isfinite, isnan, nan
 from shlex import quote
@@ -190,7 +189,7 @@ class Loop:
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
         self._tracer = Tracer(run, reporter.say)
-        self._window = copy(state.window)  # sums since the last line of metrics
+        self._window = state.window  # sums since the last line of metrics
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
 
