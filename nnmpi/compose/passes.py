@@ -314,7 +314,7 @@ class Passes(Caller):
 
         def compute(microbatch: int) -> Tensor:
             self._now = now
-            with self.mode(microbatch, False):
+            with self.mode(microbatch, True):
                 (loss,), _ = self.executor.stages[0].run(
                     [Tensor(now.inputs[microbatch])], True, microbatch
                 )

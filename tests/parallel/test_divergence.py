@@ -5,8 +5,12 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.updates import SGD
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.tensor.tensor import Tensor
 
@@ -51,6 +55,18 @@ def test_a_gradient_alone_that_is_not_finite_is_found() -> None:
         if name.startswith("first"):
             parameter.data[...] = 0  # the root has no derivative at 0
     assert place_of(model, np.ones((3, 4), np.float32)) == "the gradient of 'first.bias'"
+
+
+@pytest.mark.simulated(max_size=2)
+def test_the_search_moves_no_running_statistics(group: Group) -> None:
+    """A step that fails moves them once, under every layout."""
+    model = nn.Sequential(nn.BatchNorm(2), nn.Linear(2, 2)).initialize(0)
+    model.get("1").weight.data[...] = np.finfo(np.float32).max
+    x = np.array([[1, 2], [3, 4], [5, 9]], np.float32)
+    worker = Worker(model, SGD(model.storage, lr=0.1), group)
+    with np.errstate(all="ignore"), pytest.raises(DivergenceError):
+        worker.step(x, LABELS % 2)
+    np.testing.assert_allclose(model.get("0").running_mean.data, 0.1 * x.mean(0), rtol=1e-6)
 
 
 def test_the_sentence_names_worker_place_and_step() -> None:
