@@ -134,7 +134,8 @@ class Loader:
         whole_microbatches: give each rank whole microbatches (possibly none), not a shard of each.
         partition: "none", or a fixed partition of the samples over the ranks: see `data.sampler`.
             With a partition, batches depend on the number of ranks.
-        transform: applied to x; keyed by (seed, epoch, index): see `data.transform`.
+        transform: a function (x, indices, epoch, seed) -> x with other values; see
+            `data.transform`.
         dtype: of x, a float type.
         workers: threads that prefetch batches; 0 makes each batch on demand. The default is 0 for
             small batches on the host (see `SMALL_BYTES`) and 1 otherwise.
