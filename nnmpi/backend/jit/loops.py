@@ -253,7 +253,7 @@ def _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, forward):
     """Write y, or add to the weight's gradient, image by image: one sum over all images would
     round worse.
     """
-    h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w, far_h, far_w = sizes
+    h, w, c, columns, top, left, out_h, out_w, step_h, step_w, far_h, far_w = sizes
     beside = out_w if step_w == 1 else 1
     run = beside * c
     # unsigned: for a signed index numba checks at each element whether it counts from the end
@@ -269,7 +269,7 @@ def _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, forward):
         for i in range(h):
             for j in range(w):
                 pixel = x[((b * h + i) * w + j) * c :]
-                target = border[((top + i * down) * columns + left + j * across) * c :]
+                target = border[((top + i) * columns + left + j) * c :]
                 for k in range(c):
                     target[k] = pixel[k]
         for i in range(out_h):
@@ -301,7 +301,7 @@ def depthwise(kernel_h, kernel_w):
     """Return the convolution and the sum of products for kernels of this size."""
 
     def forward(x, weight, y, border, sizes):
-        """y = the convolution of images, spread in a border of zeros."""
+        """y = the convolution of images in a border of zeros."""
         _each_window(x, weight, y, border, sizes, kernel_h, kernel_w, True)
 
     def products(x, y, weight, border, sizes):

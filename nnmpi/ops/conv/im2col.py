@@ -40,7 +40,7 @@ needs only the positions of the largest elements.
 A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradient in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -295,7 +295,14 @@ def _phases(
     return phases
 
 
-def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
+def input_gradient(
+    xp: Any,
+    grad: Array,
+    weight: Array,
+    spec: ConvSpec,
+    out: Array,
+    algorithm: Callable[[ConvSpec], Algorithm],
+) -> None:
     """Write the input gradient of any convolution, phase by phase, see `Phase`.
 
     For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T.
@@ -306,6 +313,7 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
         weight: (kh, kw, c / groups, o).
         spec: the convolution.
         out: (n, h, w, c).
+        algorithm: computes each phase.
     """
     (c, o), groups, results = weight.shape[2:], spec.groups, grad.shape[1:3]
     axes = (_phases(*axis) for axis in zip(out.shape[1:3], results, *spec[:4], strict=True))
@@ -325,7 +333,7 @@ def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Arr
         if target.shape[1:3] != size or not target.flags.c_contiguous:
             plane = xp.empty((len(out), *size, groups * c), out.dtype)
         kernels = turned.reshape(*kernel, o // groups, groups * c)
-        Im2col(convolution).forward(xp, grad, kernels, None, plane, False)
+        algorithm(convolution).forward(xp, grad, kernels, None, plane, False)
         if plane is not target:
             xp.copyto(target, plane[:, row.seen, column.seen])
 
@@ -359,7 +367,7 @@ class Im2col(Algorithm):
         elif out.bias is not None:
             bias_grad(xp, _pixels(grad), out.bias)
         if out.x is not None:
-            input_gradient(xp, grad, weight, spec, out.x)
+            input_gradient(xp, grad, weight, spec, out.x, Im2col)
         for inputs, outputs in (
             _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ()
         ):
@@ -448,7 +456,7 @@ class Im2colReluPool(Algorithm):
             if item is not None:
                 item.finish()
         if out.x is not None and spread is not None:
-            input_gradient(xp, spread, weight, spec, out.x)
+            input_gradient(xp, spread, weight, spec, out.x, Im2col)
 
 
 def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:

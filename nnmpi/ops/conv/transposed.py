@@ -41,7 +41,7 @@ class ConvTranspose2dFunction(Function):
         xp = self.xp
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
         y: Array = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
-        input_gradient(xp, x, weight, self.spec, y)
+        input_gradient(xp, x, weight, self.spec, y, Im2col)
         self.saved = (x, weight)
         return y
 
