@@ -254,7 +254,7 @@ def run(
         "loss of step 1": {"": np.array(losses[:1])},
         "gradients of step 1": gradients,
         f"losses of {steps} steps": {"": np.array(losses)},
-        "lengths of the gradients": {"": np.array(norms)},
+        "norms of the gradients": {"": np.array(norms)},
         f"weights after step {steps}": weights,
         f"statistics after step {steps}": {
             name: array for name, array in arrays.items() if name not in weights

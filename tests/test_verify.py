@@ -93,7 +93,7 @@ SERIAL = {
     "loss of step 1": {"": np.array([2.0])},
     "gradients of step 1": {"0.weight": np.array([[1.0, -2.0]]), "0.bias": np.array([1e-18])},
     "losses of 2 steps": {"": np.array([2.0, 1.5])},
-    "lengths of the gradients": {"": np.array([1.0, 0.5])},
+    "norms of the gradients": {"": np.array([1.0, 0.5])},
     "weights after step 2": {"0.weight": np.array([[0.5, 0.25]]), "0.bias": np.array([0.0])},
     "statistics after step 2": {"1.running_mean": np.array([0.1])},
     "evaluation": {"": np.array([1.4, 0.3])},

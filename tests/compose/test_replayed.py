@@ -141,7 +141,7 @@ def assert_equal(group: Group, kind: Kind, layout: Layout, least: int = 1, **opt
 @pytest.mark.simulated(max_size=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_replays_are_the_passes_as_they_stand(group: Group, name: str) -> None:
-    """Losses, scores, lengths of gradients, weights, running statistics; batches of two sizes in
+    """Losses, scores, norms of gradients, weights, running statistics; batches of two sizes in
     turns.
     """
     for layout in LAYOUTS.get(name, replicas)(group.size):

@@ -84,7 +84,7 @@ def test_few_waits_a_step(
     build: Any,
     microbatches: int,
 ) -> None:
-    """For its numbers, and for the gradient's length; not for forward, backward and update."""
+    """For its numbers, and for the gradient's norm; not for forward, backward and update."""
     item = worker(real_device, group, build, clip=0.1)
     loader = Loader(digits(), 12, microbatches=microbatches, transform=Normalize.fit(digits()))
     given = loader.epoch(0, backend=item.backend)

@@ -240,7 +240,7 @@ FAULTS = (
     ),
     # ---- layouts ----
     Fault(
-        "gradient's length: replicas count, too",
+        "gradient's norm: replicas count, too",
         "nnmpi/compose/exchange.py",
         "group = mesh.world if arrangement.layout.zero or has_experts else mesh.model",
         "group = mesh.world",
