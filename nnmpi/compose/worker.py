@@ -403,9 +403,7 @@ class Worker(Trainer):
             raise ShapeError(
                 f"{len(samples)} samples have {len(labels)} labels; give one for each sample"
             )
-        replicas, data = self.arrangement.mesh.replicas, self.model.storage.data
-        # A pipeline stage without parameters reads only shapes, so any dtype serves.
-        dtype = data[0].dtype if data else np.dtype("float32")
+        replicas, dtype = self.arrangement.mesh.replicas, self.model.storage.dtype
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
         counts = replicas.gather([len(samples), count_targets(labels)])

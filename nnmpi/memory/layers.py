@@ -26,7 +26,7 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, ope
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.function import CommonRoot, Function, Tape, enable_grad, no_grad
+from nnmpi.tensor.function import CommonRoot, Function, Tape, enable_grad, kind_of, no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Shard
 from nnmpi.tensor.sharded import mark
@@ -54,7 +54,16 @@ class Value(NamedTuple):
 
 
 def local_tensor(x: Tensor) -> tuple[Tensor, tuple[Shard, ...]]:
-    """Return a tensor as this rank's plain tensor, in the same graph, and its cuts."""
+    """Return a tensor as this rank's plain tensor, in the same graph, and its cuts.
+
+    Raises:
+        UsageError: for a layer's result that is no tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise UsageError(
+            f"a layer returned {kind_of(x)}, which is not measured; give split, the number of"
+            " layers in each stage, and cut where a tensor or a tuple of tensors passes"
+        )
     cuts: list[Shard] = []
     while x.shard is not None:
         cuts.append(x.shard)

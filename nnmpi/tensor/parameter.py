@@ -178,10 +178,12 @@ class FlatStorage:
         allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and
             for gradients.
         group: (name, parameter) -> the parameter's optimizer group; by default "default" for all.
-        dtype: of the values. Needed for a lazy mapping; by default that of the first value.
+        dtype: of the values. Needed for a lazy mapping; by default that of the first value, or
+            float32.
 
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
+        dtype: of all arrays; a pipeline stage without parameters has one, too.
         groups: the group name of each array.
         apart: per array, the `apart` of its parameters (see `Parameter`).
         known_groups: these groups, and those of the model's stages on other ranks.
@@ -214,9 +216,9 @@ class FlatStorage:
         self._views: list[tuple[Parameter, Array, Array]] = []
         buffers: dict[tuple[str, bool], int] = {}
         lengths: list[int] = []
-        if dtype is None and values:
-            dtype = next(iter(values.values())).dtype
-        step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
+        if dtype is None:
+            dtype = next(iter(values.values())).dtype if values else np.dtype("float32")
+        self.dtype, step = dtype, ALIGNMENT_BYTES // dtype.itemsize
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
             buffer = buffers.setdefault((label, parameter.apart), len(lengths))

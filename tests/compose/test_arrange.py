@@ -10,10 +10,12 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
+from nnmpi.optim.updates import SGD
 from nnmpi.parallel.zero.storage import predict_bytes
 from nnmpi.tensor.tensor import Tensor
 
@@ -143,6 +145,26 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
             "only nn.Sequential and nn.Residual are cut open, not a Net",
             model=model,
         )
+
+
+class Named(Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x}
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+def test_what_is_no_tensor_is_not_measured(group: Group) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Named(), nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="a layer returned an instance of dict, .*; give split"):
+        arrange(model, group, Layout(pp=2), np.zeros((1, 2), np.float32))
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+def test_a_first_stage_without_parameters_keeps_the_dtype(group: Group) -> None:
+    where = arrange(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), group, Layout(pp=2, split=(1, 1)))
+    model = where.model.initialize(dtype="float64")
+    worker = Worker(model, SGD(model.storage, lr=0.1), group, arrangement=where)
+    assert worker.step(np.ones((3, 2)), np.zeros(3, int)).samples == 3
 
 
 def test_the_profile_sees_the_heavy_layer() -> None:
