@@ -21,8 +21,8 @@ pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone
 
 def plain(x, weight, bias=None):
     """Return the convolution by im2col, of the images' size."""
-    border = len(weight) // 2
-    spec = ConvSpec(weight.shape[:2], padding=(border, border))
+    border, groups = len(weight) // 2, x.shape[3] // weight.shape[2]
+    spec = ConvSpec(weight.shape[:2], padding=(border, border), groups=groups)
     return Conv2dFunction(Im2col(spec))(x, weight, bias)
 
 
@@ -70,6 +70,28 @@ def test_sizes(spec, size, channels, n, kernel, monkeypatch):
         expected(spec),
         partial(tiled, spec, side),
         coarser=COARSER[kernel],
+    )
+
+
+@pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
+@pytest.mark.parametrize("channels, groups", [((6, 9), 3), ((8, 8), 2), ((4, 8), 4)])
+@pytest.mark.parametrize("spec", [ALONE, RELU], ids=NAMES[:2])
+def test_groups(spec, channels, groups, kernel, side):
+    """Channels in groups, as few as one."""
+    (c, o), rng = channels, np.random.default_rng(0)
+    shapes = (3, 8, 12, c), (kernel, kernel, c // groups, o), (o,)
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    spec = resized(spec, kernel)
+    compare(
+        arrays,
+        expected(spec),
+        partial(tiled, spec._replace(groups=groups), side),
+        coarser=COARSER[kernel],
+    )
+    weight = Tensor(arrays[1])
+    assert isinstance(
+        choose(Tensor(arrays[0]), weight, None, resized(spec, kernel)._replace(groups=groups)),
+        WinogradNumpy,
     )
 
 

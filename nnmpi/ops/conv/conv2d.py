@@ -13,10 +13,10 @@ NumPy, float32, `jit` on    3 x 3, even size, ReLU and pooling,    CompiledDirec
                             3 x 3, even size, no or 2 x 2          CompiledWinograd
                             pooling, neither few channels nor
                             large kernels
-NumPy                       3 x 3, many channels, size a multiple  WinogradNumpy, tiles of 4 x 4;
-                            of 4, no or 2 x 2 pooling              with pooling: None
-                            3 x 3 or 5 x 5, many channels, even    WinogradNumpy, tiles of 2 x 2
-                            size, no or 2 x 2 pooling
+NumPy                       3 x 3, many channels or groups, size   WinogradNumpy, tiles of 4 x 4;
+                            a multiple of 4, no or 2 x 2 pooling   with pooling: None
+                            3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
+                            groups, even size, no or 2 x 2 pooling
                             ReLU, one group                        Im2colReluPool
 any library                 a group for each channel, no ReLU      Depthwise
                             no ReLU                                Im2col
@@ -126,24 +126,26 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     """
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
     kernel = spec.kernel[0]
-    same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1), 1
+    same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
-    plain = kernel in (3, 5) and spec[:5] == same and spec.pool in (NO_POOL, (2, 2))
+    plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         return None if spec.relu else Depthwise(spec)
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(item is None or item.dtype == FLOAT32 for item in (x, weight, bias))
-        large = c * o >= LARGE_KERNELS
+        many = spec.groups > 1  # im2col takes one group after another
+        large = c * o >= LARGE_KERNELS * spec.groups
         few = large and n * h * w < FEW_PIXELS
         side = 2 if kernel == 5 or h % 4 or w % 4 or few else 4
         image = places_per_image(h, w, side, kernel) * (c + o) * x.dtype.itemsize
-        enough = min(c, o) >= FEW_CHANNELS[side] and image <= LARGE_BYTES
+        enough = (many or min(c, o) >= FEW_CHANNELS[side]) and image <= LARGE_BYTES
         tiled = n > 0 and x.dtype.kind == "f" and enough
         if (
             compiled is not None
             and kernel == 3
+            and not many
             and single
             and o >= FEWEST_OUTPUTS
             and not (tiled and (large or min(c, o) < COMPILED_CHANNELS))

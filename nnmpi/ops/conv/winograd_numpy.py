@@ -142,11 +142,12 @@ class WinogradNumpy(Algorithm):
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
     ) -> None:
         grad = xp.ascontiguousarray(grad)
-        turned = xp.ascontiguousarray(weight.swapaxes(2, 3))
+        groups, (rows, columns, c, o) = self.spec.groups, weight.shape
+        apart = weight.reshape(rows, columns, c, groups, o // groups).transpose(0, 1, 4, 3, 2)
+        turned = xp.ascontiguousarray(apart).reshape(rows, columns, o // groups, groups * c)
         kernel = None if out.x is None else self._kernel(xp, turned)
-        to_kernel = ProductSum(
-            xp, xp.empty((len(self._transforms.g), *weight.shape[2:]), weight.dtype)
-        )
+        places: Array = xp.empty((len(self._transforms.g), c, o), weight.dtype)
+        to_kernel = ProductSum(xp, _grouped(places, groups))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
         for images, tiles in self._blocks(xp, x, weight):
             if kept is None:
@@ -167,9 +168,9 @@ class WinogradNumpy(Algorithm):
             if out.x is not None and kernel is not None:
                 tiles.input_gradient(kernel, out.x[images])
         if out.weight is not None:
-            places = to_kernel.finish().reshape(len(self._transforms.g), out.weight[0, 0].size)
+            to_kernel.finish()
             g = self._transforms.g.T.astype(places.dtype)
-            xp.matmul(g, places, out=out.weight.reshape(len(g), places.shape[1]))
+            xp.matmul(g, places.reshape(len(places), c * o), out=out.weight.reshape(len(g), c * o))
         if to_bias is not None:
             to_bias.finish()
 
@@ -186,11 +187,11 @@ class WinogradNumpy(Algorithm):
         room = max(TILES_BYTES, len(matrices.g) * weight[0, 0].size * x.dtype.itemsize)
         image = places_per_image(h, w, matrices.side, self.spec.kernel[0]) * (c + o)
         count = max(1, min(n, room // (image * x.dtype.itemsize)))
-        tiles = Tiles(xp, matrices, (count, h, w, c), o, x.dtype)
+        tiles = Tiles(xp, matrices, (count, h, w, c), o, x.dtype, self.spec.groups)
         for start in range(0, n, count):
             stop = min(start + count, n)
             if stop - start < count:
-                tiles = Tiles(xp, matrices, (stop - start, h, w, c), o, x.dtype)
+                tiles = Tiles(xp, matrices, (stop - start, h, w, c), o, x.dtype, self.spec.groups)
             yield slice(start, stop), tiles
 
 
@@ -216,6 +217,7 @@ class Tiles:
         shape: of the images.
         o: channels of the result.
         dtype: of all.
+        groups: of channels.
 
     Attributes:
         results: (side, side, h / side, w / side, count, o): results by their position in a tile, or
@@ -224,10 +226,12 @@ class Tiles:
         planes: pools the results of such tiles.
     """
 
-    def __init__(self, xp: Any, matrices: Transforms, shape: Shape, o: int, dtype: Any) -> None:
+    def __init__(
+        self, xp: Any, matrices: Transforms, shape: Shape, o: int, dtype: Any, groups: int
+    ) -> None:
         (count, h, w, c), side, each = shape, matrices.side, len(matrices.b)
         rows, columns, run, shared = h // side, w // side, count * c, each - side
-        self._xp, self._side, self._border = xp, side, shared // 2
+        self._xp, self._side, self._border, self._groups = xp, side, shared // 2, groups
         self._own = slice(self._border, self._border + side)  # a patch's pixels of its own tile
         b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
         self._matrices = [b, a, a.T.copy(), b.T.copy()]
@@ -266,10 +270,17 @@ class Tiles:
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
-        self._xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
+        self._multiply(self._patches, kernel, self._places)
         self._both_ways(self._matrices[1], self._places, self.results)
         if len(self._places) > 4:
             record_call(_clear, self._spread, self.results)
+
+    def _multiply(self, places: Array, kernel: Array, out: Array) -> None:
+        """Write the products of each place and group."""
+        left, right, result = (
+            _grouped(item, self._groups) for item in (_stacked(places), kernel, _stacked(out))
+        )
+        self._xp.matmul(left, right, out=result)
 
     def spread(self) -> Array:
         """Transform the output gradient, A dy A^T; return the tiles' sums (tiles count, o)."""
@@ -286,7 +297,10 @@ class Tiles:
 
     def kernel_gradient(self) -> tuple[Array, Array]:
         """Return two arrays whose product is the loaded images' part of the kernel gradient."""
-        return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
+        left, right = (
+            _grouped(_stacked(item), self._groups) for item in (self._patches, self._places)
+        )
+        return left.swapaxes(-1, -2), right
 
     def input_gradient(self, kernel: Array, out: Array) -> None:
         """Write the input gradient, B dv B^T, to out (count, h, w, c); overwrite the loaded images.
@@ -297,7 +311,7 @@ class Tiles:
         xp, v, back, side = self._xp, self._patches, self._back, self._side
         each, _, rows, columns, count, c = v.shape
         size, b, own = rows * columns * count * c, self._matrices[3], self._own
-        xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
+        self._multiply(self._places, kernel, v)
         xp.matmul(b, v.reshape(each, each, size), out=back.reshape(each, each, size))
         self._add_ends(back.swapaxes(0, 1))
         pixels = back.reshape(each, each * size)[:, own.start * size : own.stop * size]
@@ -343,6 +357,14 @@ def _clear(pixels: Array, results: Array) -> None:
 def _stacked(places: Array) -> Array:
     each, _, rows, columns, count, c = places.shape
     return places.reshape(each * each, rows * columns * count, c)
+
+
+def _grouped(matrices: Array, groups: int) -> Array:
+    """View matrices (places, n, channels) as (places, groups, n, channels / groups)."""
+    places, n, channels = matrices.shape
+    if groups == 1:
+        return matrices
+    return matrices.reshape(places, n, groups, channels // groups).swapaxes(1, 2)
 
 
 def whole_pixels(images: Array) -> Array:
