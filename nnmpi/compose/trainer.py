@@ -26,8 +26,6 @@ from functools import partial
 from operator import index
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
@@ -342,7 +340,7 @@ def check_numerics(trainer: Trainer) -> None:
             f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32,"
             " bf16 or fp16, or backend cupy"
         )
-    if mode != "float32" and any(array.dtype == np.float64 for array in model.storage.data):
+    if mode != "float32" and model.storage.dtype == "float64":
         raise UsageError(
             f"precision {mode} is for float32 models, but this one is float64; use precision"
             " float32, or a float32 model"

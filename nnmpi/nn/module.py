@@ -219,7 +219,7 @@ class Module:
     def _leaves(self, kind: type[Any]) -> Iterator[tuple[str, Any]]:
         for path, module in self.named_modules():
             for name, value in module._members(kind):
-                yield (f"{path}.{name}" if path else name), value
+                yield f"{path}.{name}".strip("."), value
 
     def initialize(
         self,
@@ -377,7 +377,7 @@ class Module:
         self.get(path)
         for parent_path, parent in self.named_modules():
             for name, _ in parent.children():
-                if (f"{parent_path}.{name}" if parent_path else name) == path:
+                if f"{parent_path}.{name}".strip(".") == path:
                     parent.set_child(name, module)
                     return
         raise UsageError("the model itself cannot be replaced; name a module in it")
