@@ -25,8 +25,10 @@ The transforms are products of these small matrices with large ones that have a 
 place: BLAS reads memory once, additions would read it several times. A block's memory has images
 next to channels, (..., images, channels), so that these rows are long.
 
-A tile of 2 x 2 pixels is also a window of the pooling. Its four places are the planes that the
+A tile of 2 x 2 pixels is also a window of the pooling. Its four results lie on the planes that the
 pooling compares (see `planes`), and the convolution's result is never assembled.
+
+The transforms are the channels' own. Only the products know groups: one for each place and group.
 
 Patches of 6 x 6 pixels have fewer places per result, and round five times as coarsely. A result
 that sees zeros alone is 0 with patches of 4 x 4, but a rounding error of its neighbours with those
