@@ -112,7 +112,7 @@ class RunState:
     Attributes:
         step: updates done.
         epoch, batch: the epoch of the next batch, from 0, and its number in the epoch.
-        window: sums since the last line of training metrics, set for records and checkpoints.
+        window: sums since the last line of training metrics.
         in_epoch: sums since the epoch began.
         best, best_step: accuracy (for tokens and quantities the loss) and step of the best
             evaluation so far; 0 for none.

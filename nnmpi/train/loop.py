@@ -21,8 +21,9 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import isfinite, isnan, nan
 from shlex import quote
 from types import FrameType, TracebackType
@@ -189,7 +190,6 @@ class Loop:
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
         self._tracer = Tracer(run, reporter.say)
-        self._window = state.window  # sums since the last line of metrics
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
 
@@ -275,17 +275,17 @@ class Loop:
             return
         workers = self._trainer.reporters
         is_step = self._reports % workers == 0
-        self._window.add(progress.totals.mean_over(workers, int(is_step)))
+        self.state.window.add(progress.totals.mean_over(workers, int(is_step)))
         if is_step and is_due(self._step, self._run.config.run.log_every):
             self._log()
 
     def _log(self) -> None:
         """Write a line of metrics on the steps since the last line, if there are any."""
-        last, step, window = self._last, self._step, self._window
-        if window.samples:
-            window.steps = max(window.steps, 1)
-            batch = self.state.batch + step - self.state.step
-            state = replace(self._on_time(), step=step, batch=batch, window=window)
+        last, step, state = self._last, self._step, self.state
+        if state.window.samples:
+            state.window.steps = max(state.window.steps, 1)
+            batch = state.batch + step - state.step
+            state = replace(self._on_time(), step=step, batch=batch)
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
@@ -293,7 +293,7 @@ class Loop:
                 more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
             lr = self._run.schedule(max(step - 1, 0))
             self.reporter.steps(state, last.totals.grad_norm, lr, more)
-        self._window = Totals()
+        self.state.window = Totals()
 
     def _end_segment(self, number: int) -> None:
         """Evaluate, end the epoch and save if due; stop for a signal. Collective.
@@ -372,10 +372,11 @@ class Loop:
         """Return the evaluation of the current weights; once per step. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
             loader = self._run.inputs.test_loader
-            batches = self._tests or loader.epoch(0, backend=self._run.backend)
-            if loader.is_small:
-                batches = self._tests = list(batches)
-            self._evaluated = self.state.step, self._trainer.evaluate(batches)
+            epoch = partial(loader.epoch, 0, backend=self._run.backend)
+            if loader.is_small and not self._tests:
+                self._tests = list(epoch())
+            with nullcontext(self._tests) if loader.is_small else epoch() as batches:
+                self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
 
     def _is_saving_due(self, ended: bool) -> bool:
@@ -403,12 +404,12 @@ class Loop:
         """Write a checkpoint unless this step has one; see `Saver.save`. Collective."""
         if self._saved_step == self.state.step:
             return
-        run, self._on_time().window = self._run, self._window
-        best = run.config.run.keep_best and self.state.best_step == self.state.step
+        run, state = self._run, self._on_time()
+        best = run.config.run.keep_best and state.best_step == state.step
         metadata = to_metadata(run.signature, to_json(run.config.model))
-        values = state_values(run.trainer, self.state)
-        self._saver.save(run.trainer, self.state.step, values, metadata, best)
-        self._saved_step = self.state.step
+        values = state_values(run.trainer, state)
+        self._saver.save(run.trainer, state.step, values, metadata, best)
+        self._saved_step = state.step
 
     def _on_time(self) -> RunState:
         self.state.elapsed_s = clock.now() - self._began
