@@ -402,16 +402,13 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        return Mode(
+        return mode._replace(
             training=True,
             seed=self._seed,
             step=step,
             first_row=cut.first_row,
             again=again,
-            observe=mode.observe,
-            fused=mode.fused,
             weight=now.weights[microbatch],
-            memory=mode.memory,
         )
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
