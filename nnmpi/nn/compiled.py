@@ -42,7 +42,7 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
-from nnmpi.tensor.function import recording
+from nnmpi.tensor.function import kind_of, recording
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
@@ -259,8 +259,8 @@ def _outputs(result: Any) -> Any:
     def without_graph(item: Any) -> Tensor:
         if not isinstance(item, Tensor):
             raise UsageError(
-                f"a compiled step returned an instance of {type(item).__name__}, which would always"
-                " be the first step's; return Tensors and read them outside"
+                f"a compiled step returned {kind_of(item)}, which would always be the first"
+                " step's; return Tensors and read them outside"
             )
         return Tensor(whole_values("a compiled step's result", item))
 

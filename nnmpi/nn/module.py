@@ -272,7 +272,7 @@ class Module:
                 for item, local in _within(value):
                     if not named.issuperset(map(id, local)):
                         raise UsageError(
-                            f"{f'{path}.{name}' if path else name} holds a {type(item).__name__}"
+                            f"{f'{path}.{name}'.strip('.')} holds a {type(item).__name__}"
                             " that is not registered and would not be trained; make it an"
                             " attribute, an item of a list (nn.ModuleList) that is one, or a module"
                             " given to Sequential"

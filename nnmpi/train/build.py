@@ -39,6 +39,7 @@ from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
+from nnmpi.tensor.function import kind_of
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import explain_errors
@@ -82,8 +83,7 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         )
         if not isinstance(model, Module):
             raise UsageError(
-                f"--model {config.model} returned an instance of {type(model).__name__}; return an"
-                " nnmpi.nn.Module"
+                f"--model {config.model} returned {kind_of(model)}; return an nnmpi.nn.Module"
             )
         if not list(model.parameters()):
             raise UsageError(
@@ -239,8 +239,8 @@ def build_optimizer(
         result = call_custom(config.optimizer, "--optimizer", "(storage, lr)", storage, config.lr)
         if not isinstance(result, Optimizer):
             raise UsageError(
-                f"--optimizer {config.optimizer} returned an instance of {type(result).__name__};"
-                " return an optim.Optimizer"
+                f"--optimizer {config.optimizer} returned {kind_of(result)}; return an"
+                " optim.Optimizer"
             )
         return result
     return updates.build(
