@@ -29,7 +29,6 @@ from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, ROWS
-from nnmpi.backend.windows import Pair
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient
 from nnmpi.ops.planes import repeated
@@ -41,7 +40,7 @@ class Depthwise(Algorithm):
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> None:
-        _call(xp, True, (x, weight, y), self.spec, y.shape[1:3])
+        _call(xp, True, (x, weight, y), self.spec)
         if bias is not None:
             rows = y.reshape(len(y), y[:1].size)
             xp.add(rows, repeated(xp, bias, y[:1].size // bias.size), out=rows, casting="unsafe")
@@ -55,12 +54,10 @@ class Depthwise(Algorithm):
         if out.x is not None:
             input_gradient(xp, grad, weight, self.spec, out.x, Depthwise)
         if out.weight is not None:
-            _call(xp, False, (x, grad, out.weight), self.spec, grad.shape[1:3])
+            _call(xp, False, (x, grad, out.weight), self.spec)
 
 
-def _call(
-    xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec, size: tuple[int, ...]
-) -> None:
+def _call(xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec) -> None:
     """Call `convolve` or `products`, or their compiled form.
 
     Args:
@@ -68,7 +65,6 @@ def _call(
         forward: whether to convolve.
         arrays: the images (n, h, w, c), the other operand, and the array written.
         spec: the convolution.
-        size: rows and columns of the result.
     """
     images = arrays[0]
     single = all(item.dtype == FLOAT32 for item in arrays) and images.size > 0
@@ -77,24 +73,23 @@ def _call(
         record_call(convolve if forward else products, *arrays, spec)
         return
     (h, w, c), (top, left) = images.shape[1:], spec.padding
-    columns = w + 2 * left
+    columns, size = w + 2 * left, spec.pooled_size(h, w)
     border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
     sizes = (h, w, c, columns, top, left, *size, *spec.stride, *spec.dilation)
     functions = compiled.depthwise(*spec.kernel)
     record_flat(functions.forward if forward else functions.backward, *arrays, border, sizes)
 
 
-def _seen(images: Array, spec: ConvSpec, size: Pair) -> Iterator[tuple[slice, Array]]:
+def _seen(images: Array, spec: ConvSpec) -> Iterator[tuple[slice, Array]]:
     """Yield blocks of images as views (block, out_h, kernel_h, kernel_w, out_w c) of all windows.
 
     Args:
         images: (n, h, w, c).
         spec: the convolution.
-        size: rows and columns of the result.
     """
     (n, h, w, c), (top, left), xp = images.shape, spec.padding, namespace(images)
     (kh, kw), (down, across), (apart, beside) = spec.kernel, spec.stride, spec.dilation
-    rows, columns, count = h + 2 * top, w + 2 * left, n
+    rows, columns, size, count = h + 2 * top, w + 2 * left, spec.pooled_size(h, w), n
     if xp is np:
         count = max(1, min(n, ELEMENTS // (rows * columns * c), ROWS // size[0]))
     # with a stride a copy of its pixels for each column of the kernel
@@ -123,7 +118,7 @@ def convolve(images: Array, weight: Array, y: Array, spec: ConvSpec) -> None:
     taps = xp.empty((*spec.kernel, w, c), images.dtype)
     xp.copyto(taps, weight, casting="unsafe")
     taps = taps.reshape(*spec.kernel, w * c)
-    for block, view in _seen(images, spec, (h, w)) if y.size else ():
+    for block, view in _seen(images, spec) if y.size else ():
         place = y[block].reshape(len(view), h, w * c)
         result = place if y.dtype == images.dtype else xp.empty(place.shape, images.dtype)
         if xp is np:
@@ -141,7 +136,7 @@ def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
     xp, (_, h, w, c) = namespace(images), grad.shape
     sums = xp.zeros((*spec.kernel, c), np.float64)
     kind = FLOAT32 if is_low(grad.dtype) else grad.dtype
-    for block, view in _seen(images, spec, (h, w)) if grad.size else ():
+    for block, view in _seen(images, spec) if grad.size else ():
         given = grad[block].reshape(len(view), h, w * c)
         parts = xp.empty((*spec.kernel, w * c), kind)
         for i, j in np.ndindex(spec.kernel):
