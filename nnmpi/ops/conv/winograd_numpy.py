@@ -233,12 +233,12 @@ class Tiles:
     ) -> None:
         (count, h, w, c), side, each = shape, matrices.side, len(matrices.b)
         rows, columns, run, shared = h // side, w // side, count * c, each - side
-        self._xp, self._side, self._border, self._groups = xp, side, shared // 2, groups
-        self._own = slice(self._border, self._border + side)  # a patch's pixels of its own tile
+        self._xp, self._side, self._groups, border = xp, side, groups, shared // 2
+        self._own = slice(border, border + side)  # a patch's pixels of its own tile
         b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
         self._matrices = [b, a, a.T.copy(), b.T.copy()]
         self._spread: Array = xp.zeros((h + shared, w + shared, count, c), dtype)
-        self._inner = self._spread[self._border :, self._border :][:h, :w]
+        self._inner = self._spread[border:-border, border:-border]
         height, width = self._spread.shape[:2]
         self._patches: Array = xp.empty((each, each, rows, columns, count, c), dtype)
         self._back: Array = xp.empty(self._patches.shape, dtype)
@@ -329,7 +329,7 @@ class Tiles:
         Args:
             patches: (pixels of a patch, ., ., tiles, ...).
         """
-        own, border = patches[self._own], self._border
+        own, border = patches[self._own], self._own.start
         head, tail = own[:border, :, :, 1:], own[-border:, :, :, :-1]
         self._xp.add(head, patches[-border:, :, :, :-1], out=head)
         self._xp.add(tail, patches[:border, :, :, 1:], out=tail)
