@@ -30,7 +30,7 @@ ALONE = ConvSpec((3, 3), padding=(1, 1))
 RELU = ALONE._replace(relu=True)
 RELU_POOL = RELU._replace(pool=(2, 2))
 NAMES = ("alone", "relu", "relu and pooling")
-COARSER = {3: 2, 5: 4}  # {kernel: error over that of im2col}
+COARSER = {3: 1, 5: 4}  # {kernel: error over that of im2col}
 
 
 def expected(spec):
@@ -64,7 +64,7 @@ def test_sizes(spec, size, channels, n, kernel, monkeypatch):
     side, spec = 2 if two else 4, resized(spec, kernel)
     image = winograd_numpy.places_per_image(*size, side, kernel) * (c + o) * 4
     monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 3 * image)
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(kernel - 3)
     compare(
         [rng.standard_normal(shape) for shape in ((n, *size, c), (kernel, kernel, c, o), (o,))],
         expected(spec),
