@@ -43,7 +43,7 @@ PERIOD_S = 0.5
 LEAST_S = 1e-3  # reported seconds of a wait that has just begun: 0 means no wait
 RANKS_PER_S = 200  # statuses per second that ranks 0 and 1 receive at most
 SILENT_S, SILENT_PERIODS = 3.0, 4  # a rank is silent after the longer of the two
-WORK_S = 5e-3  # processor seconds in a period that show computation: more than this thread takes
+WORK_S = 5e-3  # processor seconds of the other threads in a period that show computation
 # A computing rank may still come, so others wait this many times the limit for it.
 BUSY_FACTOR = 10
 RECORD_S = 1.5  # for all ranks to write their flight records
@@ -145,7 +145,8 @@ class Watchdog:
     def status(self) -> RankStatus:
         """Return the main thread's wait or line, and its duration."""
         now, waiting, waiter = time.monotonic(), self._world.waiting, self._world.waiter
-        before_s, self._worked_s = self._worked_s, time.process_time()
+        # without this thread's own time, up to 6 ms in a period on a slow host
+        before_s, self._worked_s = self._worked_s, time.process_time() - time.thread_time()
         wait = _describe_wait(waiter) or (waiting[1] if waiting else "")
         activity = f"{wait}, called at {self._line()}" if wait else f"at {self._line()}"
         activity = activity[:MOST_LETTERS]
