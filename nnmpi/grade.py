@@ -375,11 +375,8 @@ def _judge(
     at_most, none_at = criterion.at_most, criterion.none_at
     value = max(numbers[measure])
     score = value / max(_reference(exercise, of, setting)[measure]) if of else value
-    times = f" times that of {of}" if of else ""
-    sentence = (
-        f"{value:.6g} {measure} on {criterion.machine}, {score:.4g}{times}; the limit"
-        f" is {at_most:g}{times}"
-    )
+    ratio, times = (f", {score:.4g} times {of}'s", " times") if of else ("", "")
+    sentence = f"{value:.6g} {measure} on {criterion.machine}{ratio}; the limit is {at_most:g}{times}"
     if score <= at_most * (1 + 1e-9):
         return outcome(PASSED, sentence, 1.0, value=value)
     share = max(0.0, (none_at - score) / (none_at - at_most)) if none_at else 0.0

@@ -121,7 +121,7 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
         pytest.approx(2),
     )
     assert re.search(
-        r"0\.01\d+ seconds on cluster, 1 times that of ring; the limit is 0\.75 times", slow.text
+        r"0\.01\d+ seconds on cluster, 1 times ring's; the limit is 0\.75 times", slow.text
     )
     assert "step 0" in slow.drawing and "<+ 4" in slow.drawing
     assert slow.value == TAKES  # on every computer

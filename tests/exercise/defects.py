@@ -161,7 +161,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         )
     ],
     "data-split": [
-        ("what is left is dropped", lambda n, r, p: (r * (n // p), (r + 1) * (n // p)), GIVES),
+        ("the remainder is dropped", lambda n, r, p: (r * (n // p), (r + 1) * (n // p)), GIVES),
         ("too many", lambda n, r, p: (r * -(-n // p), (r + 1) * -(-n // p)), GIVES),
         (
             "one row twice",
@@ -184,7 +184,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         ("all is gathered", lambda g, x, n: (b := sum(everyones(g, [*x, n])))[:-1] / b[-1], SLOW),
     ],
     "grid-split": [
-        ("colours changed round", lambda g, tp, x: right.grid_split(g, g.size // tp, x), DIFFERS),
+        ("colors swapped", lambda g, tp, x: right.grid_split(g, g.size // tp, x), DIFFERS),
         (
             "one colour",
             lambda g, tp, x: (right._sum(g, x), np.concatenate(everyones(g, x))),
