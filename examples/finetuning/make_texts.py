@@ -4,7 +4,7 @@ this machine.
     python examples/finetuning/make_texts.py runs/texts
 
     library.jsonl     {"text": ...} for four of five files, for pre-training
-    tokenizer.json    byte pairs like GPT-2's, 2048 tokens, learnt from library.jsonl
+    tokenizer.json    byte pairs like GPT-2's, 2048 tokens, learned from library.jsonl
     problems.csv      problem,solution: head and docstring of a function in the other files, and its
                       body; limited to about 256 tokens
 
