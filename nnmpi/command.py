@@ -598,7 +598,7 @@ def _help_on(
         )
     shown = [option for option in options if option.name in first]
     more = (
-        f"All {len(options)} options: --help all. An option and those of its group: --help NAME,\n"
+        f"All {len(options)} options: --help all. An option and the others of its group: --help NAME,\n"
         "such as --help pp."
     )
     return f"{_format_help(shown, program, description)}\n\n{more}"

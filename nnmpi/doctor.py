@@ -209,7 +209,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
             return (
                 (
                     f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the"
-                    " weights are those of its end."
+                    " weights are the final ones."
                 ),
                 f"nothing; use it: python -m nnmpi.evaluate {quote(str(folder.path))}",
             )

@@ -52,7 +52,7 @@ class PlanConfig:
     """The machine and the output."""
 
     ranks: int | None = None
-    """Ranks to plan for (default: those of this job)."""
+    """Ranks to plan for (default: this job's)."""
     nodes: int = 1
     """Nodes, with equally many ranks each."""
     memory: Bytes | None = None
@@ -104,7 +104,7 @@ def parse(words: Sequence[str]) -> _Asked:
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
         sentence = (
-            f"--shape for --model {config.model.model} is one number, that of tokens, such as 64"
+            f"--shape for --model {config.model.model} is one number, the tokens of a sample, such as 64"
         )
         require(len(shape) == 1, sentence)
         sentence = (

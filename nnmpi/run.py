@@ -406,8 +406,8 @@ PROGRAM = "python -m nnmpi.run"
 DESCRIPTION = """python -m nnmpi.run [options] -- TRAIN OPTIONS
 
 Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
-host. The options after -- are those of python -m nnmpi.train. Under Slurm srun starts the ranks,
-elsewhere mpirun."""
+host. The options after -- are python -m nnmpi.train's. Under Slurm srun starts the ranks, elsewhere
+mpirun."""
 
 
 @dataclass(frozen=True)

@@ -344,10 +344,10 @@ class Loader:
         if labels is not None and labels.dtype.kind != "f":
             return labels
         if self.partition == "label":
-            have = "several labels each" if labels is None else "quantities"
+            have = "several labels" if labels is None else "a quantity"
             raise UsageError(
-                f"the partition 'label' sorts samples by class, but those of {self.dataset.name}"
-                f" have {have}; use iid"
+                f"the partition 'label' sorts samples by class, but each sample of"
+                f" {self.dataset.name} has {have}; use iid"
             )
         return np.zeros(len(self.dataset), np.int64)
 

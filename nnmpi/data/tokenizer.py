@@ -204,9 +204,8 @@ class CharacterTokenizer(Tokenizer):
         unknown = np.flatnonzero(self._codes[indices] != codes)
         if unknown.size:
             raise UsageError(
-                f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer,"
-                " which are those of its training text; leave it out, or use another tokenizer,"
-                " such as bytes"
+                f"the tokenizer has no {text[unknown[0]]!r}: its {self.end} characters come from its"
+                " training text; leave this one out, or use another tokenizer, such as bytes"
             )
         return indices.tolist()
 

@@ -502,7 +502,7 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
     """Sum gradients while the backward pass continues.
 
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the
-    first. The simulated time may be at most 5 % above that of the backward pass and one sum of
+    first. The simulated time may be at most 5 % above the time of the backward pass and one sum of
     layer 0.
     """
     gradients = arrays(*((group.size, numbers) for numbers in NUMBERS))

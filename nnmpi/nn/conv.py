@@ -89,7 +89,7 @@ class Conv2d(Module):
 class Conv1d(Conv2d):
     """A convolution over time: (batch, time, in_channels) -> (batch, out_time, out_channels).
 
-    Arguments are those of `Conv2d`, one number each; the weight is stored (1, kernel, in_channels /
+    Same arguments as `Conv2d`, one number each; the weight is stored (1, kernel, in_channels /
     groups, out_channels).
     """
 

@@ -54,7 +54,7 @@ class GRU(Module):
 
     Args:
         input_size: the length of x's last axis.
-        hidden_size: that of h.
+        hidden_size: features of h.
         num_layers: the number of layers.
         dropout: the probability of dropping an element between two layers in training.
 

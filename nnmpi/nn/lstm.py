@@ -44,7 +44,7 @@ class LSTM(Module):
 
     Args:
         input_size: the length of x's last axis.
-        hidden_size: that of h and c.
+        hidden_size: features of h and c.
         num_layers: the number of layers.
         bidirectional: whether each layer processes the sequences in both directions (Schuster and
             Paliwal, 1997), with weights for each. The result has both h side by side, 2 *

@@ -62,7 +62,7 @@ class BatchNorm(Module):
             all_reduce: sums a float64 array over the ranks that share the batch, so that the
                 statistics are those of the global batch; None on one rank.
 
-        Errors are those of `forward`.
+        Same errors as `forward`.
         """
         if x.shape[-1:] != weight.shape:
             raise ShapeError(

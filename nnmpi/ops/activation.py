@@ -274,7 +274,7 @@ def linear_gelu(
 ) -> Tensor:
     """Return GELU(x W + b), bit for bit what `gelu(linear(...))` gives, in one operation.
 
-    Arguments and errors are those of `linear` and `gelu`.
+    Same arguments and errors as `linear` and `gelu`.
     """
     reads = check_linear("linear_gelu", x, weight, bias)
     require_floating("linear_gelu", x)

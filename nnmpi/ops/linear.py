@@ -219,7 +219,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (..., out), in the dtype of x; in mixed precision in the low one.
 
-    Errors are those of `linear`.
+    Same errors as `linear`.
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
@@ -232,7 +232,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W as a partial sum over ranks: float32 if half precision would round it.
 
-    Arguments and errors are those of `linear`.
+    Same arguments and errors as `linear`.
     """
     reads = check_linear("linear", x, weight, None)
     gives = FLOAT32 if is_low(reads) else None
@@ -242,8 +242,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return max(x W + b, 0) in one operation, with the bits of `relu(linear(...))`.
 
-    Compiled kernels sum the bias's gradient in another order: its last bits may differ. Arguments
-    and errors are those of `linear`.
+    Compiled kernels sum the bias's gradient in another order: its last bits may differ. Same
+    arguments and errors as `linear`.
     """
     return multiply(
         LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias

@@ -268,7 +268,7 @@ def checked_labels(
         logits: (..., all classes or a shard of them).
         classes: the number of all classes.
 
-    Errors are those of `cross_entropy`.
+    Same errors as `cross_entropy`.
     """
     check_reduction(reduction)
     if not 0 <= label_smoothing < 1:
@@ -312,7 +312,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the absolute error |x - target|: mean, sum, or each (PyTorch's l1_loss).
 
-    Arguments and errors are those of `mse`.
+    Same arguments and errors as `mse`.
     """
     return _error("mae", _absolute, x, target, reduction)
 

@@ -364,7 +364,7 @@ def lstm(
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:
-    """Return lengths as a host array. Errors are those of `lstm`."""
+    """Return lengths as a host array. Same errors as `lstm`."""
     if lengths is None:
         return None
     values = np.asarray(lengths.numpy() if isinstance(lengths, Tensor) else lengths)

@@ -175,7 +175,7 @@ def avg_pool2d(
 ) -> Tensor:
     """Return each window's mean, (batch, out_height, out_width, channels).
 
-    Border pixels count as 0. Arguments and errors are those of `max_pool2d`.
+    Border pixels count as 0. Same arguments and errors as `max_pool2d`.
     """
     return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel_size, stride, padding))
 

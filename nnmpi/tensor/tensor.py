@@ -338,7 +338,7 @@ class Tensor(Variable):
         return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
 
     def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the mean over axes; arguments are those of `sum`.
+        """Return the mean over axes. Same arguments as `sum`.
 
         Raises:
             ShapeError: when there is nothing to average.
@@ -347,7 +347,7 @@ class Tensor(Variable):
         return in_float32(function, require_floating("mean", self), narrow=_narrow())
 
     def var(self, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
-        """Return the variance over axes; the other arguments are those of `sum`.
+        """Return the variance over axes; the other arguments as for `sum`.
 
         Args:
             correction: subtracted from the number of elements in the denominator; 1 gives the
@@ -578,7 +578,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
+    """Return tensors of one shape along a new axis. Same errors as `concatenate`."""
     if not tensors or not -(ndim := tensors[0].data.ndim) - 1 <= axis <= ndim:
         raise ShapeError(f"stack of {len(tensors)} tensors along axis {axis} does not fit")
     at = axis % (ndim + 1)

@@ -119,7 +119,7 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
         return ""
     samples = counted(-(-inputs.batch_size // parts), "sample")
     return (
-        f"statistics: batch normalization uses those of each of {parts} microbatches ({samples});"
+        f"statistics: batch normalization takes each of {parts} microbatches ({samples}) by itself;"
         " a run of whole batches has different numbers"
     )
 

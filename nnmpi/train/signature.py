@@ -159,7 +159,7 @@ class ModelSignature:
             return x.astype(np.int64)
         if x.dtype == np.uint8 and self.stored != BYTES:
             raise DataError(
-                f"samples are bytes, but those of {self.data} were {self.stored}; give them in the"
+                f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
         result: Array = x.astype(dtype)

@@ -203,7 +203,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ),
         (
             "--dataset one.npz --loss mse --partition label",
-            "sorts samples by class, but those of one have quantities",
+            "sorts samples by class, but each sample of one has a quantity",
         ),
         (
             "--dataset one.npz --loss mean",

@@ -192,7 +192,7 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
 ) -> None:
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --microbatches 3")
     assert (
-        "uses those of each of 3 microbatches (4 samples); a run of whole"
+        "takes each of 3 microbatches (4 samples) by itself; a run of whole"
         in capsys.readouterr().out
     )
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10")

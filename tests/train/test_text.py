@@ -197,7 +197,7 @@ def test_perplexities_and_tokens_are_reported() -> None:
             "--model small.py:build --dataset paradise-lost --tokenizer bytes",
             "paradise-lost has 257 tokens, but .* 9 rows",
         ),
-        (f"{GPT} --dataset words.txt --partition label", "have several labels each; use iid"),
+        (f"{GPT} --dataset words.txt --partition label", "has several labels; use iid"),
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
             f"{LSTM} --dataset words.txt --sp 3",

@@ -94,7 +94,7 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
 def direct(h: int, w: int, c: int, o: int) -> Pair:
     """Return the pooled convolution and its gradients for images (h, w, c) with small c.
 
-    Arguments are those of `winograd`; u and the images' gradient have no elements, and there are
+    Same arguments as `winograd`; u and the images' gradient have no elements, and there are
     two scratch arrays, of 9 c o + o elements and for one image with its border.
     """
     return _convolution(*conv3x3.direct(h, w, c, o), 2, 2)

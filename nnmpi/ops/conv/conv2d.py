@@ -216,7 +216,7 @@ def conv_relu(
 ) -> Tensor:
     """Return relu(conv2d(x, weight, bias, stride, padding, dilation, groups)) as one operation.
 
-    Arguments and errors are those of `conv2d`; integers are refused (DtypeError).
+    Same arguments and errors as `conv2d`; integers are refused (DtypeError).
     """
     return conv_relu_pool(x, weight, bias, stride, padding, dilation, groups, pool=1)
 
@@ -234,7 +234,7 @@ def conv_relu_pool(
     """Return max_pool2d(relu(conv2d(...)), pool) as one operation.
 
     Args:
-        x, weight, bias, stride, padding, dilation, groups: those of `conv2d`.
+        x, weight, bias, stride, padding, dilation, groups: as for `conv2d`.
         pool: the window of the pooling, whose stride is its size; one number, or one for rows and
             one for columns. Rows and columns that fill no window are left out.
 

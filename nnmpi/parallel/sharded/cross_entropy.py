@@ -104,7 +104,7 @@ def cross_entropy(
         labels: (...), integers in 0..classes-1, the same on all ranks.
         classes: the number on all ranks.
 
-    The other arguments, and errors, are those of `ops.cross_entropy`.
+    The other arguments and the errors as for `ops.cross_entropy`.
 
     Raises:
         ShapeError: when this rank's number of classes is not its part.

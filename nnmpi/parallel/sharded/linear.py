@@ -94,7 +94,7 @@ class RowEmbedding(Embedding):
     group: Group
 
     def forward(self, indices: Any) -> Tensor:
-        """Return the rows of the indices. Errors are those of `ops.embedding`."""
+        """Return the rows of the indices. Same errors as `ops.embedding`."""
         weight, region = self.weight, self.weight.region
         assert region is not None
         rows = embedding(
