@@ -8,7 +8,7 @@ python -m nnmpi.exercise ring-all-reduce my_ring.py    checks your solution
 import sys
 from collections.abc import Sequence
 
-from nnmpi.command import entry, folded, read_command, say
+from nnmpi.command import entry, read_command, say
 from nnmpi.exercise.exercises import KINDS
 from nnmpi.exercise.notebook import find
 from nnmpi.exercise.solution import Solution
@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> str:
         for kind, exercises in KINDS.items():
             entries = (line for item in exercises for line in entry(item.name, item.title))
             lines += [f"{kind}:", *entries, ""]
-        return "\n".join([*lines, folded(__doc__ or "")])
+        return "\n".join([*lines, (__doc__ or "").partition("\n\n")[2].rstrip()])
     exercise = find(str(name))
     if file is None:
         return exercise.starter().rstrip()
