@@ -145,10 +145,8 @@ def main(group):
         x, labels = batch(0)
         loss, _ = loss_and_gradient(forward(trained, x)[0], labels)
         if group.is_root:
-            print(
-                f"staleness {staleness}: equal to the serial run as late; in all the ranks", end=" "
-            )
-            print(f"waited {waited:.0f} ms, loss {loss / BATCH:.3f}")
+            print(f"staleness {staleness}: equal to a serial run with this delay;", end=" ")
+            print(f"the ranks waited {waited:.0f} ms together, loss {loss / BATCH:.3f}")
     title = "Computing and waiting, with another straggler in each step"
     picture = Picture(title, "ms", bars)
     if group.is_root:

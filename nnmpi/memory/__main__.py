@@ -51,7 +51,7 @@ SIGNS = {
 }
 SIGNS |= {"D": "freed", "A": "freed"}
 LEGEND = """F forward, K forward and kept (small: again), B backward, D its input is dropped
-O begins to go out, A is away, I begins to come in"""
+O leaves memory, A has left, I returns"""
 MOST_LAYERS = 64  # that a page has room for
 POINTS = 11  # budgets from the least to an ordinary pass's
 
@@ -90,7 +90,9 @@ def main(words: Sequence[str]) -> str:
         UsageError: for wrong options, a budget below the least, or a file that cannot be written.
     """
     about = __doc__ or ""
-    _, rest = take_command(words, PROGRAM, about, {"plan": "the fastest plan within a budget"})
+    _, rest = take_command(
+        words, PROGRAM, about, {"plan": "Find the fastest plan within a budget."}
+    )
     (options,) = read_command("", f"{PROGRAM} plan", about, (MemoryPlanConfig,), rest)
     if options.model is None:
         announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
@@ -117,7 +119,7 @@ def main(words: Sequence[str]) -> str:
         [
             price.draw(),
             "",
-            f"{LEGEND}, . elsewhere\n= kept, - waits for its turn",
+            f"{LEGEND}, . elsewhere\n= kept, - input waits",
             "",
             " ".join(map(str, plan)),
             "",
@@ -130,7 +132,7 @@ def main(words: Sequence[str]) -> str:
             (
                 f"this plan {format_bytes(price.peak)} ({price.peak} bytes),"
                 f" {format_seconds(price.seconds)}, {price.seconds / ordinary.seconds:.3f} of the"
-                f" ordinary time; layers gone through again: {price.recomputed}"
+                f" ordinary time; layers recomputed: {price.recomputed}"
             ),
             *(
                 [f"moved     {format_bytes(price.moved)}, at {format_bytes(bandwidth)}/s"]
