@@ -57,9 +57,7 @@ def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> 
         (tmp_path / f"{name}.py").write_text(RIGHT.replace("ring_all_reduce", "my_all_reduce"))
     total, failed = points(REDUCE, tmp_path)
     assert failed.keys() == {"seconds on the laptops", "seconds on the nodes"}
-    assert failed["seconds on the nodes"].startswith(
-        "0.00311658 seconds on nodes, 1 times ring's"
-    )
+    assert failed["seconds on the nodes"].startswith("0.00311658 seconds on nodes, 1 times ring's")
     assert 75 < float(total.split()[0]) < 80
 
 

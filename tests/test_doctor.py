@@ -219,7 +219,7 @@ NODE: dict[str, Any] = {
         ([{"bound": [2]}, {"bound": [3]}], ""),
         (
             [{"threads": 4}, {"threads": 4}],
-            "2 ranks with 4 BLAS threads each want more than 4 cores",
+            "2 ranks with 4 BLAS threads each need more than 4 cores",
         ),
         ([{"threads": 4}], ""),
         ([{"load": 7.0}], "its load is 7.0 on 4 cores"),

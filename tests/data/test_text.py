@@ -395,7 +395,9 @@ def test_a_tokenizer_without_an_end_gets_one() -> None:
 def test_characters_that_were_not_in_the_text_are_named() -> None:
     made = CharacterTokenizer("cab")
     assert made.encode("abc") == [0, 1, 2] and (made.end, made.vocabulary_size) == (3, 4)
-    with pytest.raises(UsageError, match="the tokenizer has no 'é': its 3 characters come from its"):
+    with pytest.raises(
+        UsageError, match="the tokenizer has no 'é': its 3 characters come from its"
+    ):
         made.encode("aé")
 
 

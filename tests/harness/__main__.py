@@ -1,15 +1,22 @@
 """The serial tests, and the MPI tests on several numbers of ranks.
 
-Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without
-those that are marked slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all
-others on one of these, dealt out by name; each simulated test on one of 12 numbers of ranks. --all:
-the slow ones, too, the MPI tests of messages and collectives on 1, 2, 3, 4, 6 and 8 ranks, all
-others on one of these but 1. --rest: what --all runs and a plain run does not. Several runs at
-once. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes
-after the other and prints as it goes, and nothing is left out. Where several runs took the cores
-from one another, or with --again, tests that failed are run once more by themselves if they are
-few: what passes then is named as unsteady, and is no failure. scripts/test --gpu installs CuPy and
-CUDA's compiler first; without them the tests that need one are skipped.
+Tests on simulated ranks (see `simulated`) are serial, too.
+
+Without options, tests marked slow are left out. MPI tests of messages and collectives run on 2, 3
+and 4 ranks, other MPI tests on one of these, dealt out by name, and each simulated test on one of
+12 numbers of ranks. Several runs go at once.
+
+--all adds the slow tests. MPI tests of messages and collectives then run on 1, 2, 3, 4, 6 and 8
+ranks, the others on one of these except 1. --rest runs only what --all adds.
+
+Other arguments are pytest's (paths, -k, -x). With them the runs follow one another, print at once,
+and leave nothing out.
+
+If several runs went at once, or with --again, a few failed tests are repeated by themselves. A test
+that then passes is reported as unsteady, not as failed.
+
+scripts/test --gpu first installs CuPy and CUDA's compiler. Without them, tests that need one are
+skipped.
 """
 
 import argparse
@@ -89,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks",
     )
-    add("--rest", action="store_true", help="what --all runs and a plain run does not")
+    add("--rest", action="store_true", help="only what --all adds")
     add(
         "--ranks",
         type=left_out.read_ranks,
         help="numbers of ranks for the MPI tests (default 2,3,4; '' for none)",
     )
-    add("--no-serial", action="store_true", help="leave the serial tests out")
+    add("--no-serial", action="store_true", help="without the serial tests")
     add(
         "--jobs",
         type=int,
@@ -107,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--again",
         action="store_true",
-        help="run what failed once more by itself, also after one run at a time",
+        help="repeat failed tests by themselves, also after one run at a time",
     )
     add("--limit-s", type=float, default=1800, help="seconds for one run (default 1800)")
     add("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")

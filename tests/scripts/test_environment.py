@@ -319,6 +319,7 @@ def test_an_mpirun_of_another_mpi_is_one_sentence(
         ("check", "Check format, style, types"),
         ("benchmark-check", "Run reduced benchmarks"),
         ("docs", "Build the pages of docs"),
+        ("test-gpu", "Run all checks that need a GPU"),
     ],
 )
 @pytest.mark.parametrize("asked", ["-h", "--help"])
