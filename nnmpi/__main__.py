@@ -19,7 +19,7 @@ COMMANDS = {
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
     "simrun": "run an mpi4py program on simulated ranks; find its deadlocks",
-    "exercise": "exercises, and a checker that names the wrong chunk, rank and step",
+    "exercise": "check exercises; a mistake is named by chunk, rank and step",
     "grade": "grade solutions of exercises, for Gradescope, Classroom 50, JUnit",
     "memory": "draw and price recomputation plans within a memory budget",
 }

@@ -63,11 +63,8 @@ def main(words: Sequence[str]) -> str:
     group.comm.world.watch(WARNING_S, LIMIT_S)
     by_rank = inspect_machine(group)
     faults = find_faults(by_rank)
-    end = f"{counted(len(faults), 'thing')} to mend" if faults else "nothing is slow or wrong"
-    tried = (
-        f"whether it computes what one rank does: mpirun -n {max(2, group.size)} python -m"
-        " nnmpi.verify"
-    )
+    end = f"{counted(len(faults), 'problem')}" if faults else "nothing is slow or wrong"
+    tried = f"to compare the ranks with one: mpirun -n {max(2, group.size)} python -m nnmpi.verify"
     return "\n".join(
         [*describe(by_rank), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
     )
@@ -338,13 +335,13 @@ def _faults_of(node: Sequence[Facts]) -> list[str]:
         )
     if ranks * first["threads"] > max(cores, ranks):
         result.append(
-            f"{ranks} ranks with {first['threads']} BLAS threads each want more than {cores} cores;"
-            " leave OMP_NUM_THREADS out, or set it to 1"
+            f"{ranks} ranks with {first['threads']} BLAS threads each need more than {cores} cores;"
+            " unset OMP_NUM_THREADS, or set it to 1"
         )
     if first["load"] > 1.5 * cores:
         result.append(
-            f"its load is {first['load']:.1f} on {cores} cores: others compute there, too; times"
-            " mean little"
+            f"its load is {first['load']:.1f} on {cores} cores: other programs use them, so"
+            " times are unreliable"
         )
     if first["older"]:
         result.append(first["older"])

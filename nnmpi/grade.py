@@ -376,7 +376,9 @@ def _judge(
     value = max(numbers[measure])
     score = value / max(_reference(exercise, of, setting)[measure]) if of else value
     ratio, times = (f", {score:.4g} times {of}'s", " times") if of else ("", "")
-    sentence = f"{value:.6g} {measure} on {criterion.machine}{ratio}; the limit is {at_most:g}{times}"
+    sentence = (
+        f"{value:.6g} {measure} on {criterion.machine}{ratio}; the limit is {at_most:g}{times}"
+    )
     if score <= at_most * (1 + 1e-9):
         return outcome(PASSED, sentence, 1.0, value=value)
     share = max(0.0, (none_at - score) / (none_at - at_most)) if none_at else 0.0

@@ -103,9 +103,7 @@ def parse(words: Sequence[str]) -> _Asked:
         "--batch-size full needs a data set, but --shape names none; give a number",
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
-        sentence = (
-            f"--shape for --model {config.model.model} is one number, the tokens of a sample, such as 64"
-        )
+        sentence = f"--shape for --model {config.model.model} is one number, its tokens, such as 64"
         require(len(shape) == 1, sentence)
         sentence = (
             f"--shape has {shape[0]} tokens, but --context is {config.model.context}; leave"

@@ -403,10 +403,12 @@ def _count_lines(file: Path) -> int:
 # ---- the command ----
 
 PROGRAM = "python -m nnmpi.run"
-DESCRIPTION = """python -m nnmpi.run [options] -- TRAIN OPTIONS
+DESCRIPTION = """Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
+host.
 
-Train, and restart from the last checkpoint after each fault: a killed rank, a stalled job, a lost
-host. The options after -- are python -m nnmpi.train's. Under Slurm srun starts the ranks, elsewhere
+python -m nnmpi.run -n 4 -- --dataset mnist --save-every 100steps --out runs/mine
+
+The options after -- are python -m nnmpi.train's. Under Slurm srun starts the ranks, elsewhere
 mpirun."""
 
 

@@ -156,8 +156,8 @@ class ParallelConfig:
     pass, cheapest first. least: as few as possible; with --pp each stage keeps only its input.
     """
     offload: str | None = None
-    """With --activation-memory: a folder for a file, or host for the activations of a CUDA device.
-    Activations are swapped out and prefetched where that is faster than recomputing them.
+    """Where --activation-memory and --offload-state put arrays: a folder for a file, or host, the
+    memory beside a CUDA device. Activations go there if that is faster than recomputing them.
     """
     offload_state: Literal["optimizer", "all"] | None = None
     """State kept in --offload's file (or host memory) and loaded for each use. optimizer: the
