@@ -355,7 +355,7 @@ def _judge(
     setting = assignment.machines.get(criterion.machine)
     outcome = partial(_outcome, criterion)
     if missing:
-        return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
+        return outcome(BLOCKED, f"it needs '{min(missing)}', which has not passed")
     if file is None:
         return outcome(BLOCKED, f"there is no {criterion.file}")
     folder = submission if submission.is_dir() else None

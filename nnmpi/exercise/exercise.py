@@ -140,8 +140,8 @@ class Exercise:
         except WrongAnswer as error:
             error.best = drawn
             raise
-        verbs = (VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks))
-        return f"{where}: it {', '.join(verbs)}"
+        verbs = [VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks)]
+        return f"{where}: it {', '.join(verbs)}" if verbs else where
 
 
 def call(function: Function, *values: Any) -> Any:
