@@ -210,7 +210,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
         return {"actions": price.rows, **figures, "moved": price.moved}
 
     kinds: dict[str, Callable[[int], Plan]] = {
-        "computed again": plans.plan,
+        "recomputed": plans.plan,
         "all kept": lambda limit: keep_all(costs),
     }
     if bandwidth is not None:

@@ -219,7 +219,7 @@ function showCosts() {
     el(
       "tr",
       {},
-      ...["", "latencies", "of the buffer", "seconds"].map((text) => el("th", {}, text)),
+      ...["", "latencies", "buffers sent", "seconds"].map((text) => el("th", {}, text)),
     ),
     ...known
       .map((name) => [name, DATA.algorithms[name].costs[settings.ranks]])
@@ -293,7 +293,7 @@ PAGE.append(
   el(
     "section",
     { class: "card", style: "margin-top:1rem" },
-    el("h2", {}, "What it costs, by the length of the buffer"),
+    el("h2", {}, "Cost by buffer size"),
     costs,
     crossings,
     table,

@@ -196,7 +196,7 @@ const control = stepper(
     figures.textContent =
       `${seconds(plan.seconds)}, at most ${bytes(plan.peak)} of ` +
       `${bytes(DATA.budgets[settings.budget])}; ` +
-      `${several(plan.again, "layer")} again` +
+      `${several(plan.again, "layer")} recomputed` +
       (plan.moved ? `, ${bytes(plan.moved)} moved` : "");
     caption.textContent = !action
       ? "before the first action"
@@ -237,7 +237,7 @@ PAGE.append(
     "p",
     {},
     "A forward and backward pass through a chain of layers, ending with the loss. A column is an " +
-      "action, a row a layer; pale actions lie ahead. Small letters are recomputed layers.",
+      "action, a row is a layer; pale actions are still to come. Small letters recompute.",
   ),
   legend(
     [
@@ -265,10 +265,10 @@ PAGE.append(
     el(
       "section",
       { class: "card" },
-      el("h2", {}, "Memory over time; the broken line is the budget"),
+      el("h2", {}, "Memory over time, and the budget (dashed)"),
       memory,
     ),
-    el("section", { class: "card" }, el("h2", {}, "Time of the pass, by the budget"), costs),
+    el("section", { class: "card" }, el("h2", {}, "Time of a pass by budget"), costs),
   ),
 );
 refresh();

@@ -192,7 +192,7 @@ function show() {
       el(
         "section",
         { class: "card", style: "margin-top:1rem" },
-        el("h2", {}, "Options that are no defaults, given or chosen"),
+        el("h2", {}, "Options that differ from their defaults"),
         el("div", { class: "wide" }, rows(DATA.options)),
       ),
     );

@@ -147,7 +147,7 @@ PAGE.append(
   el(
     "p",
     {},
-    "A number is a microbatch. Pale work lies ahead. A rank keeps an activation from a " +
+    "A number is a microbatch. Pale passes are still to come. A rank keeps an activation from a " +
       "microbatch's forward to the end of its backward.",
   ),
   legend(

@@ -223,7 +223,7 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         told.push(texts(".caption")[0]);
         take(0, "all kept"); press("End");
         told.push(texts(".figures")[0], texts(".caption")[0]);
-        take(0, "computed again"); move("budget", 0);
+        take(0, "recomputed"); move("budget", 0);
         told.push(texts(".figures")[0]);
         return { told };
     """
@@ -231,19 +231,19 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         file.read_text(), script, tmp_path, width, dark
     )["told"]
     this = re.search(
-        r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* again: (\d+)\nmoved +([\d.]+ MB)", printed
+        r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* recomputed: (\d+)\nmoved +([\d.]+ MB)", printed
     )
     assert this and first.startswith(f"{this[2]}, at most {this[1]} of ")
-    assert first.endswith(f"; {this[3]} layer again, {this[4]} moved")
+    assert first.endswith(f"; {this[3]} layer recomputed, {this[4]} moved")
     assert boxes > 2 * 6 and lines == 3
     assert (
         early.startswith("action 2 of ")
         and "O0 (layer 0): its offloading begins; clock 1 s" in early
     )
-    assert saved.startswith("18 s, at most 30 MB of ") and saved.endswith("; 0 layers again")
+    assert saved.startswith("18 s, at most 30 MB of ") and saved.endswith("; 0 layers recomputed")
     assert end.startswith("action 17 of 17, B0")
     assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith(
-        "; 0 layers again"
+        "; 0 layers recomputed"
     )  # type: ignore[index]
 
 

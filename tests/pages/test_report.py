@@ -205,7 +205,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     } <= set(headings)
     assert {
         "Staleness: 1 on average, at most 2",
-        "Options that are no defaults, given or chosen",
+        "Options that differ from their defaults",
     } <= {*headings}
     assert (
         "layoutdp 2, 2 ranks on 1 node (here)" in rows
