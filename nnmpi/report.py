@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> str:
         read_run(run, str(run))
         write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
     write_page(file, "run", f"run {run.resolve().name}", gather(run))
-    return f"{file} shows the run in a browser"
+    return f"open {file} in a browser"
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:

@@ -143,7 +143,7 @@ def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
     machine = parse_network(asked.network, ranks, ranks)
     animation = compare(beside | {collective.name: collective}, collective.name, ranks, machine)
     write_page(asked.html, "collective", f"{operation} by {collective.name}", animation)
-    return f"{drawn}\n\n{asked.html} runs it in a browser"
+    return f"{drawn}\n\nopen {asked.html} in a browser"
 
 
 def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:

@@ -114,7 +114,7 @@ def main(words: Sequence[str]) -> str:
             f"memory plans of {len(costs)} layers",
             compare(plans, budget, bandwidth),
         )
-        files.append(f"{options.html} runs it in a browser")
+        files.append(f"open {options.html} in a browser")
     return "\n".join(
         [
             price.draw(),

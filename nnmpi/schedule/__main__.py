@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> str:
             partial(_costs, options),
         )
         write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)
-        lines.append(f"{options.html} runs it in a browser")
+        lines.append(f"open {options.html} in a browser")
     return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of a ring on 4 ranks."""
     file = tmp_path_factory.mktemp("pages") / "ring.html"
     assert comm(["render", "ring", "--ranks", "4", "--html", str(file)]).endswith(
-        f"{file} runs it in a browser"
+        f"open {file} in a browser"
     )
     return file.read_text()
 
@@ -216,7 +216,7 @@ def test_a_plans_film_is_its_price() -> None:
 def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool) -> None:
     file = tmp_path / "plan.html"
     printed = memory(f"plan --layers 6 --budget 50% --bandwidth 2MiB --html {file}".split())
-    assert printed.endswith(f"{file} runs it in a browser")
+    assert printed.endswith(f"open {file} in a browser")
     script = """
         const told = [texts(".figures")[0], count("rect.time"), count("path[data-name]")];
         press("Home"); press("ArrowRight"); press("ArrowRight");

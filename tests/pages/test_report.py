@@ -188,7 +188,7 @@ def test_files_that_are_not_a_runs_are_refused(run: Path, name: str, line: str) 
 
 @pytest.mark.parametrize(("width", "dark"), [("desk", False), ("phone", True)])
 def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) -> None:
-    assert main([str(run)]) == f"{run / 'report.html'} shows the run in a browser"
+    assert main([str(run)]) == f"open {run / 'report.html'} in a browser"
     script = """
         const drawn = count(".chart > svg");
         return { told: [texts("h1"), texts("h2"), texts("tr"), drawn, count(".fill")] };
