@@ -250,7 +250,7 @@ def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationCon
     weights = (
         f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
     )
-    return f"{options.part} {quality} ({loss}), {counted}, with {samples.name} and {weights}"
+    return f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with {weights}"
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
         said(evaluate, f"{item} --dataset {text} --backend numpy", 1, capfd)
         for item in (folder, folder / "model")
     ]
-    assert " with text and the weights after step 2 of " in result[0]
+    assert " on text, with the weights after step 2 of " in result[0]
     assert result[1].strip() == result[0].strip().replace(" after step 2", "") + "/model"
 
 

@@ -91,7 +91,7 @@ function byErrors({ along, lines }) {
 
 // Return the table of a confusion matrix: true classes in rows, predicted ones in columns.
 function confusionOf({ classes, confusion }) {
-  const heads = ["is, taken for", ...classes].map((name) => el("th", {}, name));
+  const heads = ["true, predicted", ...classes].map((name) => el("th", {}, name));
   const cell = (n, share, title, right) =>
     el(
       "td",
@@ -138,7 +138,7 @@ function show() {
       .join(", "),
   ]);
   PAGE.replaceChildren(
-    card("What it was", el("div", { class: "wide" }, rows(DATA.head.concat(results)))),
+    card("The run", el("div", { class: "wide" }, rows(DATA.head.concat(results)))),
     grid,
   );
   if (all)

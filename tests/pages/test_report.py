@@ -198,7 +198,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     )["told"]
     assert title == ["run my-run"]
     assert {
-        "What it was",
+        "The run",
         "Where a step's time went on rank 0",
         "Memory of rank 0: at most 4 KB",
         "Loss",
@@ -232,4 +232,4 @@ def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> N
     result = look(
         (tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path
     )
-    assert result["headings"] == ["What it was", "Commands"]
+    assert result["headings"] == ["The run", "Commands"]
