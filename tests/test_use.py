@@ -137,7 +137,7 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
         )
         for file, ranks in ((table, 1), (same, 2))
     ]
-    assert result[0].replace(" sums ", " problems ") == result[1]
+    assert result[0].replace(" sums, ", " problems, ") == result[1]
     with pytest.raises(UsageError, match="has no columns"):
         said(evaluate, f"{folder} --text-columns problem --backend numpy", 1, capfd)
 
