@@ -291,7 +291,10 @@ class _RecordingFunction:
                 " single results"
             )
         out: Array = self._xp.asarray(result)
-        if any(is_array(arg) and self._xp.may_share_memory(arg, out) for arg in args):
+        # a view needs no call, and an array without elements shares no memory
+        if not out.size or any(
+            is_array(arg) and self._xp.may_share_memory(arg, out) for arg in args
+        ):
             return out
         out = self._recorder.pooled(out)
         if _writes_out(self._xp, self._name, self._function):

@@ -32,7 +32,6 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import active, record_call
 from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
@@ -289,11 +288,8 @@ class Module:
         if storage is not None:  # faster: it has a list of all parameters
             storage.zero_grad()
             return
-        recorder = active()
         for parameter in self.parameters():
-            record_call(setattr, parameter, "grad", None)
-            if recorder is not None:
-                recorder.cleared.add(id(parameter))
+            parameter.grad = None
 
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""

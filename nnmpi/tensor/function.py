@@ -103,7 +103,6 @@ class Variable:
     Attributes:
         data: the values.
         requires_grad: whether a backward pass computes a gradient for it.
-        grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
         node: the operation that computed it; None for a leaf.
         tape: the tape with that operation; None for a leaf.
         shard: a shard's position in its full tensor (see `sharded.ShardedTensor`); otherwise None.
@@ -118,10 +117,10 @@ class Variable:
 
     __slots__ = (
         "__weakref__",
+        "_grad",
         "buffer",
         "shard",
         "data",
-        "grad",
         "hook",
         "node",
         "requires_grad",
@@ -130,7 +129,7 @@ class Variable:
 
     data: Array
     requires_grad: bool
-    grad: Array | None
+    _grad: Array | None
     node: Function | None
     tape: Tape | None
     buffer: Array | None
@@ -139,6 +138,22 @@ class Variable:
     guard: Callable[[], None] | None = None
     writes: Writes | None = None
 
+    @property
+    def grad(self) -> Array | None:
+        """The gradient, an array like `data`; None until a backward pass reaches this leaf.
+
+        A compiled step that sets it to None does so in its replays as well.
+        """
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Array | None) -> None:
+        recorder = active()
+        if recorder is not None and value is None:
+            recorder.record(setattr, self, "_grad", None)
+            recorder.cleared.add(id(self))
+        self._grad = value
+
     def add_grad(self, grad: Array, xp: Any) -> None:
         """Accumulate one operation's contribution to this leaf's gradient, maybe in place.
 
@@ -146,9 +161,9 @@ class Variable:
         """
         if self.guard is not None:
             self.guard()
-        if self.grad is not None:
-            if grad is not self.grad:  # else backward has added it already (`Function.sum_into`)
-                xp.add(self.grad, grad, out=self.grad)
+        if self._grad is not None:
+            if grad is not self._grad:  # else backward has added it already (`Function.sum_into`)
+                xp.add(self._grad, grad, out=self._grad)
             return
         target, recorder = self.buffer, active()
         if target is None:
@@ -157,9 +172,9 @@ class Variable:
         elif grad is not target:
             xp.copyto(target, grad)
         if recorder is None:
-            self.grad = target
+            self._grad = target
         else:
-            recorder.record_call(setattr, self, "grad", target)
+            recorder.record_call(setattr, self, "_grad", target)
             if self.buffer is None:
                 recorder.loose.append((self, target))
 

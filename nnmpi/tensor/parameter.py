@@ -88,7 +88,7 @@ class Parameter(Tensor):
         self._unbind()
 
     def _unbind(self) -> None:
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.shard = (
+        self._grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.shard = (
             self.writes
         ) = None
 
@@ -328,7 +328,7 @@ class FlatStorage:
 
     def _clear_grads(self) -> None:
         for parameter in self._parameters:
-            parameter.grad = None
+            parameter._grad = None
 
     def finish_gradients(self) -> None:
         """Complete the flat gradients of all parameters.
@@ -344,7 +344,7 @@ class FlatStorage:
     def _finish(self) -> None:
         self.check_places()
         for parameter, _, buffer in self._views:
-            if parameter.grad is not buffer:
+            if parameter._grad is not buffer:
                 parameter.finish_gradient()
 
     def check_places(self) -> None:

@@ -146,7 +146,7 @@ def whole(x: Any, group: TensorGroup | None = None) -> Any:
 
 def _sharded_tensor(shard: Shard) -> ShardedTensor:
     part = ShardedTensor.__new__(ShardedTensor)
-    part.grad = part.buffer = part.hook = None
+    part._grad = part.buffer = part.hook = None
     part.shard = shard
     return part
 

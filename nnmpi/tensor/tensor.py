@@ -104,14 +104,14 @@ class Tensor(Variable):
                 f"a tensor of {self.data.dtype} can have no gradient; use floating point"
             )
         self.requires_grad = requires_grad
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.shard = None
+        self._grad = self.node = self.tape = self.buffer = self.hook = self.shard = None
 
     @staticmethod
     def blank() -> Tensor:
         """Return a tensor without data, for an operation to fill in."""
         tensor = Tensor.__new__(Tensor)
         tensor.requires_grad = False
-        tensor.grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
+        tensor._grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
         return tensor
 
     def backward(

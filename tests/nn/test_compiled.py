@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 import nnmpi
-from nnmpi import nn, ops, optim
+from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.compiled import MOST_RECORDINGS
@@ -173,6 +173,30 @@ class Doubled(Function):
 
     def backward(self, grad):
         return (grad * 2 + 0 * self.saved[0],)
+
+
+@pytest.mark.parametrize("loose", [True, False])
+def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
+    """Also that of a parameter which the step does not use, but the optimizer updates."""
+    model = models.mlp([4], 3, [8]).initialize(seed=0)
+    used, other = (model[i].weight for i in (1, 3))
+    x = Tensor(np.ones((2, 4), "float32"), requires_grad=True) if loose else used
+    recorded = 0
+
+    @nnmpi.compile
+    def step():
+        nonlocal recorded
+        recorded += 1
+        for leaf in (x, other):
+            leaf.grad = None
+        (x * x).sum().backward()
+
+    for _ in range(3):
+        other.grad = other.data.copy()
+        step()
+        np.testing.assert_array_equal(x.grad, 2 * x.data)
+        assert other.grad is None
+    assert recorded == 1
 
 
 def test_operations_of_ones_own():
