@@ -135,7 +135,7 @@ class Exercise:
                     most = limit[rank] if name == "activations" else max(limit)
                     if number > most * (1 + 1e-9):
                         who = f"rank {rank}" if len(numbers[name]) > 1 else "it"
-                        excess = f"{who} {VERBS[name].format(number)}, and {most:.10g} are enough"
+                        excess = f"{who} {VERBS[name].format(number)}; the limit is {most:.10g}"
                         raise WrongAnswer(f"{where}: the result is right, but {excess}", drawing)
         except WrongAnswer as error:
             error.best = drawn

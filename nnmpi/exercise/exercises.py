@@ -576,7 +576,7 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
             raise WrongAnswer(f"{where}: {item} is missing")
     if len(cycles) > enough:
         raise WrongAnswer(
-            f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough"
+            f"{where}: all is done, but it takes {len(cycles)} cycles; the limit is {enough}"
         )
     return f"{where} it takes {len(cycles)} cycles"
 

@@ -429,7 +429,7 @@ def _wrong() -> Iterator[Cheat]:
         "a whole sum and an own update",
         ZERO,
         both,
-        r"rank \d sends or receives \d+ bytes, and \d+ are enough",
+        r"rank \d sends or receives \d+ bytes; the limit is \d+",
     )
     gaps = "import numpy\ny = numpy.zeros((4, 2))\ngroup.all_reduce(y[:, 0])\nreturn x @ w"
     yield Cheat("an array with gaps", ROW, gaps, "is not contiguous")

@@ -18,7 +18,7 @@ from tests.exercise import solutions as right
 
 Mistake = tuple[str, Callable[..., Any], str]
 DIFFERS, SHAPE = r"the result of rank \d.*is .*, but must be", r"the result of rank \d.* has shape"
-SLOW = r"the result is right, but rank \d sends or receives \d+ bytes, and \d+ are enough"
+SLOW = r"the result is right, but rank \d sends or receives \d+ bytes; the limit is \d+"
 
 
 def changed(function: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,13 +151,13 @@ def ends(rows, rank, size):
 
 
 GIVES = r"rows? on \d ranks?, rank \d: it gives .*, but must give \(\d+, \d+\)"
-TIME = r"the result is right, but it takes [\d.]+ s of simulated time, and [\d.]+ are enough"
+TIME = r"the result is right, but it takes [\d.]+ s of simulated time; the limit is [\d.]+"
 DEFECTS: dict[str, list[Mistake]] = {
     "all-to-all": [
         (
             "whole rows go around",
             whole_rows,
-            r"the result is right, but rank 0 sends \d+ chunks, and \d+",
+            r"the result is right, but rank 0 sends \d+ chunks; the limit is \d+",
         )
     ],
     "data-split": [
@@ -346,7 +346,7 @@ DEFECTS: dict[str, list[Mistake]] = {
         (
             "one after the other",
             lambda s, m: [[(i, j)] for i in range(m) for j in range(s)],
-            r"all is done, but it takes \d+ cycles, and \d+ are enough",
+            r"all is done, but it takes \d+ cycles; the limit is \d+",
         ),
     ],
 }

@@ -154,7 +154,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield (
             "naive",
             solutions.naive_pipeline,
-            r"it takes \d+ s of simulated time, and \d+ are enough",
+            r"it takes \d+ s of simulated time; the limit is \d+",
         )
     if name == "one-f-one-b":
 
@@ -171,7 +171,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
             long_warm_up,
             rf"{named}0F0 occurs",
         )
-        yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once, and \d are enough"
+        yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once; the limit is \d"
     if name == "zero-bubble":
         whole = changed(
             right, lambda program, rank, *values: [one for one in program if one.kind is not Kind.W]
