@@ -271,7 +271,7 @@ def inspect_machine(group: Group) -> list[Facts]:
         "load": os.getloadavg()[0],
         "versions": ", ".join(map(" ".join, versions().items())),
         "mpi": group.comm.world.library,
-        "launcher": launch.name if launch is not None else "none",
+        "launcher": f"by {launch.name}" if launch is not None else "without a launcher",
         "blas": name_blas(pool),
         "threads": int(pool.get("num_threads", 1)),
         "older": find_older(),
@@ -284,7 +284,7 @@ def describe(by_rank: Sequence[Facts]) -> list[str]:
     """Return lines about the machine: once for all ranks, then node by node."""
     first = by_rank[0]
     lines = [
-        f"{counted(len(by_rank), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
+        f"{counted(len(by_rank), 'rank')}, started {first['launcher']}; MPI: {first['mpi']}",
         first["versions"],
     ]
     for host, ranks in _by_host(by_rank).items():

@@ -200,7 +200,7 @@ NODE: dict[str, Any] = {
     "load": 0.5,
     "versions": "1",
     "mpi": "Open MPI 5",
-    "launcher": "mpirun",
+    "launcher": "by mpirun",
     "blas": "openblas",
     "threads": 1,
     "older": None,

@@ -161,7 +161,7 @@ def candidates(
             continue
         if (tp, sp) not in shares:
             refused[
-                "the model's layers or positions cannot be sharded so (tp, sp), or over so many"
+                "the model's layers (tp) or positions (sp) cannot be sharded over so many ranks"
             ] += 1
         elif dp * sp > 1 and dp > batch_size:
             refused["more replicas than rows of a batch"] += 1
