@@ -246,7 +246,7 @@ def _draw(figure: Any, rows: Sequence[Scaled], file: Path) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="ranks", ylabel=f"speed-up over {ranks[0]}")
+    axes.set(xlabel="ranks", ylabel=f"speed-up over {counted(ranks[0], 'rank')}")
     axes.legend(frameon=False)
     save_figure(figure, file)
 
