@@ -1,7 +1,6 @@
 """`python -m nnmpi.evaluate`: accuracy and loss of a run on its test data, or on other data."""
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -254,4 +253,4 @@ def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationCon
 
 
 if __name__ == "__main__":
-    launch_command(sys.argv[1:], parse, main)
+    launch_command(parse, main)

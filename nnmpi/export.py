@@ -1,6 +1,5 @@
 """`python -m nnmpi.export`: a run's weights as a file for other programs."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,4 +73,4 @@ def export(folder: Path, options: ExportConfig) -> str:
 
 
 if __name__ == "__main__":
-    launch_command(sys.argv[1:], parse, main)
+    launch_command(parse, main)

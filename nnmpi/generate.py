@@ -1,6 +1,5 @@
 """`python -m nnmpi.generate`: a prompt, continued by a run's language model."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,4 +130,4 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
 
 
 if __name__ == "__main__":
-    launch_command(sys.argv[1:], parse, main)
+    launch_command(parse, main)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,4 +166,4 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
 
 
 if __name__ == "__main__":
-    launch_command(sys.argv[1:], parse, main)
+    launch_command(parse, main)

@@ -27,7 +27,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError, counted
 from nnmpi.optim import updates
 from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
-from nnmpi.train.cli import parse_together, read_shared, run_on_ranks
+from nnmpi.train.cli import launch_command, parse_together, read_shared
 from nnmpi.train.computing import explain_errors, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -402,5 +402,5 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    equal = run_on_ranks(sys.argv[1:], main, lambda: {"ranks": parse(sys.argv[1:])[0].simulate})
+    equal = launch_command(parse, main)
     sys.exit(equal is False or (isinstance(equal, list) and not all(equal)))

@@ -9,6 +9,7 @@ its status.
 """
 
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -313,21 +314,24 @@ class OpeningConfig:
 
 
 def launch_command(
-    words: Sequence[str],
     parse: Callable[[Sequence[str]], tuple[Any, ...]],
-    main: Callable[[Sequence[str], Group], None],
-) -> None:
-    """Run a command that opens a run, on MPI's ranks or with --simulate on simulated ranks.
+    main: Callable[[Sequence[str], Group], Any],
+) -> Any:
+    """Run this process's command on MPI's ranks, or with --simulate on simulated ranks.
 
     Args:
-        words: of the command line.
-        parse: see `read_command`; its last result may have `simulate`.
-        main: the command, collective.
+        parse: see `read_command`; one of its results may have `simulate`.
+        main: the command, collective; its result is returned.
 
     Raises:
         NnmpiError: see `run_on_ranks` and `main`.
     """
-    run_on_ranks(words, main, lambda: {"ranks": getattr(parse(words)[-1], "simulate", 0)})
+    words = sys.argv[1:]
+    return run_on_ranks(
+        words,
+        main,
+        lambda: {"ranks": sum(getattr(item, "simulate", 0) for item in parse(words))},
+    )
 
 
 def read_shared(
