@@ -119,8 +119,8 @@ class Arrangement:
 
         Needed only in programs that make many arrangements: MPI's communicators are limited.
         """
-        for tie in {id(tie.group): tie for tie in self.ties}.values():
-            tie.group.free()
+        for group in dict.fromkeys(tie.group for tie in self.ties):
+            group.free()
         self.mesh.free()
 
     def storage(self, *args: Any) -> FlatStorage:
@@ -365,13 +365,13 @@ def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
             them in another order than the serial run.
     """
     model, layout, layers = arrangement.model, arrangement.layout, arrangement.layers
-    users: dict[int, set[int]] = defaultdict(set)  # stages, by the id of a parameter or buffer
+    users: dict[object, set[int]] = defaultdict(set)  # stages, by parameter or buffer
     for number, cut in enumerate(arrangement.cuts):
         for _, module in chain.from_iterable(layers[i].members for i in cut):
             for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
-                users[id(leaf)].add(number)
+                users[leaf].add(number)
     leaves = [*model.named_parameters(), *model.named_buffers()]
-    shared = {name: sorted(users[id(leaf)]) for name, leaf in leaves if len(users[id(leaf)]) > 1}
+    shared = {name: sorted(users[leaf]) for name, leaf in leaves if len(users[leaf]) > 1}
     for name, leaf in leaves:
         if name in shared and isinstance(leaf, Buffer):
             raise LayoutError(

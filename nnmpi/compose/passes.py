@@ -59,6 +59,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
+from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
@@ -576,9 +577,9 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:
     """Warn of a parameter outside the model that gets a gradient: no optimizer updates it."""
-    known = set(map(id, model.parameters()))
+    known = {*model.parameters()}
     for leaf in leaves_of(loss):
-        if isinstance(leaf, Parameter) and id(leaf) not in known:
+        if isinstance(leaf, Parameter) and leaf not in known:
             warnings.warn(
                 f"a parameter of shape {leaf.shape} gets a gradient, but is not in the model, so"
                 " it is not trained: a layer must be a module's attribute or an item of a list"
@@ -590,16 +591,9 @@ def _warn_of_strangers(model: Module, loss: Tensor) -> None:
 
 def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     """Return the storage numbers of each stage's parameters, for this rank's stages."""
-    number_of = {id(span.parameter): i for i, span in enumerate(arrangement.model.storage.spans)}
+    number_of = {span.parameter: i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
-        stage: sorted(
-            {
-                number_of[id(p)]
-                for layer in layers
-                for _, module in layer.members
-                for p in module.parameters()
-            }
-        )
+        stage: sorted(number_of[parameter] for parameter in parameters_of(layers))
         for stage, layers in arrangement.stages.items()
     }
 

@@ -13,7 +13,7 @@ crosses a cut travels beside the activation. Parameters keep their names in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -67,6 +67,15 @@ def open_chain(model: Module) -> tuple[ChainLayer, ...]:
             fetch(open_names, layer.pops)
     check_empty(open_names)
     return layers
+
+
+def parameters_of(layers: Iterable[ChainLayer]) -> list[Parameter]:
+    """Return the parameters of some layers, each once, in order."""
+    return list(
+        dict.fromkeys(
+            p for layer in layers for _, module in layer.members for p in module.parameters()
+        )
+    )
 
 
 def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def check_free(model: Module) -> None:
     Raises:
         UsageError: in both cases; the message says what to do.
     """
-    stored = {id(span.parameter) for span in model.storage.spans}
-    strange = [name for name, parameter in model.named_parameters() if id(parameter) not in stored]
+    stored = {span.parameter for span in model.storage.spans}
+    strange = [name for name, parameter in model.named_parameters() if parameter not in stored]
     if strange:
         raise UsageError(
             f"{strange[0]!r} is not in the model's storage: its module was added later; call"

@@ -53,7 +53,7 @@ from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
@@ -556,7 +556,7 @@ def cut_units(
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
     for block in blocks:
-        new = [item for item in _parameters(block) if item not in seen]
+        new = [item for item in parameters_of(block) if item not in seen]
         seen.update(new)
         size = sum(item.size for item in new) * itemsize
         if size and sizes[-1]:
@@ -567,21 +567,13 @@ def cut_units(
     runs = [
         tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
     ]
-    users = Counter(item for run in runs for item in _parameters(run))
+    users = Counter(item for run in runs for item in parameters_of(run))
     units = [
-        Unit(run, join_layers(run), tuple(item for item in _parameters(run) if users[item] == 1))
+        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if users[item] == 1))
         for run in runs
     ]
     return tuple(units), tuple(
         parameter for parameter in model.parameters() if users[parameter] != 1
-    )
-
-
-def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
-    return list(
-        dict.fromkeys(
-            p for layer in layers for _, module in layer.members for p in module.parameters()
-        )
     )
 
 

@@ -44,7 +44,7 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost, saved_bytes
 from nnmpi.mesh import AXES, Mesh
-from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
@@ -346,18 +346,13 @@ class ModelShapes:
 
     def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
         """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
-        layers = self._model(tp)[1]
-        sizes = [
-            {id(p): p.size for _, module in layer.members for p in module.parameters()}
-            for layer in layers
-        ]
-        # sets, since several layers of a rank may share a parameter
-        ranks = [
-            {key for i in mine for key in sizes[i]} for mine in self.layers_of(pp, virtual, home)
-        ]
-        count = Counter(key for keys in ranks for key in keys)
-        merged = {key: size for item in sizes for key, size in item.items()}
-        tied = sum(size for key, size in merged.items() if count[key] > 1)
+        _, layers = self._model(tp)
+        ranks = Counter(
+            parameter
+            for local in self.layers_of(pp, virtual, home)
+            for parameter in parameters_of([layers[i] for i in local])
+        )
+        tied = sum(parameter.size for parameter, count in ranks.items() if count > 1)
         return tied * np.dtype(self._dtype).itemsize
 
     def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
