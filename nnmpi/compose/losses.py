@@ -342,7 +342,9 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
     if not backend.is_device:
         return batch
     if isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
-        _check_indices(batch.x, model)
+        entries = vocabulary_of(model)
+        if entries is not None:
+            _check_range("index", batch.x, entries)
     x, y = backend.asarray(batch.x), backend.asarray(batch.y)
     return replace(batch, x=x, y=y, host_y=batch.labels)
 
@@ -368,23 +370,9 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> Non
     )
     if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
         return
-    count = getattr(loss, "classes", 0) or logits.shape[-1]
-    if (
-        labels.dtype.kind not in "iu"
-        or not labels.size
-        or (labels.min() >= 0 and labels.max() < count)
-    ):
-        return
-    ignored = _ignored(loss, labels)
-    wrong = ((labels < 0) | (labels >= count)) & (
-        labels != ignored if ignored is not None else True
-    )
-    if wrong.any():
-        index = np.argwhere(wrong)[0]
-        raise ShapeError(
-            f"label {int(labels[tuple(index)])} in row {first + index[0]} of the batch is outside"
-            f" 0..{count - 1}"
-        )
+    if labels.dtype.kind in "iu":
+        count = getattr(loss, "classes", 0) or logits.shape[-1]
+        _check_range("label", labels, count, first, _ignored(loss, labels))
 
 
 def _ignored(loss: SumLoss, labels: Array) -> int | None:
@@ -394,17 +382,29 @@ def _ignored(loss: SumLoss, labels: Array) -> int | None:
     return getattr(loss, "keywords", {}).get("ignore_index")
 
 
-def _check_indices(indices: NDArray[Any], model: Module) -> None:
-    entries = [
-        module.num_embeddings
-        for _, module in model.named_modules()
-        if isinstance(module, Embedding)
-    ]
-    if not entries or not indices.size or (indices.min() >= 0 and indices.max() < max(entries)):
-        return
-    row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
-    wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
-    raise ShapeError(
-        f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside"
-        f" 0..{max(entries) - 1}"
+def vocabulary_of(model: Module) -> int | None:
+    """Return the number of rows of the model's largest embedding; None without one."""
+    return max(
+        (
+            module.num_embeddings
+            for _, module in model.named_modules()
+            if isinstance(module, Embedding)
+        ),
+        default=None,
     )
+
+
+def _check_range(
+    what: str, numbers: NDArray[Any], count: int, first: int = 0, ignored: int | None = None
+) -> None:
+    """Refuse numbers outside 0..count-1, except the ignored one; `first` numbers their rows."""
+    if not numbers.size or (numbers.min() >= 0 and numbers.max() < count):
+        return
+    wrong = (numbers < 0) | (numbers >= count)
+    if ignored is not None:
+        wrong &= numbers != ignored
+    for row, *within in np.argwhere(wrong)[:1].tolist():
+        raise ShapeError(
+            f"{what} {int(numbers[row, *within])} in row {first + row} of the batch is outside"
+            f" 0..{count - 1}"
+        )

@@ -19,7 +19,7 @@ from nnmpi.command import flag_of, require
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.losses import ERRORS, SumCrossEntropy
+from nnmpi.compose.losses import ERRORS, SumCrossEntropy, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom
@@ -33,7 +33,6 @@ from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
 from nnmpi.models.pretrained import load_pretrained, read_dropout, read_size
 from nnmpi.models.resnet import resnet
-from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.optim import updates
@@ -174,15 +173,11 @@ def check_vocabulary(model: Module, samples: Samples) -> None:
     Raises:
         UsageError: with both numbers.
     """
-    entries = [
-        module.num_embeddings
-        for _, module in model.named_modules()
-        if isinstance(module, Embedding)
-    ]
-    if entries and samples.vocabulary > max(entries):
+    entries = vocabulary_of(model)
+    if entries is not None and samples.vocabulary > entries:
         raise UsageError(
             f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding has"
-            f" {max(entries)} rows: token {samples.vocabulary - 1} is outside its vocabulary; make"
+            f" {entries} rows: token {samples.vocabulary - 1} is outside its vocabulary; make"
             " the model larger, or use its own tokenizer"
         )
 
