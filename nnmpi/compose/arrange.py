@@ -61,11 +61,11 @@ class Tie:
     """A parameter shared by stages on several ranks: each has a copy, gradients are summed.
 
     Attributes:
-        name: the parameter's.
+        parameter: this rank's copy.
         group: the ranks with a copy.
     """
 
-    name: str
+    parameter: Parameter
     group: Group
 
 
@@ -168,20 +168,19 @@ class Arrangement:
         """The number of parts of each batch, for `data.Loader`."""
         return self.mesh.dp.size
 
-    def counts(self, name: str, entry: Parameter | Buffer) -> bool:
+    def counts(self, entry: Parameter | Buffer) -> bool:
         """True if this rank includes an array's (or shard's) gradient in the gradient norm.
 
         Several ranks of a replica may hold the array; one of them counts it. For a parameter that
         several stages share, that is the first of their ranks.
         """
-        first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
+        first = all(tie.group.rank == 0 for tie in self.ties if tie.parameter is entry)
         return first and (entry.region is not None or self.mesh.coordinates.t == 0)
 
-    def writes(self, name: str, entry: Parameter | Buffer) -> bool:
+    def writes(self, entry: Parameter | Buffer) -> bool:
         """True if this rank writes an array (or shard) to checkpoints; exactly one holder does."""
-        return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(
-            name, entry
-        )
+        is_first = self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)
+        return is_first and self.counts(entry)
 
 
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
@@ -405,7 +404,7 @@ def _tie(
         if ranks not in groups:
             groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
         if name in parameters:
-            ties.append(Tie(name, groups[ranks]))
+            ties.append(Tie(parameters[name], groups[ranks]))
     return tuple(ties)
 
 

@@ -166,10 +166,9 @@ class Exchange:
             return
         if arrangement.mesh.tp.size > 1:
             check_replicas(self.model, arrangement.mesh.tp)
-        parameters = dict(self.model.named_parameters())
         for tie in arrangement.ties:
             problem = "the weights of {} differ between the ranks of the stages that share it"
-            check_equal(tie.group, {tie.name: parameters[tie.name].data}, problem)
+            check_equal(tie.group, {tie.parameter.name: tie.parameter.data}, problem)
 
     def release(self) -> None:
         """Detach from the model; a second call does nothing."""
@@ -178,15 +177,9 @@ class Exchange:
 
     def _sum_ties(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share."""
-        ties = self.arrangement.ties
-        parameters = (
-            {span.parameter.name: span.parameter for span in self.model.storage.spans}
-            if ties
-            else {}
-        )
-        for tie in ties:  # in the same order on all ranks of the pipeline
-            parameters[tie.name].finish_gradient()
-            grad = parameters[tie.name].grad
+        for tie in self.arrangement.ties:  # in the same order on all ranks of the pipeline
+            tie.parameter.finish_gradient()
+            grad = tie.parameter.grad
             assert grad is not None
             total: Array = namespace(grad).ascontiguousarray(grad)
             tie.group.all_reduce(total.reshape(-1), check=False)
@@ -344,7 +337,7 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
-        if grad is not None and counts(span.parameter.name, span.parameter)
+        if grad is not None and counts(span.parameter)
     ]
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh

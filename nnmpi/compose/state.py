@@ -53,7 +53,7 @@ def _state(
     """
     leaves = _leaves(model)
     entries = [
-        StateEntry(start + name, array, leaves[name].region, arrangement.writes(name, leaves[name]))
+        StateEntry(start + name, array, leaves[name].region, arrangement.writes(leaves[name]))
         for start, item in arrays.items()
         for name, array in item.items()
     ]
