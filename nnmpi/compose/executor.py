@@ -108,7 +108,7 @@ class Caller:
         slow: minimum times and stragglers in training.
     """
 
-    length: int | None = None
+    length: int = 0
     slow: Slow = NOT_SLOW
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
@@ -256,14 +256,10 @@ class Executor:
 
     def _to_sharded(self, x: Tensor) -> Tensor:
         """Mark a stage's input as this rank's positions, under sequence parallelism."""
-        length = self._caller.length
-        return (
-            x if self._sequence is None or length is None else self._sequence.as_sharded(x, length)
-        )
+        return x if self._sequence is None else self._sequence.as_sharded(x, self._caller.length)
 
     def _to_local(self, x: Tensor) -> Tensor:
-        length = self._caller.length
-        return x if self._sequence is None or length is None else self._sequence.as_local(x, length)
+        return x if self._sequence is None else self._sequence.as_local(x, self._caller.length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
         """Return the head's output for the model's result, gathered if it is sharded."""
@@ -432,7 +428,7 @@ class Executor:
             end.is_agreed(key) for end in self._boundaries.values() for key in self._keys
         )
         for kind, stage in self._to_post:
-            self._post_next(kind, stage)
+            self._post_ahead(kind, stage)
 
     def _drain(self) -> None:
         """Wait until all messages have left."""
@@ -482,12 +478,11 @@ class Executor:
         receives need.
         """
         if (kind, stage, microbatch) not in self._posted:
-            self._to_post[kind, stage].popleft()
             agreed = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
-            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+            self._post_next(kind, stage)
             if not agreed:
                 self._wait_for_message(kind, stage, microbatch)
-        self._post_next(kind, stage)
+        self._post_ahead(kind, stage)
 
     def _wait_for_message(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Wait for a receive's arrays, unless that was done before."""
@@ -509,20 +504,20 @@ class Executor:
         self._report.wait_s += end - begin
         self._show(kind.at(stage, microbatch), begin, end)
 
-    def _post_next(self, kind: Kind, stage: int) -> None:
+    def _post_ahead(self, kind: Kind, stage: int) -> None:
         """Post a stage's next receive of this kind, if its signature is agreed."""
         receives = self._to_post[kind, stage]
         if receives and self._boundary(kind, stage).is_agreed(self._keys[receives[0]]):
-            microbatch = receives.popleft()
-            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+            self._post_next(kind, stage)
+
+    def _post_next(self, kind: Kind, stage: int) -> None:
+        microbatch = self._to_post[kind, stage].popleft()
+        self._posted[kind, stage, microbatch] = self._boundary(kind, stage).expect(
+            self._keys[microbatch], back=kind is not Kind.RECV_ACT
+        )
 
     def _boundary(self, kind: Kind, stage: int) -> StageBoundary:
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
-
-    def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], BoundaryArrays]:
-        return self._boundary(kind, stage).expect(
-            self._keys[microbatch], back=kind is not Kind.RECV_ACT
-        )
 
     def _arrow(self, instruction: Instruction) -> tuple[str, str]:
         """Return the trace's names of the messages that an instruction sends and receives."""

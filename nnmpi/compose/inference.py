@@ -103,7 +103,7 @@ class Inference(Caller):
             if classes:
                 outputs = gather(outputs, tp, features(classes))
             if sequence is not None:
-                outputs = sequence.gather(outputs, sequence.placement(self.length or 0))
+                outputs = sequence.gather(outputs, sequence.placement(self.length))
             return outputs.numpy()
 
     def _broadcast(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:

@@ -372,7 +372,7 @@ class Passes(Caller):
         scale: float = 1.0,
     ) -> Running:
         batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
-        self.length = batch.length
+        self.length = batch.length or 0
         parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
         inputs, each = [part.x for part in parts], trains and self.updates
         weights = [scale / max(batch.targets[cut.number] if each else total, 1) for cut in cuts]
