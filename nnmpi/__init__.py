@@ -113,19 +113,6 @@ _WHEN_USED = {
     "start": "nnmpi.comm.mpi.start",
     "use_precision": "nnmpi.backend.precision",
 }
-_PACKAGES = (
-    "backend",
-    "comm",
-    "data",
-    "exercise",
-    "memory",
-    "models",
-    "nn",
-    "ops",
-    "optim",
-    "parallel",
-    "tensor",
-)
 
 
 def __dir__() -> list[str]:
@@ -138,7 +125,7 @@ def __getattr__(name: str) -> Any:
         # the next look does not come here
         value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)
         return value
-    if name in _PACKAGES:
+    if name in __all__:  # a package
         return import_module(f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
