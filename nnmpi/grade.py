@@ -70,7 +70,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from nnmpi.command import check_numbers, printable, read_command, say
+from nnmpi.command import check_numbers, printable, read_command, require, say
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Exercise, Setting
 from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
@@ -187,8 +187,8 @@ def read_assignment(file: Path) -> Assignment:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is not an assignment: {error}") from None
     limits = 0 < assignment.limit_s < inf and assignment.memory >= LEAST_BYTES
-    _refuse(
-        not (limits and assignment.criteria),
+    require(
+        limits and bool(assignment.criteria),
         f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and at least"
         " one criterion given",
     )
@@ -218,18 +218,13 @@ def _located(where: str) -> Iterator[None]:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _refuse(wrong: object, sentence: str) -> None:
-    if wrong:
-        raise UsageError(sentence)
-
-
 def _check_machine(setting: Setting) -> None:
-    _refuse(
-        setting.ranks not in RANKS or setting.microbatches not in RANKS,
+    require(
+        setting.ranks in RANKS and setting.microbatches in RANKS,
         f"ranks and microbatches must be from 1 to {RANKS[-1]}",
     )
-    _refuse(
-        not (0 <= setting.forward_s < inf and 0 <= setting.message_s < inf and setting.bytes > 0),
+    require(
+        0 <= setting.forward_s < inf and 0 <= setting.message_s < inf and setting.bytes > 0,
         "forward_s and message_s must not be below 0, and bytes must be above 0",
     )
     _ = setting.machine  # raises for an invalid network
@@ -240,40 +235,41 @@ def _check_criterion(
 ) -> None:
     measure, machine = criterion.measure, criterion.machine
     of, at_most = criterion.of, criterion.at_most
-    _refuse(
-        criterion.name in before or not before.issuperset(criterion.needs),
+    require(
+        criterion.name not in before and before.issuperset(criterion.needs),
         f"{criterion.name!r} must be a new name, and its needs names above it",
     )
-    _refuse(
-        not all(0 <= number < inf for number in (criterion.points, at_most, criterion.none_at)),
+    require(
+        all(0 <= number < inf for number in (criterion.points, at_most, criterion.none_at)),
         "points, at_most and none_at must be numbers that are not below 0",
     )
-    _refuse(0 < criterion.none_at <= at_most, "none_at must be above at_most")
-    _refuse(
-        Path(criterion.file).name != criterion.file or not criterion.file.endswith(".py"),
+    require(not 0 < criterion.none_at <= at_most, "none_at must be above at_most")
+    require(
+        Path(criterion.file).name == criterion.file and criterion.file.endswith(".py"),
         f"file must be the name of a .py file, without a folder, not {criterion.file!r}",
     )
     _check_sizes(exercise, criterion.sizes)
     if not measure:
-        _refuse(at_most or machine or of, "say what to measure, such as seconds")
+        require(not (at_most or machine or of), "say what to measure, such as seconds")
         return
-    _refuse(
-        exercise.measure is None or machine not in machines or not at_most > 0,
+    require(
+        exercise.measure is not None and machine in machines and at_most > 0,
         f"a measure needs at_most, a machine ({', '.join(machines)}), and an exercise on ranks,"
         " not a formula",
     )
-    _refuse(
-        of and of not in exercise.references, f"of must be one of {', '.join(exercise.references)}"
+    require(
+        not of or of in exercise.references,
+        f"of must be one of {', '.join(exercise.references)}",
     )
     setting = machines[machine]
     _check_sizes(exercise, [[setting.ranks, setting.microbatches][: 1 + _is_paired(exercise)]])
     numbers = _reference(exercise, of, setting)
-    _refuse(
-        measure not in numbers,
+    require(
+        measure in numbers,
         f"{exercise.name} has the measures {', '.join(numbers)}, not {measure}",
     )
-    _refuse(
-        of and not max(numbers[measure]) > 0,
+    require(
+        not of or max(numbers[measure]) > 0,
         f"{of} has 0 {measure} on {machine}, which has no multiples",
     )
 
@@ -294,22 +290,22 @@ def _reference(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, 
 
 def _check_sizes(exercise: Exercise, sizes: Sequence[Any]) -> None:
     name, pair = exercise.name, _is_paired(exercise)
-    _refuse(
-        sizes and len(exercise.sizes) == 1, f"{name} has no sizes: it is judged on random cases"
+    require(
+        not sizes or len(exercise.sizes) > 1, f"{name} has no sizes: it is judged on random cases"
     )
     for size in sizes:
         numbers = size if isinstance(size, list) else [size]
-        _refuse(
-            len(numbers) != 1 + pair or not all(type(n) is int and n in RANKS for n in numbers),
+        require(
+            len(numbers) == 1 + pair and all(type(n) is int and n in RANKS for n in numbers),
             f"a size of {name} is {'[ranks, microbatches]' if pair else 'a number of ranks'}, from"
             f" 1 to {RANKS[-1]}, not {size!r}",
         )
-        _refuse(
-            exercise.sizes == POWERS and numbers[0] & (numbers[0] - 1),
+        require(
+            exercise.sizes != POWERS or not numbers[0] & (numbers[0] - 1),
             f"a size of {name} must be a power of two, not {size}",
         )
-        _refuse(
-            exercise.sizes == SHAPES and numbers[1] % numbers[0],
+        require(
+            exercise.sizes != SHAPES or numbers[1] % numbers[0] == 0,
             f"in {name} microbatches must be a multiple of ranks, not {size}",
         )
 
