@@ -141,6 +141,15 @@ def dropout_of(config: ModelConfig) -> float:
     return config.dropout
 
 
+def heads_of(config: ModelConfig) -> int:
+    """Return the attention heads of a gpt: the options', or the pretrained model's.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+    """
+    return config.sizes[2] if config.pretrained is None else read_size(config.pretrained).heads
+
+
 def check_samples(model: str, samples: Samples) -> None:
     """Refuse samples that do not fit the model: quantities for tokens, or several labels each.
 
@@ -265,8 +274,8 @@ def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
     """Return the layout with ring attention if sequences have more ranks than heads, or Ulysses."""
     if layout.sp == 1 or model.model != "gpt":
         return layout
-    heads = model.sizes[2] if model.pretrained is None else read_size(model.pretrained).heads
-    return replace(layout, sp_attention=RING if heads < layout.sp * (layout.tp or 1) else ULYSSES)
+    rings = heads_of(model) < layout.sp * (layout.tp or 1)
+    return replace(layout, sp_attention=RING if rings else ULYSSES)
 
 
 def build_full_model(config: Config, train: Samples, backend: Backend, group: Group) -> Module:

@@ -50,8 +50,8 @@ from nnmpi.errors import (
     shortened,
 )
 from nnmpi.files import locked, read_json, write_atomically
-from nnmpi.models.pretrained import read_size, save_pretrained
-from nnmpi.train.build import dropout_of
+from nnmpi.models.pretrained import save_pretrained
+from nnmpi.train.build import dropout_of, heads_of
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
@@ -556,13 +556,8 @@ def _finish(
             CheckpointError, f"the end of the run cannot be written into {folder.path}", saved
         ):
             if gpt:  # in the format of Hugging Face's transformers
-                heads = (
-                    options.sizes[2]
-                    if options.pretrained is None
-                    else read_size(options.pretrained).heads
-                )
                 end = None if tokenizer is None else tokenizer.end
-                save_pretrained(folder.model, weights, heads, dropout_of(options), end)
+                save_pretrained(folder.model, weights, heads_of(options), dropout_of(options), end)
                 if tokenizer is not None:
                     tokenizer.save(folder.model)
             stored = read_json(steps(folder.checkpoints)[0] / STATE_FILE)
