@@ -169,7 +169,8 @@ def main(words: Sequence[str], group: Group) -> bool:
         alone = group.split(group.rank)
         findings = []
         if group.is_root:
-            serial, _ = run(config, trial.steps, dataset, alone, _serial(layout), backend)
+            one_rank = Layout(1, 1, 1, reduction=layout.reduction)
+            serial, _ = run(config, trial.steps, dataset, alone, one_rank, backend)
             findings = compare(actual, serial, trial.steps, config.run.dtype, batch, exact)
         alone.free()
     console.say(*table(findings), "", verdict(findings))
@@ -202,11 +203,6 @@ def _samples(asked: Asked, group: Group) -> Dataset:
                 f"--dataset {config.data.dataset} is a text; leave it out, and give --model gpt"
             )
         return train.take(np.arange(min(trial.samples, len(train))))
-
-
-def _serial(layout: Layout) -> Layout:
-    """Return the layout of one rank, with the sums of gradients of the given layout."""
-    return Layout(1, 1, 1, reduction=layout.reduction)
 
 
 # ---- a short training run as values ----

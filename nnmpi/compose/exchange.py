@@ -304,7 +304,7 @@ class FixedExchange(Exchange):
     def sum_losses(self, losses: Mapping[int, float]) -> float:
         """See `Exchange.sum_losses`: in the same tree; the first rank returns the sum."""
         with self.group.collective("losses"):
-            total = self._sums.sum_numbers(dict(losses), self.group)
+            total = self._sums.sum_numbers(losses, self.group)
         return total if self.group.is_root else 0.0
 
 

@@ -43,12 +43,12 @@ from nnmpi.schedule.schedule import (
     Schedule,
     parts,
 )
-from nnmpi.schedule.schedules import Generator, make
+from nnmpi.schedule.schedules import INFERENCE, Generator, make
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor
 
-INFERENCE, SERIAL = "inference", "1f1b"  # 1F1B on one rank: each forward, then its backward
+SERIAL = "1f1b"  # 1F1B on one rank: each forward, then its backward
 
 
 @lru_cache(maxsize=64)  # simulated ranks, and replicas among them, share it

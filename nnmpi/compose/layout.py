@@ -15,6 +15,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
 from nnmpi.schedule.schedule import Home
 from nnmpi.schedule.schedules import (
+    INFERENCE,
     INTERLEAVED,
     SCHEDULES,
     TURNING,
@@ -25,7 +26,7 @@ from nnmpi.schedule.schedules import (
 
 FAST, FIXED = "fast", "fixed"
 LEAST = "least"
-PIPEDREAM, INFERENCE = "pipedream", "inference"
+PIPEDREAM = "pipedream"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != INFERENCE)
 
 Split: TypeAlias = Literal["auto"] | Sequence[int]

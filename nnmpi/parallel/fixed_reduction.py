@@ -16,6 +16,7 @@ It holds on one processor type, with one BLAS library and one thread. Batch stat
 microbatch; running statistics are updated by the microbatches in order.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from math import nan
 
@@ -94,7 +95,7 @@ class FixedReduction(Replicas):
         """See `Replicas.describe`."""
         return "in a fixed tree over the microbatches, after the backward pass"
 
-    def sum_numbers(self, values: dict[int, float], group: Group) -> float:
+    def sum_numbers(self, values: Mapping[int, float], group: Group) -> float:
         """Sum one number per microbatch in the same tree. Collective."""
         tree, total = SumTree(self._count), np.zeros(1)
         for microbatch, value in values.items():

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from math import isfinite, isnan, nan
 from shlex import quote
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -111,12 +111,7 @@ class StopSignals:
             self._recorder = StopSignals._main or self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         restore_handlers(self._before)
         if StopSignals._main is self:
             StopSignals._main = None

@@ -65,7 +65,6 @@ from contextlib import AbstractContextManager, suppress
 from io import FileIO
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import nnmpi.clock as clock
@@ -205,12 +204,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             )
         self._write_out()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the file.
 
         Raises:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, raised_as
@@ -17,7 +16,7 @@ from nnmpi.timeline import Timeline, TraceEvent, recording, split_waits, to_chro
 from nnmpi.train.run import TrainingRun
 
 
-def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]:
+def offsets(group: Group, clock: Callable[[], float]) -> list[float]:
     """Return each rank's clock minus rank 0's, in seconds, on every rank. Collective.
 
     Args:

@@ -298,7 +298,7 @@ def typical_s(
     group: Group,
     call: Callable[[Any], Any],
     arguments: Iterator[Any],
-    budget_s: float | None = None,
+    budget_s: float = MEASURE_S,
 ) -> float:
     """Return the lower quartile of a call's seconds, the slowest rank's each time. Collective.
 
@@ -306,14 +306,12 @@ def typical_s(
         group: all ranks.
         call: to time.
         arguments: of the calls, made outside the measured time.
-        budget_s: for all calls; MEASURE_S by default.
+        budget_s: for all calls.
     """
     argument: list[Any] = [None]
 
     def refill() -> None:
         argument[0] = next(arguments)
 
-    times = time_calls(
-        group, [(lambda: call(argument[0]), refill)], MEASURE_S if budget_s is None else budget_s
-    )[0]
+    times = time_calls(group, [(lambda: call(argument[0]), refill)], budget_s)[0]
     return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))
