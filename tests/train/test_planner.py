@@ -182,7 +182,7 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
     shared = [near.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
     assert shared[0] == pytest.approx(4 * shared[1])
-    (state,) = far.shapes.states(1, 1, 1, 0, 1, False)
+    (state,) = far.shapes.states(*Candidate().division, 0, 1)
     sums = (
         far.network.exchange("all-reduce", range(4), nbytes) for nbytes in (state.gradients, 40)
     )

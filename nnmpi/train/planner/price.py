@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,7 +50,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, around, peak_saved, stages_of
+from nnmpi.schedule.schedule import Home, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
@@ -97,7 +98,7 @@ class Candidate:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return self.dp * self.pp * self.tp * self.sp
+        return prod(self.axes)
 
     @property
     def home(self) -> Home:
@@ -108,6 +109,11 @@ class Candidate:
     def replicas(self) -> int:
         """The number of ranks with equal parameters, which sum their gradients."""
         return self.dp * self.sp
+
+    @property
+    def division(self) -> tuple[int, int, int, Home]:
+        """How the ranks of a replica divide the model: tp, pp, stages per rank, their home."""
+        return self.tp, self.pp, self.virtual_stages, self.home
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -197,13 +203,11 @@ def _pipelines(
 def _checked(candidate: Candidate, refused: Refusals) -> Iterator[Candidate]:
     try:
         Layout(
-            *(
-                candidate.dp,
-                candidate.pp,
-                candidate.tp,
-                candidate.schedule,
-                candidate.virtual_stages,
-            ),
+            candidate.dp,
+            candidate.pp,
+            candidate.tp,
+            candidate.schedule,
+            candidate.virtual_stages,
             sp=candidate.sp,
             zero=candidate.zero,
             activation_memory="least" if candidate.recompute else None,
@@ -331,20 +335,12 @@ class ModelShapes:
         seconds: Sequence[float],
         backend: Backend,
     ) -> None:
-        self._build, self._dtype, self._state_arrays, self._sample = (
-            build,
-            dtype,
-            state_arrays,
-            sample,
-        )
-        self._seconds, self._backend = seconds, backend
-        self.cuts, self.states, self._model = (
-            cache(self._cuts),
-            cache(self._states),
-            cache(self._spread),
-        )
+        self._build, self._dtype, self._state_arrays = build, dtype, state_arrays
+        self._sample, self._seconds, self._backend = sample, seconds, backend
+        self.cuts, self.states = cache(self._cuts), cache(self._states)
+        self._model = cache(self._spread)
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
+    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
         """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
         _, layers = self._model(tp)
         ranks = Counter(
@@ -367,10 +363,10 @@ class ModelShapes:
         tp: int,
         pp: int,
         virtual: int,
+        home: Home,
         zero: int,
         replicas: int,
-        once: bool,
-        home: Home = around,
+        once: bool = False,
     ) -> tuple[StateBytes, ...]:
         """Return the bytes of weights, gradients and optimizer state on each pipeline rank.
 
@@ -461,11 +457,8 @@ class Pricer:
 
     def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
         """Return the busiest rank's seconds of computing in a step, and its seconds of waiting."""
-        cuts, layers, rows = (
-            self.shapes.cuts(candidate.pp, candidate.virtual_stages),
-            self.profile.layers,
-            self._rows(candidate),
-        )
+        cuts = self.shapes.cuts(candidate.pp, candidate.virtual_stages)
+        layers, rows = self.profile.layers, self._rows(candidate)
         total_s = sum(layer.seconds for layer in layers) or 1.0
         sent_s = self._sent(candidate) / len(cuts)
         work = []
@@ -491,16 +484,15 @@ class Pricer:
         fill_s = (sum(busy) - longest) / candidate.virtual_stages
         if candidate.schedule in ("zero-bubble", "zb-v"):
             fill_s *= self._forward_part()
-        # V-Min: 2/3 of 1F1B's bubble; the division by two virtual stages has made it 1/2.
-        fill_s *= {"v-min": 4 / 3}.get(candidate.schedule, 1)
+        if candidate.schedule == "v-min":
+            # 2/3 of 1F1B's bubble; the division by two virtual stages has made it 1/2
+            fill_s *= 4 / 3
         return candidate.microbatches * longest, fill_s + links_s
 
     def _update_s(self, candidate: Candidate) -> float:
         """Return the seconds of the update, in proportion to a rank's parameters."""
-        (full,) = self.shapes.states(1, 1, 1, 0, 1, False)  # one rank with the full model
-        states = self.shapes.states(
-            candidate.tp, candidate.pp, candidate.virtual_stages, 0, 1, False, candidate.home
-        )
+        (full,) = self.shapes.states(*Candidate().division, 0, 1)  # one rank
+        states = self.shapes.states(*candidate.division, 0, 1)
         part = max(state.parameters for state in states) / max(full.parameters, 1)
         shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
@@ -525,9 +517,7 @@ class Pricer:
             mesh = self._mesh(candidate.axes)
             # assume that the first and the last stage share them, as embedding and output layer do
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
-            tied = self.shapes.tied_bytes(
-                candidate.tp, candidate.pp, candidate.virtual_stages, candidate.home
-            )
+            tied = self.shapes.tied_bytes(*candidate.division)
             result += network.exchange("all-reduce", ends, tied)
         return result + (self._sums(candidate, busy_s) if candidate.replicas > 1 else 0.0)
 
@@ -556,15 +546,7 @@ class Pricer:
             sharing = max(
                 1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
             )
-        states = self.shapes.states(
-            candidate.tp,
-            candidate.pp,
-            candidate.virtual_stages,
-            candidate.zero,
-            candidate.replicas,
-            False,
-            candidate.home,
-        )
+        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
         if candidate.zero:
             gathers, result = (2 if candidate.zero == 3 else 1), 0.0
             for nbytes in max(states, key=lambda item: item.total).lengths:
@@ -594,15 +576,7 @@ class Pricer:
     def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
         """Return the bytes by kind of each rank of a pipeline."""
         once = candidate.zero > 0 and self._through_memory(candidate)
-        states = self.shapes.states(
-            candidate.tp,
-            candidate.pp,
-            candidate.virtual_stages,
-            candidate.zero,
-            candidate.replicas,
-            once,
-            candidate.home,
-        )
+        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas, once)
         return [
             self._memory_of(candidate, *item)
             for item in zip(states, self._activations(candidate), strict=True)
@@ -626,11 +600,8 @@ class Pricer:
         Without a pipeline they are measured; with recomputation, estimated. With a pipeline they
         are summed over the layers and the schedule's live microbatches.
         """
-        rows, layers, share = (
-            self._rows(candidate),
-            self.profile.layers,
-            candidate.tp * candidate.sp,
-        )
+        rows, layers = self._rows(candidate), self.profile.layers
+        share = candidate.tp * candidate.sp
         scale = rows / self.profile.layer_rows
         if candidate.pp == 1:
             if candidate.recompute:  # the layers' inputs, and the activations inside one layer
