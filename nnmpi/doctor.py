@@ -31,7 +31,7 @@ from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.command import read_command, say
-from nnmpi.errors import CheckpointError, counted, name_ranks
+from nnmpi.errors import CheckpointError, counted, group_ranks, name_ranks
 from nnmpi.files import is_locked, parse_json, read_json, read_text
 from nnmpi.launcher import read_launch, usable_cores
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
@@ -354,10 +354,7 @@ def _faults_of(node: Sequence[Facts]) -> list[str]:
 
 
 def _by_host(by_rank: Sequence[Facts]) -> dict[str, list[int]]:
-    result: dict[str, list[int]] = {}
-    for rank, facts in enumerate(by_rank):
-        result.setdefault(facts["host"], []).append(rank)
-    return result
+    return group_ranks(enumerate(facts["host"] for facts in by_rank))
 
 
 def _spans(cores: Sequence[int]) -> str:

@@ -11,6 +11,9 @@ from operator import index
 
 # 65; `python -m nnmpi.run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def counted(n: int, singular: str, plural: str = "") -> str:
@@ -35,6 +38,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
             spans.append((rank, rank))
     listed = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
     return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+
+
+def group_ranks(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Return the ranks of each value, from (rank, value) pairs."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 import nnmpi.clock as clock
 import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
+from nnmpi.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks
 
 
 class Communicator:
@@ -319,9 +319,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | None) -> NnmpiError:
     """Return one error for all failed ranks, from their descriptions by rank."""
     first = failed[min(failed)]
-    texts: dict[str, list[int]] = {}
-    for rank, result in failed.items():
-        texts.setdefault(result["text"], []).append(rank)
+    texts = group_ranks((rank, result["text"]) for rank, result in failed.items())
     if len(texts) == 1 and (len(failed) == size or list(failed) == [speaker]):
         text = first["text"]
     else:
@@ -390,11 +388,9 @@ def refuse_different(
                     f"{name_ranks(others)} of {len(of_ranks)} {_have(others)} not what rank 0 has"
                 )
             else:
-                holders: dict[str, list[int]] = {}
-                for rank, item in enumerate(of_ranks):
-                    holders.setdefault("nothing" if item is missing else show(item), []).append(
-                        rank
-                    )
+                holders = group_ranks(
+                    enumerate("nothing" if item is missing else show(item) for item in of_ranks)
+                )
                 result = "; ".join(
                     f"{name_ranks(ranks)} {_have(ranks)} {text}" for text, ranks in holders.items()
                 )

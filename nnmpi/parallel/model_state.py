@@ -41,7 +41,7 @@ from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
-from nnmpi.errors import CheckpointError, LayoutError, ShapeError
+from nnmpi.errors import CheckpointError, LayoutError, ShapeError, group_ranks
 from nnmpi.shard import Region
 
 
@@ -100,10 +100,7 @@ class ShardMap:
 
     def holders(self) -> dict[Region, list[int]]:
         """Return the distinct regions, each with its ranks."""
-        result: dict[Region, list[int]] = {}
-        for item in self.slices:
-            result.setdefault(item.region, []).append(item.rank)
-        return result
+        return group_ranks((item.rank, item.region) for item in self.slices)
 
 
 def shard_maps(

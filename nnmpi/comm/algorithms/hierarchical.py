@@ -29,6 +29,7 @@ from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
 from nnmpi.comm.collective import Chunks, Step
 from nnmpi.comm.machine import blocks
+from nnmpi.errors import group_ranks
 from nnmpi.shard import part
 
 
@@ -59,10 +60,7 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
 @lru_cache(maxsize=1)  # thousands of ranks call it in turn
 def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
     """Return each node's ranks; nodes in order of their first ranks."""
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
-    return members
+    return group_ranks(enumerate(nodes))
 
 
 def _among(

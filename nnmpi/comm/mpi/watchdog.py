@@ -37,7 +37,7 @@ from mpi4py import MPI
 from nnmpi.comm.mpi.shutdown import STALLED, abort, complain
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import printable
-from nnmpi.errors import name_ranks
+from nnmpi.errors import group_ranks, name_ranks
 
 PERIOD_S = 0.5
 LEAST_S = 1e-3  # reported seconds of a wait that has just begun: 0 means no wait
@@ -332,11 +332,10 @@ def _describe_wait(waiter: Any) -> str:
 
 
 def _by_activity(statuses: Mapping[int, RankStatus]) -> dict[str, list[int]]:
-    result: dict[str, list[int]] = {}
-    for rank, status in sorted(statuses.items()):
-        step = "" if status.step is None else f" (step {status.step})"
-        result.setdefault(status.activity + step, []).append(rank)
-    return result
+    return group_ranks(
+        (rank, status.activity + ("" if status.step is None else f" (step {status.step})"))
+        for rank, status in sorted(statuses.items())
+    )
 
 
 def _plural(ranks: list[int], singular: str, plural: str) -> str:
