@@ -415,24 +415,23 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     # pipedream keeps older versions of the weights
     stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0
 
-    def need(stage: int, offloaded: str | None = None) -> int:
-        ranks = mesh.replicas
+    def need(stage: int, offloaded: str | None) -> int:
         result = predict_bytes(
-            *(
-                arrangement.model,
-                stage,
-                ranks.rank,
-                ranks.size,
-                itemsize,
-                layout.state_arrays,
-                layout.unit_bytes,
-            ),
-            offloaded=layout.offload_state if offloaded is None else offloaded,
+            arrangement.model,
+            stage,
+            mesh.replicas.rank,
+            mesh.replicas.size,
+            itemsize,
+            layout.state_arrays,
+            layout.unit_bytes,
+            offloaded=offloaded,
         )
         return result.total + result.parameters * stashed
 
     stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
-    by_rank = mesh.world.gather([*(need(stage) for stage in stages), need(layout.zero, OPTIMIZER)])
+    by_rank = mesh.world.gather(
+        [*(need(stage, layout.offload_state) for stage in stages), need(layout.zero, OPTIMIZER)]
+    )
     needs = [int(rank_needs[0]) for rank_needs in by_rank]
     limit = layout.memory_limit
     if limit is None or max(needs) <= limit:

@@ -326,8 +326,14 @@ class Worker(Trainer):
         ranks, layout = arrangement.mesh.replicas, arrangement.layout
         once = isinstance(storage, ShardedStorage) and storage.is_node_shared
         predicted = predict_bytes(
-            *(self.model, layout.zero, ranks.rank, ranks.size, storage.dtype.itemsize),
-            *(len(self.optimizer.slots()), layout.unit_bytes, once),
+            self.model,
+            layout.zero,
+            ranks.rank,
+            ranks.size,
+            storage.dtype.itemsize,
+            len(self.optimizer.slots()),
+            layout.unit_bytes,
+            once,
             offloaded=layout.offload_state,
         )
         return {
