@@ -42,6 +42,12 @@ def split(n: int, parts: int) -> tuple[range, ...]:
     return tuple(part(n, parts, index) for index in range(parts))
 
 
+def common(one: range | slice, other: range | slice) -> range:
+    """Return the indices in both ranges."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
 def buckets(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
     """Group consecutive items up to a total size of `limit`; a larger item stands alone.
 

@@ -32,7 +32,7 @@ from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import convolve
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
-from nnmpi.shard import part
+from nnmpi.shard import common, part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import REPLICATED, rows
@@ -89,8 +89,8 @@ class Halo(Function):
         owned = [windows.owned(size, r) for r in range(size)]
         needs = [windows.needed(size, r) for r in range(size)]
         self.owned, self.needed = owned[rank], needs[rank]
-        self.lent = [_common(owned[rank], need) for need in needs]
-        self.borrowed = [_common(item, needs[rank]) for item in owned]
+        self.lent = [common(owned[rank], need) for need in needs]
+        self.borrowed = [common(item, needs[rank]) for item in owned]
 
     def forward(self, x: Array) -> Array:
         n, _, w, c = x.shape
@@ -137,11 +137,6 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
             " for the sample's shape"
         )
     return Halo(group, windows, value)(x)
-
-
-def _common(a: range, b: range) -> range:
-    first = max(a.start, b.start)
-    return range(first, max(min(a.stop, b.stop), first))
 
 
 def _rows(images: Array, rows: range, present: range) -> Array:

@@ -57,7 +57,7 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain, 
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
-from nnmpi.shard import buckets, part, split
+from nnmpi.shard import buckets, common, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
 COMMON = -1  # the unit of parameters that several units use
@@ -210,19 +210,17 @@ class ShardedStorage(FlatStorage):
         parameter.
         """
         local = self.slices[span.buffer]
-        common, length = _common(local, span), local.stop - local.start
-        at = min(max(common.start - local.start, 0), length)
-        return slice(at, at + len(common)), slice(
-            common.start - span.start, common.stop - span.start
+        own = common(local, range(span.start, span.stop))
+        return (
+            slice(own.start - local.start, own.stop - local.start),
+            slice(own.start - span.start, own.stop - span.start),
         )
 
     def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
         """See `FlatStorage.view`: this rank's part of a parameter."""
         local, in_parameter = self._part(span)
-        counts = [
-            len(_common(item, span))
-            for item in split(len(self._data[span.buffer]), self.ranks.size)
-        ]
+        parts = split(len(self._data[span.buffer]), self.ranks.size)
+        counts = [len(common(item, range(span.start, span.stop))) for item in parts]
         return ShardedArray(
             span.parameter.declared, flats[span.buffer][local], in_parameter, counts, self.ranks
         )
@@ -501,11 +499,6 @@ class ShardedStorage(FlatStorage):
         if self._group is not None:
             self._group.free()
             self._group = None
-
-
-def _common(local: slice | range, span: Span) -> range:
-    first, last = (min(max(end, span.start), span.stop) for end in (local.start, local.stop))
-    return range(first, last)
 
 
 def sharded(
