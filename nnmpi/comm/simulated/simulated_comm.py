@@ -592,12 +592,11 @@ class SimulatedComm:
         self, name: str, array: Buffer, local: Buffer, counts: Sequence[int]
     ) -> SimulatedRequest:
         def combine(by_rank: list[tuple[Buffer, Buffer]]) -> None:
-            begin = 0
-            for length, (_, part) in zip(counts, by_rank, strict=True):
-                part[...] = _total(
-                    [full.reshape(-1)[begin : begin + length] for full, _ in by_rank]
-                )
-                begin += length
+            total = _total([full for full, _ in by_rank])
+            for part, (_, own) in zip(
+                np.split(total, np.cumsum(counts)[:-1]), by_rank, strict=True
+            ):
+                own[...] = part
 
         return self._join(
             (name, tuple(counts), array.dtype.name),
