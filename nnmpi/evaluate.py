@@ -195,9 +195,10 @@ def main(words: Sequence[str], group: Group) -> None:
 def _data(run: Run, options: EvaluationConfig) -> Config:
     """Return the run's options with the data to evaluate; texts keep the run's tokenizer."""
     config, values = run.config, dict[str, Any]()
-    if options.data_dir is not None or options.dataset not in (None, config.data.dataset):
+    is_other = options.dataset not in (None, config.data.dataset)
+    if is_other or options.data_dir is not None:
         values["data_dir"] = options.data_dir
-    if options.dataset not in (None, config.data.dataset):
+    if is_other:
         values |= {"dataset": options.dataset, "augment": "none"}
         if str(options.dataset).endswith((".txt", ".txt.gz")):
             values["text_columns"] = ""  # the run's, if its text is a table, do not apply
