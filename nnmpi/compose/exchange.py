@@ -314,15 +314,15 @@ EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchan
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     """Return the first of EXCHANGES that fits a trainer and the memory. Collective."""
     notice = ""
-    for kind in EXCHANGES[:-1]:
+    for kind in EXCHANGES:
         if kind.fits(trainer, options):
             try:
-                return kind(trainer, options)
+                result = kind(trainer, options)
+                break
             except DeviceError as error:
                 if not kind.is_optional:
                     raise
                 notice = f"the update is not fused: {error}"
-    result = EXCHANGES[-1](trainer, options)
     result.notice = notice or result.notice
     return result
 
