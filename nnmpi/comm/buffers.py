@@ -127,11 +127,9 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
     """
     try:
         return array.reshape(-1).view(np.uint8)
-    except ValueError as error:
-        raise ShapeError(
-            f"the {array.shape} array with strides {array.strides} is not contiguous;"
-            " copy it with ascontiguousarray"
-        ) from error
+    except ValueError:
+        check_contiguous(array)
+        raise
 
 
 # Counts of MPI messages are 32-bit in most libraries. Half of that leaves room; one more message
