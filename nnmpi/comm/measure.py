@@ -5,7 +5,7 @@ measures seconds over bytes with the code that later runs the collectives; `time
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -214,22 +214,9 @@ def measure_curves(
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope extends to longer messages
-    return [
-        _curve({nbytes: float(item[i]) for nbytes, item in best.items()})
-        for i in range(len(medians))
-    ]
-
-
-def _curve(seconds: Mapping[int, float]) -> Curve:
-    """Return the curve through these points, lowered to any longer message's seconds.
-
-    More bytes do not take less time: the shorter message was disturbed.
-    """
-    least, points = float("inf"), []
-    for nbytes in sorted(seconds, reverse=True):
-        least = min(least, seconds[nbytes])
-        points.append((float(nbytes), least))
-    return Curve(tuple(reversed(points)))
+    # more bytes do not take less time: a message that took longer than a longer one was disturbed
+    least = np.minimum.accumulate([*best.values()][::-1])[::-1]
+    return [Curve(tuple(zip(best, seconds, strict=True))) for seconds in least.T.tolist()]
 
 
 def _messages(group: Group, nbytes: int) -> list[Refilled]:
