@@ -139,6 +139,11 @@ def write_atomically(file: Path, content: bytes) -> None:
     sync_folder(file.parent)
 
 
+def write_json(file: Path, value: Any) -> None:
+    """Replace a file's content by a JSON value; see `write_atomically`."""
+    write_atomically(file, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+
+
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it is synced and renamed when the body ends."""

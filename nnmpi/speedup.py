@@ -11,7 +11,6 @@ Each number of ranks is a training run of its own, started as a user would start
 data and logging are those of real runs.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from nnmpi.comm.duration import price
 from nnmpi.comm.fit import parse_network
 from nnmpi.command import flag_of, read_command, read_words, require, say
 from nnmpi.errors import LaunchError, UsageError, counted, raised_as
-from nnmpi.files import write_atomically
+from nnmpi.files import write_json
 from nnmpi.launching import find_launcher
 from nnmpi.pages.picture import new_figure, save_figure
 from nnmpi.train.config import OptimizationConfig, all_options
@@ -128,12 +127,9 @@ def main(words: Sequence[str]) -> str:
             flush=True,
         )
     if options.json is not None:
-        text = json.dumps(
-            [{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows],
-            indent=1,
-        )
+        numbers = [{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows]
         with raised_as(UsageError, f"{options.json} cannot be written"):
-            write_atomically(options.json, f"{text}\n".encode())
+            write_json(options.json, numbers)
     if options.plot is not None:
         _draw(figure, rows, options.plot)
     return _table(rows)

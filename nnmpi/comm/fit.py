@@ -8,7 +8,6 @@ measurement. MPI's native all-reduce and the one through shared memory have no v
 seconds are measured at several lengths.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.errors import UsageError, counted
-from nnmpi.files import cache_folder, foreign, read_json, rebuilt, write_atomically
+from nnmpi.files import cache_folder, foreign, read_json, rebuilt, write_json
 from nnmpi.units import format_bytes, format_seconds, parse_settings
 
 FORMAT = 2
@@ -125,7 +124,7 @@ def save_fit(fit: Fit, file: Path) -> None:
         OSError: when it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(fit.to_json(), indent=1).encode() + b"\n")
+    write_json(file, fit.to_json())
 
 
 def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:

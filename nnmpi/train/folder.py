@@ -37,7 +37,7 @@ from nnmpi.files import (
     foreign,
     read_json,
     sync_folder,
-    write_atomically,
+    write_json,
 )
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
@@ -113,9 +113,8 @@ class RunFolder:
             UsageError: when it cannot be written.
         """
         self.make()
-        text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
         with self._explain_errors():
-            write_atomically(self.config, text.encode() + b"\n")
+            write_json(self.config, flatten(config) | {"resume": None})
 
     def note_start(
         self,

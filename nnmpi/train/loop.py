@@ -17,7 +17,6 @@ the end writes finished.json and the summary.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +48,7 @@ from nnmpi.errors import (
     raised_as,
     shortened,
 )
-from nnmpi.files import locked, read_json, write_atomically
+from nnmpi.files import locked, read_json, write_json
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import dropout_of, heads_of
 from nnmpi.train.checkpoint import (
@@ -563,7 +562,7 @@ def _finish(
                 **{name: value if isfinite(value) else None for name, value in numbers.items()},
                 "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
             }
-            write_atomically(folder.finished, json.dumps(proof, indent=1).encode() + b"\n")
+            write_json(folder.finished, proof)
 
     on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends

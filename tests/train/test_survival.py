@@ -19,7 +19,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CommError
 from nnmpi.parallel.server import ParameterServer
 from nnmpi.run import Supervisor
-from nnmpi.train import checkpoint, folder, loop, metrics
+from nnmpi.train import checkpoint, loop, metrics
 from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter
 from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import draw_faults, quick_trainings, survive, undisturbed
@@ -172,7 +172,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
         (CheckpointWriter, "begin", begin_in_place),
         (CheckpointWriter, "finish", finish_in_place),
     ],
-    "config.json is written in place": [(folder, "write_atomically", files.write_synced)],
+    "config.json is written in place": [(files, "write_atomically", files.write_synced)],
     "metrics are not brought to the disk before a checkpoint": [
         (metrics.MetricsRecorder, "sync", lambda recorder: None)
     ],

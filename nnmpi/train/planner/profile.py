@@ -37,7 +37,7 @@ from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError, UsageError
-from nnmpi.files import cache_folder, read_json, rebuilt, write_atomically
+from nnmpi.files import cache_folder, read_json, rebuilt, write_json
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
@@ -168,7 +168,7 @@ def take_profile(
         try:
             file = cache_folder() / f"profile-{digest}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps({"key": key, **profile.to_json()}).encode())
+            write_json(file, {"key": key, **profile.to_json()})
         except (OSError, UsageError) as error:  # such as no home folder: measured in each run
             say(f"the profile cannot be kept: {error}")
 
