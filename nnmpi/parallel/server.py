@@ -207,12 +207,10 @@ class ParameterServer:
         self._pending.clear()
         if not pushes:
             return
-        for push, grads in pushes:
-            for total, array in zip(self._sums, grads, strict=True):
-                if push is pushes[0][0]:
-                    total[...] = array
-                else:
-                    namespace(total).add(total, array, out=total)
+        for total, first, *others in zip(self._sums, *(grads for _, grads in pushes), strict=True):
+            total[...] = first
+            for array in others:
+                total += array
         targets = Counter[int]()  # integers, whose sum is exact
         for push, _ in pushes:
             targets[push.global_targets] += push.targets
@@ -226,7 +224,7 @@ class ParameterServer:
         )
         if share != 1.0:
             for total in self._sums:
-                namespace(total).divide(total, share, out=total)
+                total /= share
         self.optimizer.lr = lr * share
         with timeline.span("update of the server", "update", timeline.REDUCE):
             self.optimizer.update(self._blocks, self._storage.frozen())

@@ -42,7 +42,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
@@ -337,7 +337,7 @@ class ShardedStorage(FlatStorage):
                 counts = [len(item) for item in split(full.size, self.ranks.size)]
                 arrived = self._group.reduce_scatter_v(full, counts)
         if self.stage > 1 and not fresh:
-            namespace(target).add(target, arrived, out=target)
+            target += arrived
         elif arrived is not target:
             target[...] = arrived
 
