@@ -176,35 +176,26 @@ class Executor:
         synchronous_sends: bool = False,
     ) -> None:
         self._caller = caller
+        layout, mesh = arrangement.layout, arrangement.mesh
         self._sequence = arrangement.sequence
-        self._world = arrangement.mesh.world.comm.world
+        self._world = mesh.world.comm.world
         self._replay, self._cuts_classes = replay, arrangement.classes > 0
-        self._label, self._passes, self._messages = "", 0, None
+        self._passes, self._messages = 0, None
+        self._label = f"d{mesh.coordinates.d}t{mesh.coordinates.t}" + (
+            f"s{mesh.coordinates.s}" if mesh.sp.size > 1 else ""
+        )
         self._boundaries: dict[int, StageBoundary] = {}
-        self._home = arrangement.layout.home
-        if not arrangement.stages:
-            self.rank, self.ranks, self.count = 0, 1, 1
-            self._schedule: Generator = SERIAL
-            self.stages = {
-                0: Stage(
-                    lambda tensors, _, m: (
-                        [caller.run_uncut(self._to_sharded(tensors[0]), m)],
-                        True,
-                    ),
-                    caller.mode,
-                )
-            }
-        else:
-            group, coordinates = arrangement.mesh.pp, arrangement.mesh.coordinates
-            self.rank, self.ranks, self.count = group.rank, group.size, len(arrangement.cuts)
-            self._schedule = arrangement.layout.schedule
+        self.rank, self.ranks = mesh.pp.rank, mesh.pp.size
+        self.count = len(arrangement.cuts) or 1
+        self._home = layout.home
+        self._schedule: Generator = SERIAL
+        self.stages = {0: Stage(self._run_uncut, caller.mode)}
+        if arrangement.stages:
+            self._schedule = layout.schedule
             self.stages = {
                 number: self._make_stage(arrangement, number) for number in arrangement.stages
             }
-            self._label = f"d{coordinates.d}t{coordinates.t}" + (
-                f"s{coordinates.s}" if arrangement.mesh.sp.size > 1 else ""
-            )
-            self._messages = Messages(group, synchronous_sends)
+            self._messages = Messages(mesh.pp, synchronous_sends)
             boundaries = {
                 s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
             }
@@ -230,6 +221,11 @@ class Executor:
             Kind.REDUCE: partial(record_call, self._caller.reduce),
             Kind.STEP: partial(record_call, self._caller.step),
         }
+
+    def _run_uncut(
+        self, tensors: Sequence[Tensor], single: bool, microbatch: int
+    ) -> tuple[list[Tensor], bool]:
+        return [self._caller.run_uncut(self._to_sharded(tensors[0]), microbatch)], True
 
     def _make_stage(self, arrangement: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
