@@ -155,18 +155,8 @@ def _measure(
     more += ["--simulate", str(ranks)] if options.simulate else []
     with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as folder:
         run = Path(folder) / "run"
-        command = [
-            *start,
-            sys.executable,
-            "-m",
-            "nnmpi.train",
-            "--log-every",
-            "5",
-            "--eval-every",
-            "0",
-            "--quiet",
-        ]
-        command += [*words, *more, "--out", str(run)]
+        program = ["-m", "nnmpi.train", "--log-every", "5", "--eval-every", "0", "--quiet"]
+        command = [*start, sys.executable, *program, *words, *more, "--out", str(run)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             text = [line for line in ran.stderr.splitlines() if line.strip()] or ["no output"]

@@ -19,7 +19,7 @@ from nnmpi.command import flag_of, require
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.losses import ERRORS, SumCrossEntropy, vocabulary_of
+from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom
@@ -343,7 +343,7 @@ def build_trainer(
         "backend": backend,
         "slow": sync.slowness(config.run.seed),
     }
-    if is_custom(options.loss) or options.loss in ERRORS:
+    if options.loss != CROSS_ENTROPY:
         common["loss"] = load_custom(options.loss, "--loss", "(logits, labels)")
     else:
         common["loss"] = SumCrossEntropy(where, options.label_smoothing)

@@ -224,8 +224,8 @@ class Loop:
                 self.report = self._evaluate()
                 if run.config.run.keep_best:
                     before, self.state = self.state, self._with_best(self.report)
-                    # a new best: save again, so that `best` names the checkpoint
-                    self._saved_step = self._saved_step if self.state == before else -1
+                    if self.state != before:
+                        self._saved_step = -1  # save again, so that `best` names the checkpoint
                 self._save()
                 self._saver.wait()
             except KeyboardInterrupt:  # a second SIGINT: end without waiting for the other ranks
