@@ -88,6 +88,10 @@ class Communicator:
             self._nodes = [numbers.index(rank) for rank in firsts]
         return self._nodes
 
+    def on_one_node(self) -> bool:
+        """Return whether all ranks are on one node. Collective the first time."""
+        return len(set(self.nodes())) == 1
+
     def local_rank(self) -> int:
         """Return this rank's number among those on its node. Collective the first time."""
         nodes = self.nodes()

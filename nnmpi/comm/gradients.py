@@ -154,7 +154,7 @@ class BucketExchange:
             # Inside a node the core that copies messages is the one that computes, unless a device
             # computes.
             on_device = any(is_device(buffer) for buffer in buffers)
-            overlap = group.size > 1 and (on_device or len(set(group.nodes())) > 1)
+            overlap = group.size > 1 and (on_device or not group.on_one_node())
         self.overlap = overlap
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else UNLIMITED_BYTES

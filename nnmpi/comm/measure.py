@@ -61,7 +61,7 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
     say("messages inside a node")
     inside = _links(group, local, local.size > 1, share)
     say("messages between nodes")
-    several = len(set(group.nodes())) > 1
+    several = not group.on_one_node()
     across = _links(group, leaders, several and local.rank == 0, share)
     say("adding")
     add = measure_curves(group, _adding, SIZES, share / 2)[0]
@@ -271,7 +271,7 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
     by_rank = np.empty((group.size, *local.shape))
     group.comm.allgather(local, by_rank)
     begin, end = by_rank[..., 0], by_rank[..., 1]
-    if len(set(group.nodes())) == 1:
+    if group.on_one_node():
         return end.max(axis=0) - begin.max(axis=0)
     return (end - begin).max(axis=0)
 

@@ -362,9 +362,7 @@ class ShardedStorage(FlatStorage):
         """
         self._group = group
         one_node = (
-            len(set(group.nodes())) == 1
-            and not any(map(is_device, self._data))
-            and self._store is None
+            group.on_one_node() and not any(map(is_device, self._data)) and self._store is None
         )
         names = (AUTO, NATIVE, "ring", "tree", *([SHARED] if one_node else []))
         if algorithm not in names:
