@@ -189,9 +189,7 @@ def check_ordinary(file: Path) -> None:
 
 
 @contextmanager
-def foreign(
-    file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot be read"
-) -> Iterator[None]:
+def foreign(file: Path, kind: type[NnmpiError], what: str = "cannot be read") -> Iterator[None]:
     """Turn any error of a library about a user's file into "FILE: WHAT (its reason)".
 
     Catches BaseException: the panics of libraries in Rust are not subclasses of Exception.

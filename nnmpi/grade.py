@@ -409,7 +409,7 @@ def grade_class(
         return list(pool.map(grade_in_process, submissions))
 
 
-def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list[Path]:
+def find_submissions(assignment: Assignment, path: Path, kind: str) -> list[Path]:
     """Return the submissions of a path: itself, or all entries of a class's folder.
 
     Args:

@@ -241,7 +241,7 @@ class Execution(Stages):
         DtypeError: see `check_buffer`.
     """
 
-    def __init__(self, steps: Sequence[Step], array: Buffer, comm: Comm, tag: int = 0) -> None:
+    def __init__(self, steps: Sequence[Step], array: Buffer, comm: Comm, tag: int) -> None:
         computed = _check(array)
         chunks, xp = split(array.size, comm.size), namespace(array)
         longest = max(

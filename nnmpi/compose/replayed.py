@@ -54,7 +54,7 @@ class Replay(Compiled):
         replays: the number of replayed passes.
     """
 
-    def __init__(self, model: Module, refusal: str = "") -> None:
+    def __init__(self, model: Module, refusal: str) -> None:
         super().__init__(lambda: None)
         self._model, self._reason = model, refusal
         self._refused = bool(self._reason)
@@ -72,9 +72,7 @@ class Replay(Compiled):
         """The memory that recordings hold between two passes, in bytes."""
         return self.pool.size_bytes
 
-    def run_or_replay(
-        self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str = ""
-    ) -> None:
+    def run_or_replay(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
 
         Args:

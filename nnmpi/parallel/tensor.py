@@ -132,7 +132,7 @@ def place(layer: Module, context: LayerContext) -> Placed:
     )
 
 
-def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
+def assumed_placement(layer: Module, sharding: Sharding, units: Units | None) -> Placement:
     """Return a layer's input placement in a custom module, as its sharding implies."""
     if isinstance(layer, Linear | Conv2d) and sharding is Sharding.ROW:
         inputs = layer.weight.shape[PRODUCTS[type(layer)].inputs]

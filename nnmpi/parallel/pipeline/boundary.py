@@ -176,7 +176,7 @@ class StageBoundary:
             )
         return self._send(values.arrays, self._forward_tag, waits)
 
-    def expect(self, key: InputKey, back: bool = False) -> Callable[[], BoundaryArrays]:
+    def expect(self, key: InputKey, back: bool) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's activation early; calling the result waits for it.
 
         Without a header for such an input yet, nothing can be posted before the wait.
@@ -212,7 +212,7 @@ class StageBoundary:
 
     # ---- backward ----
 
-    def send_back(self, grads: Sequence[Array], waits: bool = False) -> list[Array]:
+    def send_back(self, grads: Sequence[Array], waits: bool) -> list[Array]:
         """Send the gradients of the activations that need one; `waits` as in `send`."""
         return self._send(grads, self._backward_tag, waits)
 

@@ -203,7 +203,7 @@ class RingAttention:
         return room(k), room(v)
 
     def visible(
-        self, source: int, causal: bool, drop: AttentionDropout | None = None
+        self, source: int, causal: bool, drop: AttentionDropout | None
     ) -> Iterator[tuple[slice, slice, KeyBlock]]:
         """Yield slices of this rank's queries, and of a rank's keys to which they may attend."""
         for queries, rows in _slices(self._ranges[self._group.rank]):

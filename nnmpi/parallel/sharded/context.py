@@ -180,7 +180,7 @@ class LayerContext:
         placement.check_known(self.group.size)
         return partial(redistribute, way, group=self.group, placement=placement)
 
-    def gather_for_sharded_weights(self, features: int | None = None) -> Redistribute:
+    def gather_for_sharded_weights(self, features: int) -> Redistribute:
         """Return the all-gather before sharded work; its backward is a reduce-scatter."""
         return self.to_replicated(features, "gather_summing_grads")
 
