@@ -433,10 +433,11 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         [*(need(stage, layout.offload_state) for stage in stages), need(layout.zero, OPTIMIZER)]
     )
     needs = [int(rank_needs[0]) for rank_needs in by_rank]
+    *largest, out = map(max, zip(*by_rank, strict=True))
     limit = layout.memory_limit
-    if limit is None or max(needs) <= limit:
+    if limit is None or largest[0] <= limit:
         return
-    worst = needs.index(max(needs))
+    worst = needs.index(largest[0])
     full = sum(
         needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size)
     )
@@ -446,20 +447,11 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         if arrangement.cuts and layout.split != AUTO
         else ""
     )
-    largest = {
-        stage: max(rank_needs[i] for rank_needs in by_rank) for i, stage in enumerate(stages)
-    }
-    fits = (
-        []
-        if layout.fixed or layout.asynchronous
-        else [stage for stage in stages[1:] if largest[stage] <= limit]
-    )
-    advice = (
-        [f"share it out with zero {fits[0]}, which needs {format_bytes(largest[fits[0]])}"]
-        if fits
-        else []
-    )
-    out = max(rank_needs[-1] for rank_needs in by_rank)
+    advice = []
+    fits = [(stage, size) for stage, size in zip(stages, largest, strict=True) if size <= limit]
+    if fits and not (layout.fixed or layout.asynchronous):
+        stage, size = fits[0]
+        advice.append(f"share it out with zero {stage}, which needs {format_bytes(size)}")
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(
             "offload the optimizer's state with offload-state optimizer, which then needs"
