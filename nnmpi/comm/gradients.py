@@ -194,7 +194,7 @@ class BucketExchange:
         ]
         self._sums = [pending for pending, _ in bound]
         self.choices = tuple(choice for _, choice in bound)
-        self._bytes = sum(part.nbytes for part in parts)
+        self._bytes = sum(self._lengths)
         self._predicted_s = sum(choice.predicted_s for choice in self.choices)
         self._home = {
             span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans

@@ -48,6 +48,7 @@ from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, UsageError, raised_as
 from nnmpi.exercise.child import show
 from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
+from nnmpi.launcher import VARIABLES
 
 LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
@@ -172,14 +173,13 @@ class Solution:
             }
             begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **folders})
             names = os.environ.keys() & {"SYSTEMROOT", "LD_LIBRARY_PATH"}
-            threads = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
             process = Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", begin],
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=DEVNULL,
                 cwd=LIBRARY,
-                env={name: os.environ[name] for name in names} | dict.fromkeys(threads, "1"),
+                env={name: os.environ[name] for name in names} | dict.fromkeys(VARIABLES, "1"),
                 start_new_session=True,
             )
             assert process.stdout is not None and process.stdin is not None

@@ -312,14 +312,14 @@ def open_run(
     """
     backend = numpy_backend() if backend is None else backend
     config = assemble(on_root(group, lambda: flatten(_read_config(folder, trust))))
-    is_run = config.model.pretrained != folder
+    is_run, files = config.model.pretrained != folder, RunFolder(folder)
     with agreed(group):
         check_positions(config.model, layout.sp)
         if best and not is_run:
             raise UsageError(
                 f"{folder}: a model in Hugging Face's files has no best weights; leave --best out"
             )
-    last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None
+    last = find(files, group, writes=False, best=best) if is_run else None
     if last is None and is_run:
         raise CheckpointError(
             f"{folder} has no checkpoint yet; wait for one, or continue training with --resume"
@@ -348,15 +348,13 @@ def open_run(
             _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
         elif last is not None:
             model_state(where.model, group, where).scatter(*source_of(last.model))
-    path = RunFolder(folder).tokenizer if is_run else folder
+    path = files.tokenizer if is_run else folder
     with agreed(group):  # without a file there is none: the samples were tokens already
         tokenizer = (
             load_tokenizer(path) if group.is_root and find_tokenizer(path) is not None else None
         )
     step = None if last is None else last.values["step"]
-    return Run(
-        config, group, backend, RunFolder(folder), signature, tokenizer, where.model, where, step
-    )
+    return Run(config, group, backend, files, signature, tokenizer, where.model, where, step)
 
 
 def _load_torch(
