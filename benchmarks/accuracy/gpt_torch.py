@@ -21,6 +21,7 @@ from transformers import GPT2LMHeadModel
 from nnmpi.comm.mpi.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.mesh import Mesh
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of
 from nnmpi.train.config import Config, assemble, flatten
@@ -84,9 +85,9 @@ def main() -> None:
             f"{arguments.run} is no run of gpt with adamw, and without dropout and --microbatches"
         )
     torch.set_num_threads(arguments.threads)
-    inputs = load_inputs(config, start(), print, (0, 1))
+    inputs = load_inputs(config, start(), print, Mesh())
     extent = build_extent(recipe, inputs)
-    rate = build_schedule(recipe, extent, inputs.batch_size)
+    rate = build_schedule(recipe, extent)
     model = twin(config, inputs)
     decay = 0.01 if recipe.weight_decay is None else recipe.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=decay)

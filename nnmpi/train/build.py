@@ -385,8 +385,7 @@ def trial_run(
         NnmpiError: on all ranks, when the layout is impossible.
     """
     mesh = find_mesh(group, layout)
-    replica = mesh.coordinates(group.rank).d, mesh.dp
-    inputs = load_inputs(config, group, lambda _: None, replica, mesh.pp, samples)
+    inputs = load_inputs(config, group, lambda _: None, mesh, samples)
     model = build_full_model(config, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     if not isinstance(trainer, Worker):

@@ -24,6 +24,7 @@ from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepar
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.errors import UsageError, counted
+from nnmpi.mesh import Mesh
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
 from nnmpi.train.signature import ModelSignature, versions
@@ -115,8 +116,7 @@ def load_inputs(
     config: Config,
     group: Group,
     say: Callable[[str], None],
-    replica: tuple[int, int],
-    stages: int = 1,
+    mesh: Mesh,
     samples: tuple[Samples, Samples] | None = None,
 ) -> Inputs:
     """Return the inputs of this rank. Collective; see `load_samples`.
@@ -125,8 +125,7 @@ def load_inputs(
         config: of the run.
         group: all ranks of the run.
         say: called with a sentence when a transfer begins.
-        replica: this rank's replica, and the number of replicas.
-        stages: ranks of the pipeline; more make more microbatches.
+        mesh: of the ranks: replicas share each batch; a longer pipeline has more microbatches.
         samples: the result of `load_samples`; None to call it.
 
     Raises:
@@ -141,8 +140,8 @@ def load_inputs(
             )
         batch_size = config.optimization.rows(len(train))
         with _prefixed("--partition"):
-            check_partition(len(train), data.partition, replica[1])
-        parts = count_microbatches(config, stages, batch_size)
+            check_partition(len(train), data.partition, mesh.dp)
+        parts = count_microbatches(config, mesh.pp, batch_size)
         normalize: Normalize | None = None
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
             normalize = once(("normalize", repr(config)), partial(Normalize.fit, train))
@@ -159,8 +158,8 @@ def load_inputs(
                 dataset,
                 min(batch_size, len(dataset)),
                 seed=run.seed,
-                rank=replica[0],
-                world=replica[1],
+                rank=mesh.coordinates(group.rank).d,
+                world=mesh.dp,
                 microbatches=parts if training else 1,
                 whole_microbatches=training and config.parallel.reduction == "fixed",
                 shuffle=training,

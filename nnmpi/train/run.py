@@ -215,8 +215,7 @@ def set_up(
     layout, mesh = find_layout(config, group)
     config.sync.rule.check(group.size)
     config.sync.slowness(config.run.seed).check(group.size)
-    replica = (mesh.coordinates(group.rank).d, mesh.dp)
-    inputs = load_inputs(config, group, say, replica, mesh.pp)
+    inputs = load_inputs(config, group, say, mesh)
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent)

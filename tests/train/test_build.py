@@ -12,6 +12,7 @@ from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError
+from nnmpi.mesh import Mesh
 from nnmpi.optim.adaptive import Adam, AdamW
 from nnmpi.optim.updates import SGD
 from nnmpi.tensor.tensor import Tensor
@@ -68,7 +69,7 @@ def test_optimizers_get_their_options() -> None:
 def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
-    inputs = load_inputs(Config(), group, lambda _: None, (0, 1))
+    inputs = load_inputs(Config(), group, lambda _: None, Mesh())
 
     def options(config: Config) -> dict[str, Any]:
         model = build.build_full_model(config, inputs.train, numpy_backend(), group)
@@ -96,7 +97,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
 
 def test_the_loaders_get_their_options(group: Group) -> None:
     def inputs(**options: Any) -> Any:
-        return load_inputs(assemble(options), group, lambda _: None, (0, 1))
+        return load_inputs(assemble(options), group, lambda _: None, Mesh())
 
     plain = inputs()
     assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (
@@ -135,7 +136,7 @@ def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(
 ) -> None:
     def inputs(**options: Any) -> Any:
         return load_inputs(
-            assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, (0, 1)
+            assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, Mesh()
         )
 
     each_time = inputs(dtype="float64")  # data sets hold float32
@@ -170,7 +171,7 @@ def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
 
 
 def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
-    inputs = load_inputs(Config(), group, lambda _: None, (0, 1))
+    inputs = load_inputs(Config(), group, lambda _: None, Mesh())
     assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12, 135)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135
@@ -187,7 +188,7 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
     def program(group: Group) -> None:
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
         first, second, third = (
-            load_inputs(item, group, lambda _: None, (0, 1)) for item in (iris, digits, iris)
+            load_inputs(item, group, lambda _: None, Mesh(dp=2)) for item in (iris, digits, iris)
         )
         assert (len(first.train), len(second.train)) == (120, 1438)
         assert first.signature.sample_shape != second.signature.sample_shape
