@@ -160,7 +160,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     parts = min(config.parallel.microbatches or 1, batch)
     config = config.having(microbatches=parts)
     with agreed(group):
-        layout = build_layout(config.parallel, config.optimization, config.model)
+        layout = build_layout(config)
     backend = take_backend(config.run.backend, group)
     with explain_errors(backend):
         actual, header = run(config, trial.steps, dataset, group, layout, backend)

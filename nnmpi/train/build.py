@@ -47,7 +47,6 @@ from nnmpi.train.config import (
     Config,
     ModelConfig,
     OptimizationConfig,
-    ParallelConfig,
     non_defaults,
 )
 from nnmpi.train.inputs import Inputs, load_inputs
@@ -257,17 +256,18 @@ def build_optimizer(
     )
 
 
-def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelConfig) -> Layout:
+def build_layout(config: Config) -> Layout:
     """Return the layout of the options.
 
     Raises:
         UsageError: for values that exclude each other.
     """
-    dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (config.dp, config.pp, config.tp))
-    schedule = load_custom(config.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    shared: dict[str, Any] = {name: getattr(config, name) for name in SHARED.split()}
-    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=rule.state_arrays, **shared)
-    return choose_attention(layout, model)
+    given, arrays = config.parallel, config.optimization.state_arrays
+    dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (given.dp, given.pp, given.tp))
+    schedule = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    shared: dict[str, Any] = {name: getattr(given, name) for name in SHARED.split()}
+    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=arrays, **shared)
+    return choose_attention(layout, config.model)
 
 
 def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
@@ -407,7 +407,7 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
             options exclude each other.
     """
     with agreed(group):
-        layout = build_layout(config.parallel, config.optimization, config.model)
+        layout = build_layout(config)
     mesh = find_mesh(group, layout)
     for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
         # a resumed run may have had a pipeline before: its options are ignored then
