@@ -535,7 +535,7 @@ class SimulatedComm:
 
     def barrier(self) -> None:
         """Return when all ranks have entered the barrier."""
-        self.wait_all([self._join(("barrier",), None, 0, lambda by_rank: None)])
+        self._exchange("barrier", None, lambda by_rank: None)
 
     def _reduce(self, name: str, array: Buffer) -> SimulatedRequest:
         """Sum over the ranks, in their order."""
@@ -705,7 +705,7 @@ class SimulatedComm:
         self,
         name: str,
         value: Any,
-        make: Callable[[list[Any]], Sequence[Any]],
+        make: Callable[[list[Any]], Any],
         *words: Any,
         nbytes: int = 0,
     ) -> Any:
