@@ -48,7 +48,7 @@ class SimulatedWorld:
         self,
         board: MessageBoard,
         local: SimulatedRank,
-        comm_type: type[SimulatedComm] = SimulatedComm,
+        comm_type: type[SimulatedComm],
     ) -> None:
         self._scheduler, self._local, self._made = board.scheduler, local, board.made
         self.machine: Machine | None = board.machine
