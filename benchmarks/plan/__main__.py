@@ -79,7 +79,7 @@ def run(words, group, count, rounds, say):
         rows = {item.candidate: row_of(item) for item in chosen}
         for _ in range(rounds):
             for element in chosen:
-                with ready(workload, element.options(), None, group, backend) as (worker, batches):
+                with ready(workload, element.options(), group, backend) as (worker, batches):
                     took_s = typical_s(
                         group,
                         lambda batch, local=worker: local.step(batch, lr=0.0),

@@ -221,7 +221,7 @@ def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
     work = workload()
 
     def run(group: Group) -> dict[str, int]:
-        with ready(work, one.options(), 4, group, numpy_backend()) as (worker, _):
+        with ready(work, one.options() | {"batch_size": 4}, group, numpy_backend()) as (worker, _):
             return dict(worker.ledger.report().held)
 
     result, text = simulate(run, 2), pricer(2, 1).memory(one)
@@ -241,7 +241,7 @@ def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> 
     options = {**item.options(), "split": tuple(map(len, priced.shapes.cuts(2, 1)))}
 
     def run(group: Group) -> int:
-        with ready(work, options, None, group, numpy_backend()) as (worker, _):
+        with ready(work, options, group, numpy_backend()) as (worker, _):
             return worker.ledger.report().peaks[ACTIVATIONS]
 
     counted = max(simulate(run, 2, cpu_factor=0.0))

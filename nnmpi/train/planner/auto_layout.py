@@ -158,5 +158,5 @@ def time_layout(
     workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
 ) -> float:
     """Return the seconds of a step of a layout. Collective."""
-    with ready(workload, options, None, group, backend) as (worker, batches):
+    with ready(workload, options, group, backend) as (worker, batches):
         return typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

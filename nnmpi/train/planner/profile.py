@@ -233,7 +233,7 @@ def measure(
 def _measure_replica(
     workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
 ) -> StepCost:
-    with ready(workload, {}, rows, alone, backend) as (worker, batches):
+    with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
         step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
         update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
         activations = worker.ledger.report().peaks[ACTIVATIONS]
@@ -246,7 +246,8 @@ def _measure_share(
     """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
 
     def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
-        with ready(workload, {"tp": tp, "sp": sp}, rows, local, backend) as (worker, batches):
+        options = {"tp": tp, "sp": sp, "batch_size": rows}
+        with ready(workload, options, local, backend) as (worker, batches):
             timeline = Timeline()
             with recording(timeline):
                 worker.step(next(batches), lr=0.0)
@@ -271,20 +272,17 @@ def _measure_share(
 
 @contextmanager
 def ready(
-    workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
+    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
     """Yield a warmed-up trainer of a workload in a layout, with batches; see `trial_run`.
 
     Args:
         workload: to train.
-        options: of the layout.
-        rows: of a batch; None for the run's.
+        options: of the layout and the batch, in place of the run's.
         group: all ranks.
         backend: of this rank.
     """
     config = workload.config.having(**options, layout="given")
-    if rows is not None:
-        config = config.having(batch_size=rows)
     layout, _ = find_layout(config, group)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
