@@ -97,8 +97,7 @@ class Planes:
         xp = self._xp
         masks = self._masks[: out.size].reshape(out.shape)
         xp.equal(winner, self._numbers, out=masks)
-        xp.copyto(out, masks)  # first: NumPy converts a product of bool and float in small pieces
-        xp.multiply(out, grad, out=out)
+        _select(xp, masks, grad, out)
 
 
 def rectify(xp: Any, x: Array, out: Array, limit: float = 0.0) -> None:
@@ -119,9 +118,18 @@ def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
     for part in row_blocks(values):
         positive = mask[: len(values[part])]
         xp.greater(values[part], constant(xp, 0, y.dtype), out=positive)
-        # first: NumPy converts a product of bool and float in small pieces
-        xp.copyto(result[part], positive)
-        xp.multiply(result[part], grads[part], out=result[part])
+        _select(xp, positive, grads[part], result[part])
+
+
+def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:
+    """Write the values where the mask holds, 0 elsewhere; all contiguous.
+
+    It is a product of integers, since 0 * infinity would be NaN. A masked copy is ten times slower.
+    """
+    kind = f"u{out.itemsize}"
+    bits = out.view(kind)
+    xp.copyto(bits, mask)  # first: NumPy converts a product of bool and integer in small pieces
+    xp.multiply(bits, values.view(kind), out=bits)
 
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:

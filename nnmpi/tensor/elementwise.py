@@ -128,9 +128,10 @@ class Extremum(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
-        first = xp.greater(a, b) if self.largest else xp.less(a, b)
-        share = xp.add(first, xp.multiply(xp.equal(a, b), grad.dtype.type(0.5)))
-        return xp.multiply(grad, share), xp.multiply(grad, xp.subtract(1, share))
+        loses = xp.less if self.largest else xp.greater
+        share = xp.where(xp.equal(a, b), xp.multiply(grad, 0.5), grad)
+        # not a product with the condition: 0 * inf would be NaN
+        return xp.where(loses(a, b), 0, share), xp.where(loses(b, a), 0, share)
 
 
 class Where(Elementwise):
@@ -164,4 +165,4 @@ class Clip(Elementwise):
         return y
 
     def backward(self, grad: Array) -> Grads:
-        return (self.xp.multiply(grad, self.saved[0]),)
+        return (self.xp.where(self.saved[0], grad, 0),)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import jit, ops
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, maximum
 
 FUNCTIONS = {
     "relu": (ops.relu, lambda x: max(x, 0.0)),
@@ -77,6 +77,24 @@ def test_kinks():
         x = Tensor(np.array([-1.0, 0.0, 1.0]), requires_grad=True)
         function(x).sum().backward()
         np.testing.assert_array_equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ops.relu,
+        lambda x: ops.linear_relu(x, Tensor(np.eye(3))),
+        lambda x: ops.conv_relu(x.reshape(1, 1, 3, 1), Tensor(np.ones((1, 1, 1, 1)))),
+        lambda x: x.clip(0),
+        lambda x: maximum(x, 0.0),
+    ],
+)
+def test_infinite_gradient(function):
+    """Where a derivative is 0 the gradient is 0, also that of the square root at 0."""
+    x = Tensor(np.array([[-1.0, -2.0, 4.0]]), requires_grad=True)
+    with np.errstate(divide="ignore"):
+        function(x).sqrt().sum().backward()
+    assert x.grad.tolist() == [[0, 0, 0.25]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

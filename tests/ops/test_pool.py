@@ -82,6 +82,13 @@ def test_the_border_never_wins():
     assert (max_pool2d(x * np.inf, 3, 1, 1).data == -np.inf).all()
 
 
+def test_infinite_gradient():
+    """It reaches the largest element alone."""
+    x = Tensor(np.array([1.0, 2, 3, 4]).reshape(1, 1, 4, 1), requires_grad=True)
+    max_pool2d(x, (1, 2)).backward(np.array([np.inf, 1]).reshape(1, 1, 2, 1))
+    assert x.grad.ravel().tolist() == [0, np.inf, 0, 1]
+
+
 def test_nan_is_not_hidden():
     """Every window that holds it is NaN, and no other."""
     values = np.zeros((1, 4, 4, 1))
