@@ -190,30 +190,27 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual", "off"),
-    [("gpipe", 1, 0.1), ("1f1b", 1, 0.1), ("zero-bubble", 1, 0.15), ("interleaved", 2, 0.15)]
-    + [(name, 2, 0.05 if name == "zb-v" else 0.15) for name in TURNING],
+    ("name", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)]
+    + [(name, 2) for name in TURNING],
 )
-def test_a_pipeline_takes_about_what_its_simulation_takes(
-    name: str, virtual: int, off: float, monkeypatch: pytest.MonkeyPatch
+def test_a_pipeline_takes_what_its_simulation_takes(
+    name: str, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Between nodes most of it is waiting for messages, in every microbatch."""
     monkeypatch.setattr(prices, "END_S", 0.0)  # what messages take of the processor
-    element, item = (
-        pricer(2, 2),
-        Candidate(pp=2, schedule=name, virtual_stages=virtual, microbatches=4),
-    )
+    element, item = pricer(2, 1), Candidate(1, 2, 1, 1, 0, name, virtual, 8)
     price, layers = element.price(item), element.profile.layers
-    whole_s = sum(layer.seconds for layer in layers)
-    cuts = element.shapes.cuts(2, virtual)
+    scale = element.profile.step(2, "seconds") / sum(layer.seconds for layer in layers)
     stage_s = [
-        element.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s
-        for cut in cuts
+        scale * sum(layers[i].seconds for i in cut) for cut in element.shapes.cuts(2, virtual)
     ]
     times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
     costs = {kind: [part * seconds for seconds in stage_s] for kind, part in times.items()}
-    simulated_s = simulate_schedule(lower(make(name, 2, 4, virtual)), costs).makespan_s
-    told_s = price.computing_s + price.bubble_s - 2 * element.network.message(0, 1, 64 * 4)
-    assert told_s == pytest.approx(simulated_s, rel=off)
+    message_s = element.network.message(0, 1, 64 * 2)
+    costs |= dict.fromkeys((Kind.SEND_ACT, Kind.SEND_GRAD), [message_s] * len(stage_s))
+    simulated_s = simulate_schedule(lower(make(name, 2, 8, virtual)), costs).makespan_s
+    assert price.computing_s + price.bubble_s == pytest.approx(simulated_s, rel=0.05)
 
 
 @pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)

@@ -5,10 +5,9 @@
                                    tied parameters, loss
          + update                  measured, in proportion to a rank's parameters
 
-The bubble of a pipeline is (a + c) / v plus the messages forward and back, if its ranks compute a,
-b and c seconds per microbatch, b the longest, with v virtual stages each. Zero bubble and ZB-V fill
-the bubble with the backward passes' second halves, the gradients of weights; only the forward
-passes' share of it remains. V-Half has half of 1F1B's bubble, V-Min two thirds.
+The bubble of a pipeline is what its schedule takes in a simulation beyond the computing of the
+busiest rank, with the seconds of each stage and each message. On slow links most of it is waiting
+for messages, in every microbatch.
 
 The time of a message follows from the fitted or given links. A price may be off by 10 %, so
 `auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, and the
@@ -29,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -49,9 +48,11 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
+from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, peak_saved, stages_of
+from nnmpi.schedule.schedule import Home, Kind, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
+from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 
@@ -169,7 +170,7 @@ def candidates(
             refused[
                 "the model's layers (tp) or positions (sp) cannot be sharded over so many ranks"
             ] += 1
-        elif dp * sp > 1 and dp > batch_size:
+        elif dp > batch_size:
             refused["more replicas than rows of a batch"] += 1
         elif pp > layers:
             refused["more stages than the model has layers to cut between"] += 1
@@ -424,14 +425,18 @@ class Pricer:
     ) -> None:
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
-        self._mesh = cache(self._make_mesh)
+        self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
+        self._piped = cache(self._pipeline)
+        self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
 
     def price(self, candidate: Candidate) -> LayoutPrice:
         """Return the price of a step."""
         busy_s, bubble_s = (
-            self._pipeline(candidate) if candidate.pp > 1 else (self._computing(candidate), 0.0)
+            self._piped(replace(candidate, zero=0))
+            if candidate.pp > 1
+            else (self._computing(candidate), 0.0)
         )
         return LayoutPrice(
             busy_s, bubble_s, self._exposed(candidate, busy_s), self._update_s(candidate)
@@ -457,37 +462,36 @@ class Pricer:
 
     def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
         """Return the busiest rank's seconds of computing in a step, and its seconds of waiting."""
-        cuts = self.shapes.cuts(candidate.pp, candidate.virtual_stages)
+        pp, cuts = candidate.pp, self.shapes.cuts(candidate.pp, candidate.virtual_stages)
         layers, rows = self.profile.layers, self._rows(candidate)
-        total_s = sum(layer.seconds for layer in layers) or 1.0
-        sent_s = self._sent(candidate) / len(cuts)
-        work = []
-        for stage, cut in enumerate(cuts):
-            near = {
-                candidate.home(other, candidate.pp)
-                for other in (stage - 1, stage + 1)
-                if 0 <= other < len(cuts)
-            }
-            ends = 2 * END_S * len(near - {candidate.home(stage, candidate.pp)})
-            share = sum(layers[i].seconds for i in cut) / total_s
-            work.append(share * self._computing(candidate) + sent_s + ends)
-        busy = [
-            sum(work[s] for s in stages_of(rank, candidate.pp, len(cuts), candidate.home))
-            for rank in range(candidate.pp)
+        scale = self._computing(candidate) / (sum(layer.seconds for layer in layers) or 1.0)
+        sent_s, forward = self._sent(candidate) / len(cuts), self._forward_part()
+        rank_at = self._mesh(*candidate.axes).rank_at
+        ranks = [rank_at(0, candidate.home(stage, pp), 0) for stage in range(len(cuts))]
+        work = [
+            scale * sum(layers[i].seconds for i in cut)
+            + sent_s
+            + 2 * END_S * sum(near != ranks[stage] for near in ranks[max(stage - 1, 0) : stage + 2])
+            for stage, cut in enumerate(cuts)
         ]
-        longest, links_s = max(busy), 0.0
-        mesh = self._mesh(candidate.axes)
-        for rank in range(candidate.pp - 1):
-            nbytes = self._entering(cuts[rank + 1].start, rows) / candidate.sp
-            sender, receiver = mesh.rank_at(0, rank, 0), mesh.rank_at(0, rank + 1, 0)
-            links_s += 2 * self.network.message(sender, receiver, nbytes)
-        fill_s = (sum(busy) - longest) / candidate.virtual_stages
-        if candidate.schedule in ("zero-bubble", "zb-v"):
-            fill_s *= self._forward_part()
-        if candidate.schedule == "v-min":
-            # 2/3 of 1F1B's bubble; the division by two virtual stages has made it 1/2
-            fill_s *= 4 / 3
-        return candidate.microbatches * longest, fill_s + links_s
+        links_s = [
+            self.network.message(*link, self._entering(cut.start, rows) / candidate.sp)
+            for link, cut in zip(pairwise(ranks), cuts[1:], strict=True)
+        ]
+        half = (1 - forward) / 2
+        costs = {Kind.SEND_ACT: [*links_s, 0.0], Kind.SEND_GRAD: [0.0, *links_s]}
+        for kind, part in zip("FBIW", (forward, 2 * half, half, half), strict=True):
+            costs[Kind(kind)] = [part * seconds for seconds in work]
+        # a round of pp microbatches after the second takes as long as the second
+        one, two = (
+            simulate_schedule(
+                self._lowered(candidate.schedule, pp, count, candidate.virtual_stages), costs
+            )
+            for count in (pp, 2 * pp)
+        )
+        rounds = candidate.microbatches / pp
+        busy_s = max(one.busy_s) * rounds
+        return busy_s, (rounds - 1) * two.makespan_s - (rounds - 2) * one.makespan_s - busy_s
 
     def _update_s(self, candidate: Candidate) -> float:
         """Return the seconds of the update, in proportion to a rank's parameters."""
@@ -514,7 +518,7 @@ class Pricer:
         if not self._fused(candidate):
             result += network.exchange("all-reduce", range(candidate.ranks), NUMBERS_BYTES)
         if candidate.pp > 1:
-            mesh = self._mesh(candidate.axes)
+            mesh = self._mesh(*candidate.axes)
             # assume that the first and the last stage share them, as embedding and output layer do
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
             tied = self.shapes.tied_bytes(*candidate.division)
@@ -523,7 +527,7 @@ class Pricer:
 
     def _sent(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of messages between the ranks of sharded layers."""
-        mesh, result = self._mesh(candidate.axes), 0.0
+        mesh, result = self._mesh(*candidate.axes), 0.0
         ranks = [mesh.rank_at(0, 0, t, s) for s in range(candidate.sp) for t in range(candidate.tp)]
         for what, row_bytes, count in self.profile.shares[candidate.tp, candidate.sp].exchanges:
             nbytes = round(row_bytes * self._rows(candidate))
@@ -537,15 +541,12 @@ class Pricer:
 
     def _sums(self, candidate: Candidate, busy_s: float) -> float:
         """Return the seconds of summing gradients over replicas and of gathering parameters."""
-        mesh, network, nodes = self._mesh(candidate.axes), self.network, self.network.nodes
+        mesh, network, nodes = self._mesh(*candidate.axes), self.network, self.network.nodes
         ranks = tuple(
             mesh.rank_at(d, 0, 0, s) for d in range(candidate.dp) for s in range(candidate.sp)
         )
-        sharing = 1  # groups of replicas that use a node's link at once
-        if len({nodes[rank] for rank in ranks}) > 1:
-            sharing = max(
-                1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
-            )
+        # groups of replicas that use a node's link at once
+        sharing = nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
         states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
         if candidate.zero:
             gathers, result = (2 if candidate.zero == 3 else 1), 0.0
@@ -608,11 +609,8 @@ class Pricer:
                 values = sum(layer.value for layer in layers)
                 most = max(saved_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
                 return [round(scale * (values + 2 * most) / share)]
-            full = (
-                self.profile.step(rows, "activations")
-                * self.profile.shares[candidate.tp, candidate.sp].activations
-            )
-            return [round(full)]
+            ratio = self.profile.shares[candidate.tp, candidate.sp].activations
+            return [round(ratio * self.profile.step(rows, "activations"))]
         schedule = make(
             candidate.schedule, candidate.pp, candidate.microbatches, candidate.virtual_stages
         )
@@ -638,10 +636,6 @@ class Pricer:
         if not layer:
             return rows * self.row_bytes
         return self.profile.layers[layer - 1].value * rows / self.profile.layer_rows
-
-    def _make_mesh(self, axes: tuple[int, int, int, int]) -> Mesh:
-        dp, pp, tp, sp = axes
-        return Mesh(dp, pp, tp, None if self.network.on_one_node else self.network.nodes, sp)
 
 
 @dataclass(frozen=True)
