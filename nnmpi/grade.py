@@ -371,9 +371,9 @@ def _judge(
     at_most, none_at = criterion.at_most, criterion.none_at
     value = max(numbers[measure])
     score = value / max(_reference(exercise, of, setting)[measure]) if of else value
-    ratio, times = (f", {score:.4g} times {of}'s", " times") if of else ("", "")
-    sentence = (
-        f"{value:.6g} {measure} on {criterion.machine}{ratio}; the limit is {at_most:g}{times}"
+    limit = f"the limit is {at_most:g}"
+    sentence = f"{value:.6g} {measure} on {criterion.machine}" + (
+        f", {score:.4g} times {of}'s; {limit} times" if of else f"; {limit}"
     )
     if score <= at_most * (1 + 1e-9):
         return outcome(PASSED, sentence, 1.0, value=value)

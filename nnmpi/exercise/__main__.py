@@ -14,6 +14,9 @@ from nnmpi.exercise.notebook import find
 from nnmpi.exercise.solution import Solution
 from nnmpi.exercise.wire import WrongAnswer
 
+NEXT = """python -m nnmpi.exercise NAME > FILE.py  writes a starter file
+python -m nnmpi.exercise NAME FILE.py    checks your solution"""
+
 
 def main(words: Sequence[str]) -> str:
     """Return the list of exercises, a starter file, or a sentence on a right solution.
@@ -30,7 +33,7 @@ def main(words: Sequence[str]) -> str:
         for kind, exercises in KINDS.items():
             entries = (line for item in exercises for line in entry(item.name, item.title))
             lines += [f"{kind}:", *entries, ""]
-        return "\n".join([*lines, (__doc__ or "").partition("\n\n")[2].rstrip()])
+        return "\n".join([*lines, NEXT])
     exercise = find(str(name))
     if file is None:
         return exercise.starter().rstrip()

@@ -95,8 +95,8 @@ class Exercise:
 
     @property
     def title(self) -> str:
-        """The first paragraph of the statement, in one line."""
-        return " ".join(self.statement.partition("\n\n")[0].split())
+        """The first paragraph of the statement."""
+        return self.statement.partition("\n\n")[0]
 
     def check(self, function: Function, sizes: Sequence[Any] = ()) -> str:
         """Return a sentence on a right function, judged on these sizes or the exercise's.
