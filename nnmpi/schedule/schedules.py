@@ -206,7 +206,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
 
 def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    """V-Half: as ZB-V, with half of 1F1B's activations, and at most half of its bubble.
+    """V-Half: as ZB-V, with half of 1F1B's activations, and with M >= R at most half of its bubble.
 
     python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
 
