@@ -6,7 +6,8 @@ import pytest
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose.layout import GradientExchange
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
@@ -53,6 +54,24 @@ def test_ranks_get_the_weights_of_rank_0(group: Group) -> None:
     parallel.check_equal()
     sums = group.gather([float(model.storage.data[0].sum()), float(buffer.data.sum())])
     assert all(pair == sums[0] for pair in sums), sums
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_weights_that_went_apart_are_named(group: Group, axis: str) -> None:
+    """By every rank, after the step in which one differs."""
+    model = models.mlp((5,), 3, hidden=(7,))
+    where = arrange(model, group, Layout(**{axis: group.size}), np.zeros((1, 5), np.float32))
+    model = where.model.initialize(seed=0)
+    exchange = GradientExchange(check=True, fused_update=False)
+    optimizer = optim.SGD(model.storage, lr=0.1)
+    worker = Worker(model, optimizer, group, arrangement=where, exchange=exchange)
+    batch = batch_of(where.mesh.dp)
+    worker.step(batch)
+    if group.rank == group.size - 1:
+        dict(model.named_parameters())["3.bias"].data[0] += 1
+    result = outcomes(group, caught(lambda: worker.step(batch)))
+    assert all("3.bias" in text and "differ" in text for _, text in result), result
 
 
 @pytest.mark.simulated
