@@ -107,6 +107,19 @@ def test_no_plan_is_quicker(seed):
         plans.plan(plans.least - 1)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_more_memory_takes_no_longer(seed):
+    """A longer chain, whose layers may leave memory or not: each plan stays within its budget."""
+    costs = random_chain(random.Random(seed), 8)
+    moving = [*(replace(cost, moves=True) for cost in costs[:-1]), costs[-1]]
+    for plans in (OptimalPlans(moving, [0.01] * 8), OptimalPlans(costs)):
+        budgets = plans.budgets(12)
+        prices = [price_plan(plans.costs, plans.plan(budget)) for budget in budgets]
+        assert all(price.peak <= budget for price, budget in zip(prices, budgets, strict=True))
+    seconds = [price.seconds for price in prices]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def revolve(layers, slots):
     """Return Griewank and Walther's least number of forward steps (2000, equation 1)."""
 
