@@ -13,7 +13,7 @@ from nnmpi.backend.random import key_pair
 from nnmpi.errors import NnmpiError, ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
-from nnmpi.tensor.tensor import Tensor, stack
+from nnmpi.tensor.tensor import Tensor, concatenate, stack
 from tests.nn.test_experts import by_hand
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
@@ -41,6 +41,12 @@ def both_ways(lstm, x):
                 h = result[-1][:, t] = outwards * np.tanh(c)
         x = np.concatenate(result, 2)
     return Tensor(x)
+
+
+def in_two_calls(m, x):
+    """Compute a GRU's first steps, and the others from the state that they end in."""
+    first, state = m.with_state(x[:, :2])
+    return concatenate([first, m.with_state(x[:, 2:], state)[0]], 1)
 
 
 def gru(layers, x):
@@ -119,6 +125,7 @@ LAYERS = {
     ),
     "LSTM both ways": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), SEQUENCES, both_ways),
     "GRU": (lambda: nn.GRU(4, 3, 2), SEQUENCES, gru),
+    "GRU that goes on": (lambda: nn.GRU(4, 3, 2), SEQUENCES, in_two_calls),
     "ConvTranspose2d": (
         lambda: nn.ConvTranspose2d(4, 6, (3, 2), 2, (1, 0), (1, 0), 2),
         IMAGES,
@@ -404,10 +411,13 @@ REFUSED = {
         nn.GRU(4, 3).initialize().with_state(SEQUENCES, np.zeros((2, 2, 3), "float32"))
     ),
     "GRU with a dropout of 2": lambda: nn.GRU(4, 3, dropout=2),
-    "GroupNorm with a negative eps": lambda: nn.GroupNorm(2, 4, eps=-1),
+    "GroupNorm with an eps of 0": lambda: nn.GroupNorm(2, 4, eps=0),
     "groups that do not divide": lambda: nn.ConvTranspose2d(3, 4, 2, groups=2),
     "output_padding as large as the stride": lambda: nn.ConvTranspose2d(
-        4, 4, 2, output_padding=1
+        4, 4, 2, output_padding=(1, 0)
+    ).initialize()(IMAGES),
+    "output_padding across as large": lambda: nn.ConvTranspose2d(
+        4, 4, 2, output_padding=(0, 1)
     ).initialize()(IMAGES),
 }
 

@@ -6,7 +6,7 @@ import pytest
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.conv import Conv2d
+from nnmpi.nn.conv import Conv2d, ConvTranspose2d
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Constant, Module, Normal, Uniform, fan_in, kaiming
@@ -106,6 +106,7 @@ def test_initializers():
     [
         (Linear(16, 200), {"weight": 1 / 4, "bias": 1 / 4}),
         (Conv2d(4, 300, (2, 2), groups=2), {"weight": 1 / np.sqrt(8), "bias": 1 / np.sqrt(8)}),
+        (ConvTranspose2d(4, 400, 2, groups=4), {"weight": 1 / 20, "bias": 1 / 20}),
     ],
 )
 def test_layers_start_within_one_over_the_root_of_their_inputs(layer, bounds):
