@@ -69,6 +69,12 @@ def a_receive_into_what_is_sent(comm: Any) -> None:
         comm.wait_all([comm.isend(buffer, 1, 1), comm.irecv(buffer[4:], 1, 2)])
 
 
+def a_send_of_what_is_received(comm: Any) -> None:
+    buffer = np.zeros(8)
+    if comm.rank == 0:
+        comm.wait_all([comm.irecv(buffer, 1, 2), comm.isend(buffer[4:], 1, 1)])
+
+
 def a_change_of_what_is_sent(comm: Any) -> None:
     buffer = np.zeros(LONG)
     if comm.rank == 0:
@@ -167,6 +173,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "a receive into what is sent": (
         a_receive_into_what_is_sent,
         r"rank 0 gives its receive .* memory .* that its send .* still reads",
+    ),
+    "a send of what is received": (
+        a_send_of_what_is_received,
+        r"rank 0 gives its send .* memory .* that its receive .* still writes",
     ),
     "a change of what is sent": (
         a_change_of_what_is_sent,
