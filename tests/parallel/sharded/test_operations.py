@@ -47,6 +47,8 @@ REFUSED = {
 TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
     ("heads apart", lambda x: x.reshape(2, 3, 2, -1).transpose(0, 2, 1, 3), [(2, 3, 8)]),
     ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
+    ("columns of a product", lambda x: Tensor(np.ones((3, 2))) @ x, [(2, 4)]),
+    ("a slice", lambda x: x[1:], [(2, 4)]),
     ("queries", lambda x: x[..., None, :4] * x[1, None, 2, 4:], [(2, 3, 8)]),
     ("attention", lambda x: nnmpi.ops.attention(x, 3, causal=True), [(2, 4, 18)]),
     ("groups", lambda *x: nnmpi.ops.group_norm(*x, 2), [(2, 3, 8), (8,), (8,)]),
