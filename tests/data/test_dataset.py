@@ -145,7 +145,8 @@ def test_tokens_stay_whole_numbers_and_labels_may_be_several() -> None:
     x = np.array([[3, 1, 2], [0, 2, 1]], np.uint16)
     y = np.array([[1, 2, IGNORED], [2, 1, 0]])
     result = Dataset("tokens", x, y, 4)
-    assert result.is_tokens and result.rows(np.array([1, 0])).tolist() == [[0, 2, 1], [3, 1, 2]]
+    assert result.is_tokens and result.vocabulary == 4
+    assert result.rows(np.array([1, 0])).tolist() == [[0, 2, 1], [3, 1, 2]]
     assert result.rows(np.array([1]), "float64").dtype == np.int64
     assert result.targets is not None and result.targets.tolist() == [2, 3]
     assert result.labels(np.array([0])).tolist() == [[1, 2, -1]]
