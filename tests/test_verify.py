@@ -295,6 +295,11 @@ def verify(words: str, ranks: int) -> list[bool]:
     return simulate(lambda group: main(words.split(), group), ranks)
 
 
+def test_normalizing_single_rows_may_round_more() -> None:
+    words = "--model resnet --batch-size 5 --microbatches 5 --tp 3 --steps 1 --seed 5"
+    assert all(verify(words, 3))
+
+
 @pytest.mark.parametrize("heads", [1, 3])  # by ring attention, and by Ulysses
 def test_shared_positions_are_the_serial_run(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(verify(f"{GPT} --dp 1 --sp 2 --heads {heads}", 2))
