@@ -87,9 +87,9 @@ LAYERS = 60
 # The growth of rounding errors per step: gradients are divided by batch statistics, Adam's updates
 # by the gradients' sizes (VERIFIED_EPS).
 GROWTH = 2.0
-# A microbatch of one row counts as so many: batch normalization divides by the spread of its few
-# pixels, which made a resnet's errors up to 12 times as large as the tolerance.
-SINGLE = 4096
+# Each row counts as so many in microbatches of one or two: batch normalization divides by the spread
+# of few pixels, which made a resnet's errors up to 12 times as large as the tolerance.
+FEW_ROWS = 4096
 LEAST_SCALE = 1e-2
 EVALUATION = "evaluation"  # loss and accuracy over all samples
 MOST = 2e-3  # the largest tolerance: above it, rounding could not be told from faults
@@ -159,7 +159,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     batch = config.optimization.rows(len(dataset))
     exact = config.parallel.reduction == "fixed"
     parts = min(config.parallel.microbatches or 1, batch)
-    samples = batch if batch // parts > 1 else SINGLE * batch
+    samples = batch if batch // parts > 2 else FEW_ROWS * batch
     if not exact:
         _check_steps(trial.steps, config.run.dtype, samples)
     config = config.having(microbatches=parts)

@@ -295,7 +295,7 @@ def verify(words: str, ranks: int) -> list[bool]:
     return simulate(lambda group: main(words.split(), group), ranks)
 
 
-def test_normalizing_single_rows_may_round_more() -> None:
+def test_normalizing_few_rows_may_round_more() -> None:
     words = "--model resnet --batch-size 5 --microbatches 5 --tp 3 --steps 1 --seed 5"
     assert all(verify(words, 3))
 
