@@ -126,6 +126,11 @@ LAYERS = {
     "LSTM both ways": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), SEQUENCES, both_ways),
     "GRU": (lambda: nn.GRU(4, 3, 2), SEQUENCES, gru),
     "GRU that goes on": (lambda: nn.GRU(4, 3, 2), SEQUENCES, in_two_calls),
+    "Conv2d of the same size": (
+        lambda: nn.Conv2d(4, 6, (3, 5), padding="same", dilation=(2, 1)),
+        IMAGES,
+        lambda m, x: ops.conv2d(x, m.weight, m.bias, 1, (2, 2), (2, 1)),
+    ),
     "ConvTranspose2d": (
         lambda: nn.ConvTranspose2d(4, 6, (3, 2), 2, (1, 0), (1, 0), 2),
         IMAGES,
