@@ -71,8 +71,9 @@ def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> N
 def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, make(step), keep=5)
+    (tmp_path / "best").write_text("step-00000003\n")
     save(tmp_path, make(2, 9.0), keep=5)
-    assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
     result = load_checkpoint(tmp_path)
     assert result is not None
     assert result.model["w"][0, 0] == 9
