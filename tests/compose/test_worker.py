@@ -263,6 +263,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
     [
         (lambda worker, x: worker.step(x), "samples and labels, not only a ndarray"),
         (lambda worker, x: worker.step(x, [1, 2]), "4 samples have 2 labels"),
+        (lambda worker, x: worker.step(x, [1, -1, 0, 2]), "-1 .*outside"),
         (
             lambda worker, x: worker.step(
                 next(iter(Loader(data.load("digits")[0], 4).epoch(0))), 0.1
