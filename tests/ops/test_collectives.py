@@ -83,7 +83,9 @@ EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor
     "sum_over_ranks": (
         OWN,
         WHOLE,
-        lambda x, group, placement: exchange.sum_over_ranks(x * 1.0, group),
+        lambda x, group, placement: exchange.sum_over_ranks(
+            (x * 1.0).transpose(), group
+        ).transpose(),
     ),
     "scatter": (WHOLE, PARTS, exchange.scatter),
     "gather": (PARTS, WHOLE, exchange.gather),
