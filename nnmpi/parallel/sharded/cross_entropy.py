@@ -42,8 +42,7 @@ class PartCrossEntropy(CrossEntropy):
         classes = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
         saved = None if self.ignore_index is None else labels != self.ignore_index
-        rows = (labels >= classes.start) & (labels < classes.stop)
-        rows = xp.flatnonzero(rows if saved is None else rows & saved)
+        rows = xp.flatnonzero((labels >= classes.start) & (labels < classes.stop))
         columns = labels[rows] - classes.start
         powers = logits - self._largest(logits)[:, None]
         exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
