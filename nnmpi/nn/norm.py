@@ -168,7 +168,8 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
         _check_features("RMSNorm", x, self.weight)
-        squares = (x * x).mean(-1, keepdims=True)
+        wide = x.astype(self.weight.dtype)  # float16 cannot hold the squares of 256 and more
+        squares = (wide * wide).mean(-1, keepdims=True)
         return x / (squares + self.eps).sqrt() * self.weight
 
 

@@ -110,6 +110,13 @@ def test_a_sum_of_many_is_not_lost() -> None:
     assert Tensor(np.ones(300, np.float16)).mean().dtype == np.float16
 
 
+def test_rms_norm_of_squares_beyond_float16() -> None:
+    layer = nnmpi.nn.RMSNorm(2).initialize()
+    with nnmpi.use_precision("fp16"):
+        y = layer(np.array([[300, -300]], np.float16))
+    np.testing.assert_allclose(y.data, [[1, -1]])
+
+
 def test_gradients_of_several_uses_are_added_where_they_belong() -> None:
     """A weight used twice, and then in a second pass, is summed in float32, in its flat storage."""
     model = nnmpi.nn.Sequential(nnmpi.nn.Linear(5, 5, bias=False)).initialize(seed=1)
