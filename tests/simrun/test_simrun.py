@@ -281,6 +281,9 @@ def test_seeds_find_a_race_and_the_clock_is_exact(
         " or received 40 B"
     )
     assert main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)]) == text
+    swap = programs("comm.Alltoall(np.zeros(50_000), np.zeros(50_000))")  # half goes to itself
+    text = main(["-n", "2", "--network", "alpha_us=50,gbit=1", swap])
+    assert "1.65 ms of simulated time" in text
 
 
 def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str]) -> None:

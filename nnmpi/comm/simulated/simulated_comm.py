@@ -67,7 +67,7 @@ _CLOSED_FORMS: Mapping[str, Sequence[Cost]] = MappingProxyType(
         "allreduce": _ALL_REDUCES,
         **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
         **dict.fromkeys(("allgather", "reduce_scatter", "gather", "scatter"), _GATHERS),
-        "alltoall": (lambda N: (N - 1, 1, 0),),
+        "alltoall": (COLLECTIVES["all-to-all", "pairwise"].cost,),
     }
 )
 _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
