@@ -66,7 +66,27 @@ DEFECTS = {
     "a part that does not fit": (
         "comm.Gather(np.zeros(2 + (rank == 2)), np.zeros(6))",
         CommError,
-        r"Gather: 3 float64 are sent \(p\.py:6\) to rank 0 .* room for 2 \(p\.py:6\)",
+        r"Gather: 3 float64 are sent \(p\.py:6\) to rank 0 .* room for 2 float64 \(p\.py:6\)",
+    ),
+    "a sum that does not fit": (
+        "comm.Allreduce(np.zeros(3), np.zeros(3, 'f4'))",
+        CommError,
+        r"Allreduce: 3 float64 are sent \(p\.py:6\) .* room for 3 float32 \(p\.py:6\)",
+    ),
+    "a buffer that is read-only": (
+        "if rank == 0:\n    comm.Send(np.zeros(2), 1)\nif rank == 1:\n    comm.Recv(bytes(16), 0)",
+        SystemExit,
+        r'"p\.py", line 9.*received into an array that is read-only.*on rank 1 of 3',
+    ),
+    "no tag": (
+        "rank or comm.send(0, 1, tag=-5)",
+        SystemExit,
+        r"send's tag is -5; give a whole number of at least 0.*on rank 0",
+    ),
+    "no root": (
+        "comm.bcast(0, root='0')",
+        SystemExit,
+        r"no rank '0' in this communicator, whose ranks are 0 to 2",
     ),
     "a message that is cut": (
         "if rank == 0:\n    comm.Send(np.zeros(9), 1)\nif rank == 1:\n    comm.Recv(np.zeros(5))",
@@ -104,7 +124,7 @@ DEFECTS = {
     "an object in place of a buffer": (
         "comm.Send([1.0, 2.0], 0)",
         SystemExit,
-        "bytes-like object.*'float'",
+        r"1\.0 is no array; give one, or send objects by the call in small letters",
     ),
     "no such rank": ("comm.send(1, rank + 1)", SystemExit, r"line 6.*there is no rank 3.* 0 to 2"),
     "windows": (

@@ -29,7 +29,7 @@ import numpy as np
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm
-from nnmpi.errors import CommError
+from nnmpi.errors import CommError, whole
 from nnmpi.shard import split
 
 ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
@@ -108,7 +108,12 @@ def read_parts(spec, ranks):
         return [None]
     dtype = rest.pop() if rest and isinstance(rest[-1], np.dtype | str) else None
     counts, begins = (*(rest[0] if rest and isinstance(rest[0], tuple) else rest), None, None)[:2]
-    array = np.asarray(memoryview(buffer))
+    try:
+        array = np.asarray(memoryview(buffer))
+    except TypeError:
+        raise TypeError(
+            f"{buffer!r} is no array; give one, or send objects by the call in small letters"
+        ) from None
     if not array.flags.c_contiguous:
         raise ValueError(
             f"an array with strides {array.strides} is not contiguous; pass"
@@ -190,6 +195,8 @@ class Wire(SimulatedComm):
             f" {'any tag' if tag == ANY else f'tag {tag}'}"
         )
         memory, kind = (None, PICKLED) if into is None else (as_bytes(into), into.dtype)
+        if memory is not None and not memory.flags.writeable:
+            raise ValueError("a message cannot be received into an array that is read-only")
         return self._receive(senders, memory, (source, tag, kind), *partners)
 
 
@@ -282,9 +289,9 @@ class Intracomm:
     barrier = Barrier
 
     def _among(self, rank):
-        if not 0 <= rank < self.size:
+        if rank not in range(self.size):
             raise ValueError(
-                f"there is no rank {rank} in this communicator, whose ranks are 0 to"
+                f"there is no rank {rank!r} in this communicator, whose ranks are 0 to"
                 f" {self.size - 1}"
             )
         return rank
@@ -294,6 +301,7 @@ class Intracomm:
     def _send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
         data = _pack(obj if buf is None else buf) if name.islower() else _read(buf)
         synchronous = "ss" in name.lower()
+        whole(f"{name}'s tag", tag, 0)
         started = (
             []
             if dest == PROC_NULL
@@ -382,13 +390,16 @@ class Intracomm:
             result, read_parts(recvbuf, len(result)) if result else (), strict=True
         ):
             if into is not None:
-                if (data.size, data.dtype) != (into.size, into.dtype):
-                    raise CommError(
-                        f"{name}: {data.size} {data.dtype} are sent ({describe_lines(lines)}) to"
-                        f" rank {self.rank} of its communicator, where there is room for"
-                        f" {into.size} ({describe_lines(find_lines())})"
-                    )
-                into[...] = data
+                self._store(name, data, lines, into)
+
+    def _store(self, name, data, lines, into):
+        if (data.size, data.dtype) != (into.size, into.dtype):
+            raise CommError(
+                f"{name}: {data.size} {data.dtype} are sent ({describe_lines(lines)}) to"
+                f" rank {self.rank} of its communicator, where there is room for"
+                f" {into.size} {into.dtype} ({describe_lines(find_lines())})"
+            )
+        into[...] = data
 
     def Bcast(self, buf, root=0):
         """Replace the elements with root's."""
@@ -417,19 +428,14 @@ class Intracomm:
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
-        result = [
-            item
-            for item, _ in self._exchange(
-                name, root, lambda parts: [data], op, data.size, data.dtype
-            )
-        ]
+        result = self._exchange(name, root, lambda parts: [data], op, data.size, data.dtype)
         if result:
-            total = _fold(getattr(np, OPS[op]), result).astype(data.dtype)
+            total = _fold(getattr(np, OPS[op]), [item for item, _ in result]).astype(data.dtype)
             if "scatter" in name:
                 total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[
                     self.rank
                 ]
-            np.copyto(_read(recvbuf)[: total.size], total, "equiv")
+            self._store(name, total, result[0][1], _read(recvbuf)[: total.size])
 
     def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op="SUM"):
         """Reduce all arrays and scatter the result, by counts or in equal parts."""
