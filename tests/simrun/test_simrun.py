@@ -174,6 +174,13 @@ RIGHT = {
         print(rank, got, status.source == right)
         request = comm.issend(rank, left)
         print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))
+        requests = [comm.irecv(source=right, tag=tag) for tag in (1, 2)]
+        for tag in (2, 1):
+            comm.Barrier(); comm.send(tag * 10, left, tag); done = False
+            while not done:
+                number, done, got = MPI.Request.testany(requests)
+            print(rank, number, got)
+        print(rank, MPI.Request.Testany(requests) == (MPI.UNDEFINED, True))
         """
     ),
     "arguments by their names": (

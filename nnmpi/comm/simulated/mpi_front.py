@@ -250,6 +250,19 @@ class Request:
         return pickle.loads(started[0].envelope[2]) if self._loads and started else None
 
     @staticmethod
+    def Testany(requests, status=None):
+        """Return the number of a complete request, or UNDEFINED, and whether none is awaited."""
+        return Request.testany(requests, status)[:2]
+
+    @staticmethod
+    def testany(requests, status=None):
+        """Return the received object, too."""
+        for number, request in enumerate(requests):
+            if request and request._is_over():
+                return number, True, request.wait(status)
+        return UNDEFINED, not any(requests), None
+
+    @staticmethod
     def Waitall(requests, statuses=None):
         """Return when all are complete."""
         Request.waitall(requests, statuses)
