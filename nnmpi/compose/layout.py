@@ -5,13 +5,14 @@ Incompatible options are refused when they are given; see `compose.refusals`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Literal, TypeAlias
 
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.custom import name_of
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, whole
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
 from nnmpi.schedule.schedule import Home
 from nnmpi.schedule.schedules import (
@@ -100,16 +101,16 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Check the options, as far as that needs no model and no ranks."""
-        if isinstance(self.schedule, str):
+        if not callable(self.schedule):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
-        if isinstance(self.activation_memory, str):
-            _one_of("activation_memory", self.activation_memory, (LEAST,))
+        if self.activation_memory not in (None, LEAST):
+            whole(f"activation_memory (bytes, or {LEAST!r})", self.activation_memory)
         _one_of("reduction", self.reduction, (FAST, FIXED))
         _one_of("sp attention", self.sp_attention, WAYS)
-        if self.virtual_stages < 1:
-            raise UsageError(
-                f"{self.virtual_stages} virtual stages are not possible; give 1 or more"
-            )
+        for name in ("dp", "pp", "tp", "sp", "virtual_stages", "memory_limit", "unit_bytes"):
+            if getattr(self, name) != getattr(Layout, name):
+                whole(name, getattr(self, name))
+        whole("state_arrays", self.state_arrays, 0)
         if self.virtual_stages == 1 and self.schedule in TURNING:
             object.__setattr__(self, "virtual_stages", usual_stages(self.schedule))
         if self.schedule != INTERLEAVED and self.virtual_stages not in (
@@ -121,20 +122,21 @@ class Layout:
                 f" {name_of(self.schedule)} has {'two' if self.schedule in TURNING else 'one'} per"
                 " rank"
             )
-        if self.split != AUTO and (
-            isinstance(self.split, str) or any(int(length) != length for length in self.split)
-        ):
-            raise UsageError(
-                f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5,"
-                " 4, 3)"
-            )
-        if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
-            raise UsageError(
-                f"split {self.split} has a stage without layers; give each at least 1, or auto"
-            )
+        if self.split != AUTO:
+            try:
+                least = min(map(index, self.split), default=0)  # type: ignore[arg-type]
+            except TypeError:
+                raise UsageError(
+                    f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5,"
+                    " 4, 3)"
+                ) from None
+            if least < 1:
+                raise UsageError(
+                    f"split {self.split} has a stage without layers; give each at least 1, or auto"
+                )
         if self.zero not in (0, *STAGES):
             raise UsageError(
-                f"ZeRO has no stage {self.zero}; choose one of {', '.join(map(str, STAGES))}"
+                f"ZeRO has no stage {self.zero!r}; choose one of {', '.join(map(str, STAGES))}"
             )
         self._check_offload()
         refuse(self.features())
