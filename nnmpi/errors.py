@@ -7,11 +7,12 @@ failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs ag
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from errno import EACCES, ELOOP, ENAMETOOLONG
+from math import inf, nan
 from operator import index
 
 # 65; `python -m nnmpi.run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class NnmpiError(Exception):
         ...     models.mlp([4], 0)
         ... except nnmpi.NnmpiError as error:
         ...     print(error)
-        mlp needs hidden sizes and classes of at least 1, not [128, 64] and 0
+        mlp's classes is 0; give a whole number of at least 1
     """
 
     exit_status = 1
@@ -92,6 +93,45 @@ def whole(name: str, value: object, least: int = 1) -> int:
     if number < least:
         raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}")
     return number
+
+
+def number(name: str, value: Any, below: float = inf, most: float | None = None) -> float:
+    """Return the value as a float of at least 0; an error calls it `name`.
+
+    Args:
+        below: the exclusive upper bound, such as 1 for the decay rate of an average.
+        most: an inclusive upper bound instead.
+
+    Raises:
+        UsageError: for a value out of range, NaN, or an object that is no number, such as text.
+    """
+    try:
+        result = value.__float__()  # which text has not: float("1e-3") is a number
+    except (AttributeError, TypeError, OverflowError):
+        result = nan
+    if not (0 <= result < below if most is None else 0 <= result <= most):
+        end = (
+            f"at most {most}"
+            if most is not None
+            else "finite"
+            if below == inf
+            else f"below {below}"
+        )
+        raise UsageError(
+            f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}"
+        )
+    return result
+
+
+def wholes(name: str, values: object) -> tuple[int, ...]:
+    """Return the values if they are a sequence of integers of at least 1.
+
+    Raises:
+        UsageError: for another one, or something else than a sequence.
+    """
+    if not isinstance(values, Iterable):
+        raise UsageError(f"{name} is {values!r}; give whole numbers, such as (128, 64)")
+    return tuple(whole(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
 from nnmpi.comm.prove import proved_steps
 from nnmpi.custom import name_of
-from nnmpi.errors import CommError, DeviceError, UsageError
+from nnmpi.errors import CommError, DeviceError, UsageError, whole
 
 # Measured milliseconds of a step (lower decile): ten 512 x 512 layers, batch 128, 10.6 MB of
 # gradients, one node with 2 cores of an AMD Zen 5, native all-reduce, buckets of 1 | 4 | 25 MB,
@@ -375,8 +375,7 @@ def plan_buckets(
     Raises:
         UsageError: for spans that overlap or are out of order, and for a limit below 1.
     """
-    if limit_bytes < 1:
-        raise UsageError(f"a bucket of {limit_bytes} bytes is empty; give at least 1 byte")
+    whole("bucket_bytes", limit_bytes)
     ranges = [
         result
         for buffer, item in enumerate(itemsizes)

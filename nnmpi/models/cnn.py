@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, wholes
 from nnmpi.models.mlp import dense_layers, in_turn
 from nnmpi.nn.activation import Flatten, ReLU
 from nnmpi.nn.container import Sequential
@@ -67,7 +67,7 @@ def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[in
     Raises:
         UsageError: when it is no image of at least `least` x `least` pixels.
     """
-    if len(sample_shape) != 3 or min(sample_shape[:2]) < least:
+    if len(wholes("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < least:
         raise UsageError(
             f"model {model} needs images (height, width, channels) of at least {least} x {least}"
             f" pixels, not samples of shape {tuple(sample_shape)}; try model mlp"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import whole, wholes
 from nnmpi.nn.activation import Dropout, Flatten, activation
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
@@ -36,12 +36,9 @@ def mlp(
         >>> model(np.zeros((2, 28, 28, 1), "float32")).shape
         (2, 10)
     """
-    if any(size < 1 for size in hidden) or classes < 1:
-        raise UsageError(
-            f"mlp needs hidden sizes and classes of at least 1, not {list(hidden)} and {classes}"
-        )
+    features, classes = prod(wholes("sample_shape", sample_shape)), whole("mlp's classes", classes)
     model = Sequential(
-        Flatten(), *dense_layers(prod(sample_shape), hidden, classes, activation_name, dropout)
+        Flatten(), *dense_layers(features, hidden, classes, activation_name, dropout)
     )
     model.sharding = in_turn(model, Sharding.COLUMN)
     return model
@@ -52,7 +49,7 @@ def dense_layers(
 ) -> list[Module]:
     """Return linear layers down to the logits, with activation and dropout after hidden ones."""
     layers: list[Module] = []
-    for size in hidden:
+    for size in wholes("hidden", hidden):
         layers += [Linear(features, size), activation(activation_name)]
         if dropout:
             layers.append(Dropout(dropout))

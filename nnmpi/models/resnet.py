@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import whole
 from nnmpi.models.cnn import image_shape
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
@@ -41,8 +41,7 @@ def resnet(
         >>> model(np.zeros((2, 32, 32, 3), "float32")).shape
         (2, 10)
     """
-    if width < 1 or blocks < 1:
-        raise UsageError(f"resnet needs a width and blocks of at least 1, not {width} and {blocks}")
+    width, blocks = whole("resnet's width", width), whole("resnet's blocks", blocks)
     _, _, channels = image_shape("resnet", sample_shape, 4)
     layers: list[Module] = [
         Conv2d(channels, width, 3, padding=1, bias=False),

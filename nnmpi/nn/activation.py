@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
@@ -126,9 +126,7 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p < 1:
-            raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
-        self.p = p
+        self.p = number("dropout's p", p, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""

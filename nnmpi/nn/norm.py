@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.errors import ShapeError, UsageError, number, whole
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm
@@ -29,12 +29,8 @@ class BatchNorm(Module):
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         num_features = whole("BatchNorm's num_features", num_features)
-        if momentum is None or not 0 <= momentum <= 1 or eps <= 0:
-            raise UsageError(
-                f"BatchNorm's momentum is {momentum} and its eps {eps}; give a momentum in 0..1 and"
-                " an eps above 0"
-            )
-        self.momentum, self.eps = float(momentum), float(eps)
+        self.momentum = number("BatchNorm's momentum", momentum, most=1)
+        self.eps = _positive("eps", eps)
         self.weight = Parameter((num_features,), Constant(1.0))
         self.bias = Parameter((num_features,), Constant(0.0))
         self.running_mean = Buffer((num_features,), 0.0)
@@ -126,12 +122,9 @@ class LayerNorm(Module):
             normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
         )
         shape = tuple(whole("LayerNorm's normalized_shape", length) for length in lengths)
-        if not shape or eps <= 0:
-            raise UsageError(
-                f"LayerNorm's normalized_shape is {shape} and its eps {eps}; give lengths and an"
-                " eps above 0"
-            )
-        self.eps = eps
+        if not shape:
+            raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
+        self.eps = _positive("eps", eps)
         self.weight = Parameter(shape, Constant(1.0))
         self.bias = Parameter(shape, Constant(0.0))
 
@@ -141,9 +134,10 @@ class LayerNorm(Module):
 
 
 def _positive(name: str, value: float) -> float:
-    if not isinstance(value, int | float) or not value > 0:
-        raise UsageError(f"{name} is {value!r}; give a number above 0")
-    return value
+    result = number(name, value)
+    if not result:
+        raise UsageError(f"{name} is {value}; give a number above 0")
+    return result
 
 
 def _check_features(name: str, x: Tensor, weight: Tensor) -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 from types import MappingProxyType
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, whole
 from nnmpi.nn.activation import GELU, Dropout, mask_key
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts
@@ -45,10 +45,10 @@ class CausalSelfAttention(Module):
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        if heads < 1 or features < 1 or features % heads:
+        if whole("attention's features", features) % whole("attention's heads", heads):
             raise UsageError(
-                f"attention of {features} features cannot have {heads} heads; both must be at"
-                " least 1, and the features a multiple of the heads"
+                f"attention of {features} features cannot have {heads} heads; give a multiple of"
+                " the heads as features"
             )
         self.features, self.heads, self.dropout = features, heads, Dropout(dropout).p
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
@@ -133,9 +133,7 @@ class TransformerBlock(Module):
         dropout: float = 0.0,
         experts: MixtureOfExperts | None = None,
     ) -> None:
-        hidden = 4 * features if hidden is None else hidden
-        if hidden < 1:
-            raise UsageError(f"a transformer block needs at least 1 hidden feature, not {hidden}")
+        hidden = 4 * features if hidden is None else whole("TransformerBlock's hidden", hidden)
         self.norm1 = LayerNorm(features, eps)
         self.attention = CausalSelfAttention(features, heads, bias, dropout)
         self.norm2 = LayerNorm(features, eps)

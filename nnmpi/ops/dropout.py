@@ -10,7 +10,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, number
 from nnmpi.ops.linear import with_kernels
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function, Grads
@@ -104,8 +104,7 @@ def dropout(
     Raises:
         UsageError: for p outside [0, 1), or a missing key.
     """
-    if not 0 <= p < 1:
-        raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
+    number("dropout's p", p, 1)
     if not callable(key) and not isinstance(key, tuple):
         raise UsageError(
             f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own:"

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.recording import record_call, refuse
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import CheckpointError, UsageError, number
 from nnmpi.optim.optimizer import block_elements
 
 # Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
@@ -83,7 +83,7 @@ def coefficient(norm: float, max_norm: float) -> float:
     Raises:
         UsageError: for a max_norm that is not above 0; infinity is allowed and never clips.
     """
-    if not max_norm > 0:
+    if not number("max_norm", max_norm, most=math.inf):
         raise UsageError(
             f"max_norm is {max_norm}; give a number above 0, or inf to measure the norm without"
             " clipping"

@@ -27,9 +27,9 @@ from math import sqrt
 from typing import Any, Final
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import LayoutError, UsageError
+from nnmpi.errors import LayoutError, UsageError, number
 from nnmpi.optim.adaptive import AdamW
-from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage, number
+from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage
 
 # Jordan's: they bring singular values into 0.7..1.2 in the fewest steps
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

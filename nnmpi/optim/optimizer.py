@@ -12,7 +12,6 @@ arrays are made once, when the optimizer is made. `HOST_BLOCK_BYTES` has the mea
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -29,7 +28,7 @@ from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
+from nnmpi.errors import DtypeError, ShapeError, UsageError, number
 from nnmpi.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -118,34 +117,6 @@ class Arrays:
     def frozen(self) -> list[Part]:
         """Return no slices: updates change all elements."""
         return []
-
-
-def number(name: str, value: Any, below: float = math.inf, most: float | None = None) -> float:
-    """Return the value as a float of at least 0; an error calls it `name`.
-
-    Args:
-        below: the exclusive upper bound, such as 1 for the decay rate of an average.
-        most: an inclusive upper bound instead.
-
-    Raises:
-        UsageError: for a value out of range, NaN, or an object that is no number.
-    """
-    try:
-        result = float(value)
-    except (TypeError, ValueError, OverflowError):
-        result = math.nan
-    if not (0 <= result < below if most is None else 0 <= result <= most):
-        end = (
-            f"at most {most}"
-            if most is not None
-            else "finite"
-            if below == math.inf
-            else f"below {below}"
-        )
-        raise UsageError(
-            f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}"
-        )
-    return result
 
 
 class Optimizer(ABC):

@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.errors import UsageError, whole
-from nnmpi.optim.optimizer import number
+from nnmpi.errors import UsageError, number, whole
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -223,6 +222,5 @@ def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
     Raises:
         UsageError: for lr < 0 or a batch below 1, or a result beyond the range of a float.
     """
-    if batch < 1 or base_batch < 1:
-        raise UsageError(f"batch {batch} and base_batch {base_batch} must both be at least 1")
-    return number(f"lr for a batch of {batch}", number("lr", lr) * (batch / base_batch))
+    factor = whole("batch", batch) / whole("base_batch", base_batch)
+    return number(f"lr for a batch of {batch}", number("lr", lr) * factor)

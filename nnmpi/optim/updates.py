@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (
@@ -17,7 +17,6 @@ from nnmpi.optim.optimizer import (
     Storage,
     compiled_update,
     decayed_gradient,
-    number,
 )
 
 

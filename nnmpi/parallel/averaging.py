@@ -48,8 +48,9 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.group import Group
+from nnmpi.errors import number
 from nnmpi.optim.clip import scale, sum_of_squares
-from nnmpi.optim.optimizer import Optimizer, number
+from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 

@@ -341,7 +341,7 @@ def test_spans_out_of_order_are_refused(spans: list[tuple[int, int, int]]) -> No
 
 
 def test_an_empty_bucket_is_refused() -> None:
-    with pytest.raises(UsageError, match="0 bytes"):
+    with pytest.raises(UsageError, match="bucket_bytes is 0"):
         plan_buckets(SPANS, [4], 0)
 
 

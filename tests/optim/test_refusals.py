@@ -67,7 +67,7 @@ ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
     (lambda: StepDecay(0.1, 1, 1.5), UsageError, "factor is 1.5"),
     (lambda: Cosine(0.1, 5, -0.1), UsageError, "final is -0.1"),
     (lambda: Warmup(-1, ConstantRate(0.1)), UsageError, "steps is -1"),
-    (lambda: linear_scaling(0.1, 0, 256), UsageError, "batch 0"),
+    (lambda: linear_scaling(0.1, 0, 256), UsageError, "batch is 0"),
     (lambda: linear_scaling(1e307, 32, 1), UsageError, "is inf"),
 ]
 

@@ -30,7 +30,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import CommError, UsageError, whole
 
 T = TypeVar("T")
 # Context variables that ranks inherit from the caller: its kernels and precision.
@@ -160,8 +160,7 @@ def simulate(
         >>> nnmpi.simulate(main, ranks=3)
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    if ranks < 1:
-        raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
+    ranks = whole("ranks", ranks)
     if not 0 <= cpu_factor < float("inf"):
         raise UsageError(f"cpu_factor is {cpu_factor}; give a finite number, 0 or more")
     scheduler = Scheduler(ranks, seed, cpu_factor, faults)
