@@ -100,6 +100,9 @@ def test_squared_and_binary_errors_by_hand():
     ):
         for reduction, expected in (("none", item), ("sum", item.sum()), ("mean", item.mean())):
             np.testing.assert_allclose(run(loss, x, t, reduction)[0], expected, rtol=1e-12)
+    target = Tensor(t, requires_grad=True)  # it alone
+    mse(Tensor(x), target, "sum").backward()
+    np.testing.assert_allclose(target.grad, 2 * (t - x), rtol=1e-12)
 
 
 @pytest.mark.host_only("on a device they make the loss NaN")
