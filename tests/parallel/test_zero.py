@@ -320,6 +320,7 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
             optimizer.step()
         if isinstance(result, nnmpi.ShardedDataParallel):
             result.gather_model()
+            result.release()  # which does nothing any more
         return norms, model.state()
 
     ((norms, weights),) = simulate(lambda group: main(group, nnmpi.DataParallel), 1)
