@@ -3,6 +3,7 @@ refused.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError
+from nnmpi.nn.activation import mask_key
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
@@ -58,9 +60,15 @@ def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
     return compute
 
 
+def attend_dropping(m: Any, x: Tensor) -> Tensor:
+    key = partial(mask_key, m.path)
+    return m.narrow(ops.attention(m.wide(x), HEADS, True, dropout=0.5, mask_key=key))
+
+
 EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "causal": attend(True),
     "all to all": attend(False),
+    "dropout": attend_dropping,
     "places": lambda m, x: m.norm(x + m.places.weight),
     "a mask": lambda m, x: x * np.linspace(0, 1, TIME)[:, None],
     "made whole": lambda m, x: x * m.norm(whole(x)).mean(1, keepdims=True) + whole(x)[:, ::-1],
