@@ -238,7 +238,8 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
             if where.data_ranks > 1
             else slice(None)
         )
-        losses = [worker.step(x[step][mine], y[step][mine], lr=0.1).loss for step in range(3)]
+        losses = [worker.step(x[step][mine], y[step][mine], lr=0.2).loss for step in range(3)]
+        assert worker.optimizer.lr == 0.2
         losses.append(
             worker.evaluate(x[0][mine].tolist() if len(x[0][mine]) else x[0][mine], y[0][mine]).loss
         )
