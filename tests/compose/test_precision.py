@@ -128,6 +128,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     unchanged = all((before[name] == value).all() for name, value in worker.model.state().items())
     third = worker.step(next(batches))
     assert worker.scaling is not None
+    assert first.grad_norm < 100 < first.loss_scale  # without the scale
     told = [
         (first.skipped, first.loss_scale),
         (
