@@ -474,7 +474,7 @@ class OptimizationConfig:
     weight_decay: float | None = None
     """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
     lr_schedule: str = "cosine"
-    """Learning rate after the warm-up. constant. cosine: falls to 0 at the last step. step:10,0.1:
+    """Learning rate after the warm-up. constant. cosine: falls to nearly 0. step:10,0.1:
     times 0.1 every 10 epochs. FILE.py:NAME: your own function (step, steps, lr).
     """
     warmup_epochs: float | None = None
