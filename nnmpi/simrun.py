@@ -148,8 +148,12 @@ def run_program(
         CommError: for a mistake in the program's communication.
         Exception: raised by a rank.
     """
-    with raised_as(UsageError, f"{program} cannot be read"):
-        code = compile(program.read_bytes(), program, "exec")
+    try:
+        with raised_as(UsageError, f"{program} cannot be read"):
+            code = compile(program.read_bytes(), program, "exec")
+    except SyntaxError as error:
+        print_exception(error.with_traceback(None))
+        raise SystemExit(1) from None
     machine = (
         parse_network(given.network, given.ranks) if given.network else Machine.uniform(0.0, 0.0)
     )
