@@ -78,6 +78,12 @@ DEFECTS = {
         SystemExit,
         r'"p\.py", line 9.*received into an array that is read-only.*on rank 1 of 3',
     ),
+    "a grid of too many ranks": (
+        "comm.Create_cart([2, 2])",
+        SystemExit,
+        r"a grid of \[2, 2\] does not fit a communicator of 3 ranks",
+    ),
+    "no program": ("if rank == 1\n", SystemExit, r'^1\n  File "p\.py", line 6\n.*SyntaxError'),
     "no tag": (
         "rank or comm.send(0, 1, tag=-5)",
         SystemExit,

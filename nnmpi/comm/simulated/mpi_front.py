@@ -470,7 +470,10 @@ class Intracomm:
 
     def Create_cart(self, dims, periods=False, reorder=False):
         """Return a grid of the first ranks, row by row; COMM_NULL on the other ranks."""
-        outside = bool(self.rank >= np.prod(dims))
+        cells = np.prod(dims)
+        if not 0 < cells <= self.size:
+            raise ValueError(f"a grid of {dims} does not fit a communicator of {self.size} ranks")
+        outside = bool(self.rank >= cells)
         wire = self._wire.split(outside, self.rank)
         return COMM_NULL if outside else Cartcomm(wire, dims, periods)
 
