@@ -72,6 +72,8 @@ class Parameter(Tensor):
     def __init__(
         self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:
+        if init is not None and not callable(init):
+            raise UsageError(f"init is {init!r}; give a function, such as nn.Normal(0.02)")
         if isinstance(shape, list) and all(isinstance(item, Integral) for item in shape):
             shape = tuple(shape)
         if not isinstance(shape, tuple):

@@ -689,7 +689,10 @@ def _checked_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
 def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Accept both f(2, 3) and f((2, 3))."""
     given = arguments[0] if len(arguments) == 1 and hasattr(arguments[0], "__iter__") else arguments
-    return tuple(index(n) for n in given)
+    try:
+        return tuple(index(n) for n in given)
+    except TypeError:
+        raise UsageError(f"{given} are no sizes or axes; give whole numbers") from None
 
 
 def _index(part: Any) -> Any:

@@ -143,6 +143,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "p is '0.5'; give a number": lambda: typed.nn.Dropout("0.5"),
         "eps is '1e-5'; give a number": lambda: typed.nn.LayerNorm(3, "1e-5"),
         "lr is '0.1'; give a number": lambda: typed.optim.Cosine("0.1", 5),
+        "(1.0, -1) are no sizes or axes; give whole numbers": lambda: x.view(len(x) / 2, -1),
+        "init is 'normal'; give a function": lambda: typed.nn.Linear(4, 2, init="normal"),
         "heads is '2'": lambda: typed.nn.MultiheadAttention(4, "2"),
         "hidden is '8'": lambda: typed.nn.TransformerBlock(4, 2, "8"),
         "ranks is '2'; give a whole": lambda: typed.simulate(print, "2"),
