@@ -131,16 +131,16 @@ class RunFolder:
             library: name and version of MPI.
             facts: the header's lines.
         """
-        start = {
-            "command": ["python", "-m", "nnmpi.train", *words],
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "host": platform.node(),
-            "folder": str(Path.cwd()),
-            "ranks": ranks,
-            "versions": {**versions(), "mpi": library},
-            "facts": facts,
-        }
         with suppress(OSError):
+            start = {
+                "command": ["python", "-m", "nnmpi.train", *words],
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "host": platform.node(),
+                "folder": str(Path.cwd()),
+                "ranks": ranks,
+                "versions": {**versions(), "mpi": library},
+                "facts": facts,
+            }
             with appending(self.starts) as stream:
                 stream.write(json.dumps(start) + "\n")
             if self.path.parent == RUNS and not self.path.is_symlink():

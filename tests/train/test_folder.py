@@ -120,3 +120,15 @@ def test_a_run_in_use_is_neither_resumed_nor_written_over(
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     assert [item.name for item in (tmp_path / "new").iterdir()] == [LOCK_FILE]
     main(f"--resume {run} --max-steps 3".split(), group)
+
+
+def test_a_current_folder_that_is_gone_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's scratch folder was removed; the run is elsewhere."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    words = ["--dataset", "iris", "--model", "mlp", "--max-steps", "1", "--quiet"]
+    simulate(lambda group: main([*words, "--out", str(tmp_path / "run")], group), 1)
+    assert (tmp_path / "run" / "finished.json").is_file()
