@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -116,14 +116,17 @@ class Pad(Function):
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
 
 
-def is_basic(key: Any) -> bool:
+Key: TypeAlias = tuple[Any, ...]  # an item per axis, as NumPy reads it
+
+
+def is_basic(key: Key) -> bool:
     """True for a key of numbers, slices and new axes, which gives a view."""
     return all(
         part is None
         or part is Ellipsis
         or isinstance(part, int | slice)
         and not isinstance(part, bool)
-        for part in (key if isinstance(key, tuple) else (key,))
+        for part in key
     )
 
 
@@ -140,13 +143,12 @@ class GetItem(Function):
 
     views = True
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: Key) -> None:
         self.key = key
 
     def check(self, shape: Shape) -> None:
         """Raise IndexError for a key that does not fit the shape, unless it is on the device."""
-        parts = self.key if isinstance(self.key, tuple) else (self.key,)
-        if not any(hasattr(part, "__cuda_array_interface__") for part in parts):
+        if not any(hasattr(part, "__cuda_array_interface__") for part in self.key):
             np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
@@ -177,7 +179,7 @@ class View(Function):
 
     replayable = views = True
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: Key) -> None:
         self.key = key
 
     def placed(self, *inputs: Any) -> Placement:
@@ -206,7 +208,7 @@ class View(Function):
 
     def _expanded(self, ndim: int) -> list[Any]:
         """Return the key with its Ellipsis expanded."""
-        parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
+        parts = list(self.key)
         missing = [slice(None)] * (
             ndim - sum(part is not None and part is not Ellipsis for part in parts)
         )
@@ -223,12 +225,10 @@ class View(Function):
             part = self._part(edge.own_grad(xp))
             xp.add(part, grad, out=part)
             return (None,)
-        spread: Array = xp.zeros(shape, dtype)
+        spread = xp.zeros(shape, dtype)
         xp.copyto(self._part(spread), grad)
         return (spread,)
 
     def _part(self, x: Array) -> Array:
         """Return x[key]; a view, not a number, for a key that names one element."""
-        key = self.key if isinstance(self.key, tuple) else (self.key,)
-        part: Array = x[key if Ellipsis in key else (*key, Ellipsis)]
-        return part
+        return x[self.key if Ellipsis in self.key else (*self.key, Ellipsis)]

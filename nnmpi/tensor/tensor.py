@@ -292,11 +292,10 @@ class Tensor(Variable):
         return in_float32(Pointwise("absolute"), self)
 
     def __getitem__(self, key: Any) -> Tensor:
-        parts = tuple(map(_index, key)) if isinstance(key, tuple) else _index(key)
+        parts = tuple(map(_index, key if isinstance(key, tuple) else (key,)))
         try:
             if is_basic(parts):
-                view: Tensor = View(parts)(self)
-                return view
+                return View(parts)(self)
             function = GetItem(parts)
             if not isinstance(self.data, np.ndarray):
                 function.check(self.data.shape)
