@@ -136,9 +136,9 @@ def whole(x: Any, group: TensorGroup | None = None) -> Any:
         group: gather over this group alone; shards of other groups stay shards. Default: all.
     """
     if is_sharded(x):
-        if group is None:
-            return whole(x.shard.group.gather(x.part(), x.shard.placement))
-        return x.shard.group.gather(x.part(), x.shard.placement) if x.shard.group == group else x
+        if group is not None and x.shard.group != group:
+            return x
+        return whole(x.shard.group.gather(x.part(), x.shard.placement), group)
     if type(x) in (list, tuple):
         return type(x)(whole(item, group) for item in x)
     return {key: whole(value, group) for key, value in x.items()} if type(x) is dict else x
