@@ -82,9 +82,7 @@ class Attention(Function):
         grads = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
             self.kernels.attend_grad(self.xp, grad, residuals, grads, self.causal)
-        return tuple(
-            item if needed else None for item, needed in zip(grads, self.needs, strict=True)
-        )
+        return grads
 
 
 class KeyValues:

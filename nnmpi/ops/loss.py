@@ -183,8 +183,7 @@ class Error(Function):
         to_x = xp.multiply(slopes[0], share) if self.needs[0] or len(slopes) == 1 else None
         if not self.needs[1]:
             return to_x, None
-        to_target = xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
-        return to_x if self.needs[0] else None, to_target
+        return to_x, xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
 
 
 def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:

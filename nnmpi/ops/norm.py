@@ -121,7 +121,7 @@ class BatchNormFunction(Function):
                     xp.subtract(rows[part], xp.add(block, centers, out=block), out=block)
                     xp.multiply(block, factors, out=block)
             to_x = to_x.reshape(grad.shape)
-        return to_x, to_scale if self.needs[1] else None, to_shift if self.needs[2] else None
+        return to_x, to_scale, to_shift
 
 
 def _measure(
@@ -455,11 +455,7 @@ class GroupNormFunction(Function):
             row_sum(xp, item, out=place_for(self, i, scale.shape, scale.dtype))
             for i, item in ((1, products), (2, sums))
         )
-        return (
-            to_x.reshape(grad.shape) if self.needs[0] else None,
-            to_scale if self.needs[1] else None,
-            to_shift if self.needs[2] else None,
-        )
+        return to_x.reshape(grad.shape) if self.needs[0] else None, to_scale, to_shift
 
     def _scratch(self, images: Array) -> Array:
         result: Array = self.xp.empty(images[row_blocks(images)[0]].shape, images.dtype)
