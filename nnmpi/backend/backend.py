@@ -1,8 +1,5 @@
 """The interface to an array library and its device, and its implementation for the host."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,18 +19,12 @@ class Backend:
         name: "numpy" or "cupy".
         xp: the array module.
         device: the device as text, for headers and reports.
-        to_host: copies an array into host memory as a NumPy array (a NumPy array is returned
-            itself).
-        synchronize: waits until the device has finished all queued work; needed before MPI reads a
-            buffer.
         reason: the reason for an automatic choice of this backend; else empty.
     """
 
     name: str
     xp: ModuleType
     device: str
-    to_host: Callable[[Array], Array]
-    synchronize: Callable[[], None]
     reason: str = ""
 
     @property
@@ -49,6 +40,13 @@ class Backend:
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         """Return the values as an array on this device, without a copy if possible."""
         return self.xp.asarray(values, dtype=dtype)
+
+    def to_host(self, array: Array) -> Array:
+        """Return an array as a NumPy array in host memory; itself if it is one."""
+        return array
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work, as before MPI reads a buffer."""
 
     def zeros(self, shape: int | Shape, dtype: Any) -> Array:
         """Return a new C-contiguous array of zeros on this device."""
@@ -77,4 +75,4 @@ class Backend:
 
 def numpy_backend() -> Backend:
     """Return the backend that computes with NumPy on the host's processor."""
-    return Backend("numpy", np, "CPU", to_host=lambda array: array, synchronize=lambda: None)
+    return Backend("numpy", np, "CPU")

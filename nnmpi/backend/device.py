@@ -4,8 +4,6 @@ Only this file imports cupy, and only on request. It also translates CUDA's and 
 sentences with a remedy.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -65,15 +63,7 @@ def cupy_backend(local_rank: int) -> Backend:
         problem = explain_start(error, *_versions(cupy))
         raise DeviceError(f"backend cupy cannot use device {number}: {problem}") from error
 
-    def to_host(array: Array) -> Array:
-        return array if isinstance(array, np.ndarray) else cupy.asnumpy(array)
-
-    def synchronize() -> None:
-        cupy.cuda.get_current_stream().synchronize()
-
-    return DeviceBackend(
-        "cupy", cupy, f"{model}, device {number}", to_host, synchronize, number=number
-    )
+    return DeviceBackend("cupy", cupy, f"{model}, device {number}", number=number)
 
 
 def _versions(cupy: ModuleType) -> tuple[int, int]:
@@ -122,6 +112,14 @@ class DeviceBackend(Backend):
         runtime = self.xp.cuda.runtime
         identity = runtime.getDeviceProperties(self.number).get("uuid", b"")
         return f"{runtime.deviceGetPCIBusId(self.number)} {bytes(identity[:UUID_BYTES]).hex()}"
+
+    def to_host(self, array: Array) -> Array:
+        """Return an array as a NumPy array in host memory; itself if it is one."""
+        return array if isinstance(array, np.ndarray) else self.xp.asnumpy(array)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished the current stream's work."""
+        self.xp.cuda.get_current_stream().synchronize()
 
     def memory(self) -> MemoryUse:
         """Return the device memory in use by this process's arrays, and its limit."""
