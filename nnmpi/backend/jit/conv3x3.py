@@ -39,8 +39,6 @@ row's three elements are applied for many output channels at a time:
     q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache
@@ -399,14 +397,13 @@ def _each_in(grad, y, m, sums, first, top, rows, h, w, o, s, least):
 
 @inlined
 def _products(
-    a, a_step, a_code, lda, b, b_step, b_code, ldb,
-    d, d_step, ldd, rows, columns, inner, beta
+    a, a_step, a_code, lda, b, b_step, ldb, d, d_step, ldd, rows, columns, inner, beta
 ):  # fmt: skip
     """d[k] = a[k] b[k] + beta d[k] for 16 matrices each, `step` elements apart."""
     a_at, b_at, d_at = a.ctypes.data, b.ctypes.data, d.ctypes.data
     for k in range(16):
         at, bt, dt = a_at + 4 * k * a_step, b_at + 4 * k * b_step, d_at + 4 * k * d_step
-        sgemm(ROWS, a_code, b_code, rows, columns, inner, ONE, at, lda, bt, ldb, beta, dt, ldd)
+        sgemm(ROWS, a_code, PLAIN, rows, columns, inner, ONE, at, lda, bt, ldb, beta, dt, ldd)
 
 
 def winograd(
@@ -433,9 +430,7 @@ def winograd(
                 some = min(rows, here * (h // 2) - top)
                 seen = some * (w // 2)
                 _patches_in(border, v, top, some, h, w, c, tiles * c)
-                _products(
-                    v, tiles * c, PLAIN, c, u, c * o, PLAIN, o, m, tiles * o, o, seen, o, c, ZERO
-                )
+                _products(v, tiles * c, PLAIN, c, u, c * o, o, m, tiles * o, o, seen, o, c, ZERO)
                 if pooled:
                     _largest_out(
                         m, bias, y, corner, (first * (h // 2) + top) * (w // 2), seen, o, tiles * o
@@ -472,39 +467,11 @@ def winograd(
                 if for_weight:
                     _patches_in(border, v, top, some, h, w, c, tiles * c)
                     _products(
-                        v,
-                        tiles * c,
-                        TRANSPOSED,
-                        c,
-                        m,
-                        tiles * o,
-                        PLAIN,
-                        o,
-                        du,
-                        c * o,
-                        o,
-                        c,
-                        o,
-                        seen,
-                        ONE,
+                        v, tiles * c, TRANSPOSED, c, m, tiles * o, o, du, c * o, o, c, o, seen, ONE
                     )
                 if for_x:
                     _products(
-                        m,
-                        tiles * o,
-                        PLAIN,
-                        o,
-                        ut,
-                        c * o,
-                        PLAIN,
-                        c,
-                        v,
-                        tiles * c,
-                        c,
-                        seen,
-                        c,
-                        o,
-                        ZERO,
+                        m, tiles * o, PLAIN, o, ut, c * o, c, v, tiles * c, c, seen, c, o, ZERO
                     )
                     _patches_out(v, spread, top, some, h, w, c, tiles * c)
             if for_x:
@@ -520,8 +487,7 @@ def _add_row(patch, below, c, weight, s, o, sums):
     """Add one channel and kernel row to the four outputs of a window; s is the distance between
     elements of the row.
     """
-    p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
-    q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
+    (p0, p1, p2, p3), (q0, q1, q2, q3) = _four(patch, 0, c), _four(below, 0, c)
     for i in range(o):
         a, b, d = weight[i], weight[i + s], weight[i + 2 * s]
         sums[i] += p0 * a + p1 * b + p2 * d
@@ -533,8 +499,7 @@ def _add_row(patch, below, c, weight, s, o, sums):
 @inlined
 def _add_products(patch, below, c, above, argmax, s, o, to_weight):
     """Add one window and channel to the gradient of a kernel row."""
-    p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
-    q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
+    (p0, p1, p2, p3), (q0, q1, q2, q3) = _four(patch, 0, c), _four(below, 0, c)
     for i in range(o):
         y = winner_of(above[i], np.int32(argmax[i]))
         to_weight[i] += p0 * y[0] + p1 * y[1] + q0 * y[2] + q1 * y[3]
@@ -575,9 +540,7 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
                     out, argmax = y[at:], corner[at:]
                     for i in range(o):
-                        out[i], argmax[i] = largest_of(
-                            (sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i]
-                        )
+                        out[i], argmax[i] = largest_of(_four(sums, i, o), bias[i])
                     sums[:] = ZERO
 
     def backward(grad, x, y, corner, u, to, scratch):

@@ -15,29 +15,9 @@ from numba import float64, types
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.jit.conv3x3 import has_products, sizes
+from nnmpi.backend.jit.conv3x3 import has_products as has_products
+from nnmpi.backend.jit.conv3x3 import sizes as sizes
 from nnmpi.backend.recording import record_call
-
-__all__ = [
-    "adam",
-    "bias_gelu",
-    "bias_gelu_tanh",
-    "bias_relu",
-    "bias_silu",
-    "depthwise",
-    "direct",
-    "has_products",
-    "lstm_step",
-    "lstm_step_grad",
-    "norm",
-    "norm_grad",
-    "norm_products",
-    "relu_grad",
-    "relu_grad_bias",
-    "sizes",
-    "slope_grad_bias",
-    "winograd",
-]
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3

@@ -331,14 +331,20 @@ def softmax_loss(logits, labels, losses, gradient):
 # A step of LSTM without its product, see `ops.lstm`: the gates are i, f, o, g.
 
 
+@inlined
+def gates_of(row):
+    """Return the four gates, side by side in a row."""
+    n = row.size // 4
+    return row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :]
+
+
 def lstm_step(g, product, c, new_c, new_h):
     """g = tanh(g + product), sigmoids (1 + g) / 2; new_c = f c + i g; new_h = o tanh(new_c)."""
-    n = c.shape[1]
     for r in range(c.shape[0]):
         gates, more = g[r], product[r]
         for j in range(gates.size):
             gates[j] = tanh(gates[j] + more[j])
-        i, f, o, candidate = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
+        i, f, o, candidate = gates_of(gates)
         old, cell, hidden = c[r], new_c[r], new_h[r]
         for j in range(cell.size):
             value = _HALF * ((_ONE + f[j]) * old[j] + (_ONE + i[j]) * candidate[j])
@@ -348,11 +354,8 @@ def lstm_step(g, product, c, new_c, new_h):
 
 def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
     """slopes = the gradient of the tanh's arguments; to_c = the gradient of c a step earlier."""
-    n = cell.shape[1]
     for r in range(cell.shape[0]):
-        gates, steep = g[r], slopes[r]
-        i, f, o, candidate = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
-        to_i, to_f, to_o, to_g = steep[:n], steep[n : 2 * n], steep[2 * n : 3 * n], steep[3 * n :]
+        (i, f, o, candidate), (to_i, to_f, to_o, to_g) = gates_of(g[r]), gates_of(slopes[r])
         first, other, after, before, total = h[r], grad[r], cell[r], last_c[r], to_c[r]
         for j in range(total.size):
             t, to_h = tanh(after[j]), _HALF * (first[j] + other[j])
