@@ -276,7 +276,7 @@ class _RecordingFunction:
                 result.flags.writeable = False  # CuPy's have no such flag
             return result
         if result is None or kwargs.get("out") is not None:
-            record(_bound(self._xp, self._name, self._function, args, kwargs))
+            record(self._bound(args, kwargs))
             return result
         return self._record_result(result, args, kwargs)
 
@@ -297,46 +297,37 @@ class _RecordingFunction:
         ):
             return out
         out = self._recorder.pooled(out)
-        if _writes_out(self._xp, self._name, self._function):
-            self._recorder.record(
-                _bound(self._xp, self._name, self._function, args, {**kwargs, "out": out})
-            )
+        if self._writes_out():
+            self._recorder.record(self._bound(args, {**kwargs, "out": out}))
         else:
             self._recorder.record(_fill, out, partial(self._function, *args, **kwargs))
         return out
 
+    def _writes_out(self) -> bool:
+        """True if the function has `out`: universal functions, their reductions, some others."""
+        owner, name = getattr(self._function, "__self__", None), self._name
+        return (
+            _is_universal(self._function)
+            or (_is_universal(owner) and name.endswith(".reduce"))
+            or (name in _WITH_OUT and (self._xp is np or name not in _WITHOUT_ON_DEVICE))
+        )
 
-def _writes_out(xp: ModuleType, name: str, function: Callable[..., Any]) -> bool:
-    """True if a function has `out`: universal functions, their reductions, some others."""
-    owner = getattr(function, "__self__", None)
-    return (
-        _is_universal(function)
-        or (_is_universal(owner) and name.endswith(".reduce"))
-        or (name in _WITH_OUT and (xp is np or name not in _WITHOUT_ON_DEVICE))
-    )
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return a call with all its arguments, in its fastest form: keywords cost 0.1 us each."""
+        function, name = self._function, self._name
+        if self._xp is np and name in _METHODS and type(args[0]) is np.ndarray:
+            function, args = getattr(args[0], name), args[1:]
+        elif (
+            isinstance(function, np.ufunc)
+            and name not in _NAMED_OUT
+            and (len(args), *kwargs) == (function.nin, "out")
+        ):
+            return partial(function, *args, kwargs["out"])
+        return partial(function, *args, **kwargs)
 
 
 def _is_universal(function: Any) -> bool:
     return isinstance(function, np.ufunc) or type(function).__name__ == "ufunc"
-
-
-def _bound(
-    xp: ModuleType,
-    name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Call:
-    """Return a call with all its arguments, in its fastest form: keywords cost 0.1 us each."""
-    if xp is np and name in _METHODS and type(args[0]) is np.ndarray:
-        function, args = getattr(args[0], name), args[1:]
-    elif (
-        isinstance(function, np.ufunc)
-        and name not in _NAMED_OUT
-        and (len(args), *kwargs) == (function.nin, "out")
-    ):
-        return partial(function, *args, kwargs["out"])
-    return partial(function, *args, **kwargs)
 
 
 LEAST_BYTES = 1024  # smaller results are allocated outside the pool
