@@ -112,7 +112,7 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
             members = tuple((inside + item, module.get(item)) for item in local)
             yield ChainLayer(inside + name, partial(without_stash, getattr(module, half)), members)
     else:
-        yield ChainLayer(path, lambda x, stashed: module(x), ((path, module),), module=module)
+        yield ChainLayer(path, partial(without_stash, module), ((path, module),), module=module)
 
 
 def _stash_layer(path: str, name: str) -> ChainLayer:

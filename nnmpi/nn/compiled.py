@@ -99,7 +99,7 @@ class Compiled:
             )
         mode = current()
         if mode.observe is not None:
-            return self.eager(inputs)  # a replay would not call the modules to observe
+            return self._step(*map(_tensor, inputs))  # a replay would not call the modules
         key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
         with self._lock:
             try:
@@ -115,10 +115,6 @@ class Compiled:
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
-    def eager(self, inputs: tuple[Any, ...]) -> Any:
-        """Do one step without recording or replaying."""
-        return self._step(*map(_tensor, inputs))
-
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)
         is_full = len(self._held) >= MOST_RECORDINGS
@@ -130,7 +126,10 @@ class Compiled:
             return_freed_memory()
         recorder = Recorder(self.pool)
         try:
-            held = self._run_recorded(recorder, inputs)
+            buffers = [_input_buffer(x) for x in inputs]
+            with recorder.running():
+                outputs = _outputs(self._step(*buffers))
+            held = Recording(recorder, buffers, outputs)
         finally:
             restore(mode)
             recorder.copy_loose_grads()
@@ -139,12 +138,6 @@ class Compiled:
         self._held[key] = held
         self.calls = len(recorder.calls)
         return held.results()
-
-    def _run_recorded(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
-        buffers = [_input_buffer(x) for x in inputs]
-        with recorder.running():
-            outputs = _outputs(self._step(*buffers))
-        return Recording(recorder, buffers, outputs)
 
 
 class Recording:

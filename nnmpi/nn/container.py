@@ -154,8 +154,7 @@ class Sequential(Module):
             if isinstance(layer, Stash):
                 stash(stashed, layer.name, x)
             x = layer(x, fetch(stashed, layer.name)) if isinstance(layer, Pop) else layer(x)
-        if stashed:
-            check_empty(stashed)
+        check_empty(stashed)
         return x
 
     def steps(self) -> Sequence[Callable[..., Any]]:
