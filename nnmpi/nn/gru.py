@@ -103,7 +103,8 @@ class GRU(Module):
             )
         ends = []
         for number, layer in enumerate(self.layers):
+            if number:
+                x = self.drops[number - 1](x)
             x = layer(x, None if state is None else state[number])
             ends.append(x[:, -1])
-            x = self.drops[number](x) if number < len(self.drops) else x
         return x, stack(ends)

@@ -130,11 +130,12 @@ class LSTM(Module):
         time, finals = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):
             results = []
+            if number:
+                x = self.drops[number - 1](x)
             for i in range(layer, layer + self.directions):
                 local = None if state is None else (state[0][i], state[1][i])
                 y = self.layers[i](x, local, lengths, ends)
                 results.append(y[:, :time] if ends else y)
                 finals += [y[:, time:]] if ends else []
             x = results[0] if self.directions == 1 else concatenate(results, 2)
-            x = self.drops[number](x) if number < len(self.drops) else x
         return x, finals
