@@ -90,7 +90,7 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     By the layers' names.
     """
     matches: dict[str, Shape] = {}
-    image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
+    image = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
     def observe(module: Any, result: Any) -> None:
         nonlocal image

@@ -16,7 +16,7 @@ from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
-from nnmpi.ops.planes import rectify, rectify_grad
+from nnmpi.ops.planes import flattened, rectify, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
@@ -39,7 +39,7 @@ class Relu(Elementwise):
         grad, to_x = xp.ascontiguousarray(grad), xp.empty(y.shape, y.dtype)
         kernels = kernels_for(y, "relu_grad")
         if kernels is not None:
-            kernels.relu_grad(*(item.reshape(item.size) for item in (grad, y, to_x)))
+            kernels.relu_grad(*map(flattened, (grad, y, to_x)))
         else:
             rectify_grad(xp, grad, y, to_x)
         return (to_x,)

@@ -100,21 +100,26 @@ class Planes:
         _select(xp, masks, grad, out)
 
 
+def flattened(array: Array) -> Array:
+    """Return a contiguous array as a view with one axis."""
+    return array.reshape(array.size)
+
+
 def rectify(xp: Any, x: Array, out: Array, limit: float = 0.0) -> None:
     """Write max(x, limit) to `out`, like x and contiguous; it may be x itself."""
     if x.size < LONG or type(out) is not np.ndarray or not x.flags.c_contiguous:
         xp.maximum(x, constant(xp, limit, x.dtype), out=out)
         return
     # of elements in the cache the maximum of two arrays takes 0.6 of that of an array and a number
-    flat, result = x.reshape(x.size), out.reshape(x.size)
+    flat, result = flattened(x), flattened(out)
     for part in row_blocks(flat):
         xp.maximum(flat[part], constant(xp, limit, x.dtype, flat[part].shape), out=result[part])
 
 
 def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
     """Write the gradient of x for y = max(x, 0) to `out`; all contiguous, of one shape."""
-    grads, values, result = (item.reshape(item.size) for item in (grad, y, out))
-    mask: Array = xp.empty((row_blocks(values)[0].stop,), bool)
+    grads, values, result = map(flattened, (grad, y, out))
+    mask = xp.empty((row_blocks(values)[0].stop,), bool)
     for part in row_blocks(values):
         positive = mask[: len(values[part])]
         xp.greater(values[part], constant(xp, 0, y.dtype), out=positive)
@@ -136,4 +141,4 @@ def repeated(xp: Any, values: Array, pixels: int) -> Array:
     """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
     result: Array = xp.empty((pixels, values.size), values.dtype)
     xp.copyto(result, values)
-    return result.reshape(result.size)
+    return flattened(result)

@@ -20,7 +20,7 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.windows import Pair, bordered, out_size, pair, windows
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
-from nnmpi.ops.planes import Planes
+from nnmpi.ops.planes import Planes, flattened
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
@@ -97,8 +97,8 @@ class MaxPool2dFunction(Pool2dFunction):
             view = over.positions(x)
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
-                winners = None if winner is None else _flat(winner[images])
-                planes.largest(_stacked(block), _flat(y[images]), winners)
+                winners = None if winner is None else flattened(winner[images])
+                planes.largest(_stacked(block), flattened(y[images]), winners)
         self.saved = (winner, x.shape, None)
         return y
 
@@ -106,13 +106,14 @@ class MaxPool2dFunction(Pool2dFunction):
         (winner, shape, kernels), xp, over = self.saved, self.xp, self.over
         if kernels is not None:
             return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
-        grad = xp.reshape(grad, (grad.size,)).reshape(grad.shape)  # contiguous
-        result: Array = xp.zeros(shape, grad.dtype)
+        grad = xp.ascontiguousarray(grad)
+        result = xp.zeros(shape, grad.dtype)
         planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
             view = over.positions(result)
             for images, block in _blocks(xp, grad, over):
-                planes.gradient(_flat(grad[images]), _flat(winner[images]), _stacked(block))
+                won = flattened(winner[images])
+                planes.gradient(flattened(grad[images]), won, _stacked(block))
                 if not over.overlap:
                     xp.copyto(view[:, :, images], block)
                 else:
@@ -238,10 +239,6 @@ def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array
         images = slice(start, min(start + count, n))
         shape = (*over.kernel, *y[images].shape)
         yield images, memory[: prod(shape)].reshape(shape)
-
-
-def _flat(images: Array) -> Array:
-    return images.reshape(images.size)
 
 
 def _stacked(planes: Array) -> Array:

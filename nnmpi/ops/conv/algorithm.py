@@ -8,13 +8,13 @@ The Function (see `conv2d`) allocates results and saves arrays for backward; an 
 arrays. So algorithms differ in their arithmetic alone.
 """
 
-from __future__ import annotations
-
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.windows import Pair, out_size
+from nnmpi.ops.planes import flattened
 
 NO_POOL: Pair = (1, 1)
 
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
     bias: Array | None
 
 
-class Algorithm:
+class Algorithm(ABC):
     """A method to compute a convolution.
 
     `xp` is the array library, or its stand-in while a step is recorded: the calls on it are
@@ -74,6 +74,7 @@ class Algorithm:
     def __init__(self, spec: ConvSpec) -> None:
         self.spec = spec
 
+    @abstractmethod
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Any:
@@ -87,8 +88,8 @@ class Algorithm:
             y: out, (n, out_h, out_w, o) after the pooling, C-contiguous.
             keep: whether a backward pass will follow.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
+    @abstractmethod
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients
     ) -> None:
@@ -101,12 +102,6 @@ class Algorithm:
             kept: the result of `forward`.
             out: the arrays for the gradients.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no backward")
-
-
-def flattened(array: Array) -> Array:
-    """Return a contiguous array as a view with one axis."""
-    return array.reshape(array.size)
 
 
 def record_flat(kernel: Any, *args: Any) -> None:

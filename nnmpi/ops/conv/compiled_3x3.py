@@ -10,15 +10,18 @@ A forward or backward pass is one call. The kernels, in nnmpi/backend/jit/conv3x
 arrays and allocate nothing: scratch arrays are arguments, so that a replayed step reuses them.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from abc import abstractmethod
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import load
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients, flattened, record_flat
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients, record_flat
+from nnmpi.ops.planes import flattened
+
+# a compiled pair, and the numbers of elements of the transformed kernels and the scratch arrays
+Plan: TypeAlias = tuple[Any, int, tuple[int, ...]]
 
 
 class Compiled3x3(Algorithm):
@@ -28,14 +31,14 @@ class Compiled3x3(Algorithm):
     kernels.
     """
 
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
-        """Return the compiled pair, and the sizes of the transformed kernels and scratch arrays.
+    @abstractmethod
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
+        """Return the plan.
 
         Args:
             sizes: (h, w, c, o), of images and channels.
             gradients: whether to return the backward pass's scratch arrays.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no plan")
 
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
@@ -68,7 +71,7 @@ class Compiled3x3(Algorithm):
 class CompiledDirect(Compiled3x3):
     """With ReLU and pooling; for few channels and no input gradient: a network's first layer."""
 
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
         """See `Compiled3x3.plan`."""
         h, w, c, o = sizes
         return load().direct(*sizes), 0, ((9 * c + 1) * o, (h + 2) * (w + 2) * c)
@@ -77,7 +80,7 @@ class CompiledDirect(Compiled3x3):
 class CompiledWinograd(Compiled3x3):
     """Alone, with ReLU, or with ReLU and pooling."""
 
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
         """See `Compiled3x3.plan`."""
         z = load().sizes(*sizes)
         return (

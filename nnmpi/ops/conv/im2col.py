@@ -52,7 +52,7 @@ from nnmpi.backend.precision import cast
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
-from nnmpi.ops.planes import Planes, repeated
+from nnmpi.ops.planes import Planes, flattened, repeated
 
 # Bytes of a block's columns and result: about half of a usual second-level cache. With larger
 # kernels a block has the size of the kernels.
@@ -360,7 +360,7 @@ class Im2col(Algorithm):
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
     ) -> None:
         spec = self.spec
-        grad = cast(xp, xp.reshape(grad, (grad.size,)).reshape(grad.shape), x.dtype)  # without gaps
+        grad = cast(xp, xp.ascontiguousarray(grad), x.dtype)
         if out.bias is not None and xp.__name__ == "numpy":  # first over images, in long additions
             sums = row_sum(xp, grad.reshape(len(grad), prod(grad.shape[1:])))
             row_sum(xp, sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
@@ -396,7 +396,7 @@ class Im2colReluPool(Algorithm):
         columns = Columns(xp, x, self.spec, o)
         row = columns.out[1] * o  # elements of y
         image = columns.out[0] * row
-        flat = y.reshape(y.size)
+        flat = flattened(y)
         planes = Planes(xp, places, columns.count * image)
         winner: Array | None = xp.empty((y.size,), planes.dtype) if keep else None
         kernel = _matrix(xp, weight)

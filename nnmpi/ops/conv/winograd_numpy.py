@@ -47,9 +47,9 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, ones
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.windows import corners
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients, flattened
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
-from nnmpi.ops.planes import Planes, rectify, repeated
+from nnmpi.ops.planes import Planes, flattened, rectify, repeated
 
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.
@@ -121,10 +121,8 @@ class WinogradNumpy(Algorithm):
             tiles.multiply(kernel)
             if bias is not None and biases is None:
                 biases = repeated(xp, bias, tiles.results.size // o)
-            flat, part = (
-                flattened(tiles.results),
-                None if saved is None else flattened(saved[images]),
-            )
+            flat = flattened(tiles.results)
+            part = None if saved is None else flattened(saved[images])
             if spec.pool != NO_POOL:
                 pooled = flattened(tiles.pooled)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
