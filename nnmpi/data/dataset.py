@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers, is_array
+from nnmpi.backend.array import Array, Integers, Shape, is_array
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError, shortened, whole
 
@@ -119,7 +119,7 @@ class Samples(ABC):
 
     @property
     @abstractmethod
-    def sample_shape(self) -> tuple[int, ...]:
+    def sample_shape(self) -> Shape:
         """The shape of a sample; of the longest possible one if lengths differ."""
 
     @property
@@ -272,12 +272,12 @@ class Dataset(Samples):
         )
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
+    def sample_shape(self) -> Shape:
         """Return the shape of one sample: (features,) or (height, width, channels)."""
         return tuple(self.x.shape[1:])
 
     @property
-    def target_shape(self) -> tuple[int, ...]:
+    def target_shape(self) -> Shape:
         """Return the shape of one sample's labels; () for one label or quantity."""
         return tuple(self.y.shape[1:])
 

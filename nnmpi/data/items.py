@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers
+from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.data.dataset import Dataset, Samples, read_array
 from nnmpi.data.tables import Table, to_dataset
 from nnmpi.errors import DataError, UsageError, shortened
@@ -82,7 +82,7 @@ class Items(Samples):
         return self._read(np.arange(1))
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
+    def sample_shape(self) -> Shape:
         """The shape of the first sample."""
         return self._first.sample_shape
 

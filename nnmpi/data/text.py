@@ -44,7 +44,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import Array, Integers
+from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.backend.random import stream
 from nnmpi.data.dataset import IGNORED, Samples
 from nnmpi.data.tables import read_cells, read_lines
@@ -308,7 +308,7 @@ class Text(Samples):
         return len(self._firsts)
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
+    def sample_shape(self) -> Shape:
         """The shape of the longest possible sample."""
         return (self.context,)
 

@@ -26,7 +26,7 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, ope
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.function import CommonRoot, Function, Tape, enable_grad, kind_of, no_grad
+from nnmpi.tensor.function import CommonRoot, Function, Grads, Tape, enable_grad, kind_of, no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Shard
 from nnmpi.tensor.sharded import mark
@@ -80,7 +80,7 @@ class _GraphInput(Function):
         self.taken: Array | None = None
         return x
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         self.taken = grad
         return (None,)
 

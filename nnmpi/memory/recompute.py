@@ -53,7 +53,7 @@ from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
-from nnmpi.tensor.function import Function, recording
+from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
@@ -181,7 +181,7 @@ class PlannedLayer(Function):
         self.cuts = value.cuts
         return value.array
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         # The layer's own graph has added to the parameters' gradients.
         return (self.run.backward(self.layer, grad), *[None] * (len(self.needs) - 1))
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import nnmpi.clock as clock
-from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.array import Array, Shape, is_array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.buffers import pinned
 from nnmpi.errors import UsageError
@@ -234,8 +234,8 @@ class _Location(NamedTuple):
 
     memory: int
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     dtype: Any
 
 

@@ -39,7 +39,7 @@ from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, ShapeError
 from nnmpi.shard import Region, split
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -154,7 +154,7 @@ class RankSum(Function):
             return x
         return all_sum(self.group, x) if self.backward_sums else sum_in_place(self.group, x)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (all_sum(self.group, grad, self.into(0)) if self.backward_sums else grad,)
 
 
@@ -186,7 +186,7 @@ class Redistribute(Function):
         self.saved = (regions,)
         return getattr(regions, method)(x)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (getattr(self.saved[0], ADJOINTS[self.way][1])(grad),)
 
 
@@ -253,7 +253,7 @@ class AllToAll(Function):
     def forward(self, x: Array) -> Array:
         return self._exchange(x, self.sends, self.receives)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (self._exchange(grad, self.receives, self.sends),)
 
     def _exchange(self, x: Array, sends: Sequence[int], receives: Sequence[int]) -> Array:

@@ -50,7 +50,6 @@ from nnmpi.tensor.placement import Placement, Shard, aligned, is_sharded
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
-_SCALAR: type = np.generic  # NumPy's functions return it instead of an array without axes
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
 
 

@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
 from nnmpi.tensor.placement import Placement, aligned, is_sharded, moved, uncut
 
+Axes: TypeAlias = tuple[int, ...]
 
-def _keep_axes(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+
+def _keep_axes(shape: Shape, axes: Axes) -> Shape:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
@@ -21,7 +23,7 @@ class _Reduction(Function):
 
     __slots__ = ("axes", "keepdims")
 
-    def __init__(self, axes: tuple[int, ...], keepdims: bool) -> None:
+    def __init__(self, axes: Axes, keepdims: bool) -> None:
         self.axes, self.keepdims = axes, keepdims
 
     def placed(self, *inputs: Any) -> Placement:
@@ -39,7 +41,7 @@ class Sum(_Reduction):
 
     replayable = True
 
-    def __init__(self, axes: tuple[int, ...], keepdims: bool, averages: bool = False) -> None:
+    def __init__(self, axes: Axes, keepdims: bool, averages: bool = False) -> None:
         super().__init__(axes, keepdims)
         self.averages = averages
 
@@ -68,7 +70,7 @@ class Variance(_Reduction):
 
     replayable = True
 
-    def __init__(self, axes: tuple[int, ...], keepdims: bool, correction: int) -> None:
+    def __init__(self, axes: Axes, keepdims: bool, correction: int) -> None:
         super().__init__(axes, keepdims)
         self.correction = correction
 
@@ -99,7 +101,7 @@ class Largest(_Reduction):
 
     replayable = True
 
-    def __init__(self, axes: tuple[int, ...], keepdims: bool, largest: bool) -> None:
+    def __init__(self, axes: Axes, keepdims: bool, largest: bool) -> None:
         super().__init__(axes, keepdims)
         self.largest = largest
 

@@ -647,7 +647,7 @@ def _narrow() -> bool:
     return precision() == "float32"
 
 
-def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
+def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
     """Return the axes of a reduction as non-negative numbers.
 
     Raises:
@@ -672,7 +672,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
     return result
 
 
-def _checked_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
+def _checked_axes(x: Tensor, *axes: int) -> reduce.Axes:
     """Return axes as non-negative numbers.
 
     Raises:
