@@ -12,8 +12,6 @@ tokenizer_config.json, which Hugging Face's transformers needs beside it. nnmpi 
 tokenizers back without either library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

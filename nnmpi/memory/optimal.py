@@ -40,8 +40,6 @@ NP-hard (Beaumont et al., "Efficient combination of rematerialization and offloa
 DNNs", 2021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -14,8 +14,6 @@ A module's name is the path of attributes in both. So a PyTorch model of the sam
 the file without conversion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

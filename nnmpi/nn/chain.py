@@ -11,8 +11,6 @@ per link (a transformer block has two), and any other module is one layer. A sta
 crosses a cut travels beside the activation. Parameters keep their names in the full model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -25,8 +25,6 @@ It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each re
 memory as long as the recording exists, so a recorded step needs more memory than an eager one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from threading import RLock

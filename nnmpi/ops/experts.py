@@ -23,8 +23,6 @@ Shazeer et al., "Outrageously large neural networks", 2017. Capacity and balance
 2.1.2. A sum over sequences is the same in any layout, unlike a product of means over the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil

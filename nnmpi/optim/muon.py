@@ -19,8 +19,6 @@ Owners are assigned to balance multiplications first, elements second. On any nu
 owner multiplies the matrices of the serial run, so the update has the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt

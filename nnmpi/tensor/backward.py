@@ -10,8 +10,6 @@ between them is valid. Only tensors reference the tape, operations never do. So 
 reference cycles, and a graph is freed with its last tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial

@@ -4,8 +4,6 @@ A kink within the step fails the check: the function has no derivative there. Th
 gives the sampled values, since backward's result would be neither right nor wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
 
-from __future__ import annotations
-
 from functools import cache, partialmethod
 from math import prod, sqrt
 from types import ModuleType
