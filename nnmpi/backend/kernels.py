@@ -52,8 +52,7 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
     """Write the sum over rows of a gradient (rows, n), in at least float32."""
     kernels = kernels_for(grad, "bias_grad")
     if kernels is not None:
-        # a sum's gradient is broadcast, so not contiguous
-        kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)
+        kernels.bias_grad(xp, grad, to_bias)
     else:
         grad = to_float32(xp, grad)
         if grad.dtype == to_bias.dtype:

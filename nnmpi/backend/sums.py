@@ -15,7 +15,6 @@ cached block takes a quarter of the time of a pass over memory. On a device all 
 since each further call would cost more than it computes.
 """
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -54,7 +53,7 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     return sums
 
 
-def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> Array:
+def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
     """Return the sum over some axes, in x's dtype if that is floating point.
 
     Args:
@@ -63,14 +62,9 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
         axes: counted from 0.
         keepdims: whether they stay, with length 1.
     """
-    axes = tuple(axes)
     leading, rest = len(axes), x.shape[len(axes) :]
     over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
-    wide = (
-        type(x) is np.ndarray
-        and x.dtype.kind == "f"
-        and x.dtype.itemsize >= np.dtype("float32").itemsize
-    )
+    wide = type(x) is np.ndarray and x.dtype.kind == "f" and x.dtype.itemsize > 2  # not float16
     if wide and over_rows and x.flags.c_contiguous:
         # NumPy sums pairwise along the last axis only; over rows it adds one by one
         total = row_sum(xp, x.reshape(-1, prod(rest)))

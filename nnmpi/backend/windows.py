@@ -50,21 +50,20 @@ def pair(name: str, value: int | Pair, least: int) -> Pair:
     return first, second
 
 
-def bordered(x: Array, padding: Pair, value: float = 0.0, xp: Any = None) -> Array:
+def bordered(x: Array, padding: Pair, value: float, xp: Any) -> Array:
     """Return x (n, h, w, c) padded by rows and columns of `value`; x itself without padding.
 
     Args:
         x: (n, h, w, c).
         padding: rows above and below, columns on the left and on the right.
         value: of the border's elements.
-        xp: a recorder's stand-in for x's library; by default the library itself.
+        xp: x's library, or a recorder's stand-in for it.
     """
     rows, columns = padding
     if rows == 0 and columns == 0:
         return x
     n, h, w, c = x.shape
-    xp = namespace(x) if xp is None else xp
-    result: Array = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, dtype=x.dtype)
+    result = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, dtype=x.dtype)
     xp.copyto(result[:, rows : rows + h, columns : columns + w], x)
     return result
 

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -355,7 +355,7 @@ class Loader:
 T = TypeVar("T")
 
 
-class Prefetch(Iterator[T], Generic[T]):
+class Prefetch(Iterator[T]):
     """Yield make(i) for i in numbers, computed by threads up to `ahead` items early.
 
     Items keep the order of `numbers`. An exception in `make` is raised at its item. The threads end

@@ -109,7 +109,7 @@ def to_torch(model: Module, sample: Array) -> dict[str, Array]:
     """Return a model's values by PyTorch's names, in its layouts."""
     state = model.state()
     return {
-        name: np.ascontiguousarray(array).reshape(array.shape)
+        name: array
         for item in torch_weights(model, sample)
         for name, array in zip(item.theirs, item.write(state[item.name]), strict=True)
     }

@@ -152,9 +152,9 @@ class PackedAttention(Function):
         heads: int,
         causal: bool,
         kernels: Any,
-        before: KeyValues | None = None,
-        rate: float = 0.0,
-        mask_key: Callable[[], MaskKey] | None = None,
+        before: KeyValues | None,
+        rate: float,
+        mask_key: Callable[[], MaskKey] | None,
     ) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
         self.rate, self.mask_key = rate, mask_key

@@ -41,6 +41,7 @@ class DeviceKernels(KernelLauncher):
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
+        # a sum's gradient is broadcast, so not contiguous
         self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:

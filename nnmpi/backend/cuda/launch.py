@@ -19,7 +19,6 @@ from nnmpi.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
 NAMES = {"float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16"}
-LOW = frozenset({"float16", "bfloat16"})
 
 NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 
@@ -209,7 +208,7 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     t = next(dtype.name for role, dtype in dtypes if role == "T")
     p = next((dtype.name for role, dtype in dtypes if role in "PS"), t)
     a = "float64" if t == "float64" else "float32"
-    allowed = {"T": {t}, "P": {p} & {t, a if t in LOW else t}, "S": {p}, "A": {a}}
+    allowed = {"T": {t}, "P": {p} & {t, a}, "S": {p}, "A": {a}}
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
     fits = (
         dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes
