@@ -164,12 +164,11 @@ class Variable:
             if grad is not self._grad:  # else backward has added it already (`Function.sum_into`)
                 xp.add(self._grad, grad, out=self._grad)
             return
-        target, recorder = self.buffer, active()
-        if target is None:
-            target = xp.empty_like(grad)  # a copy: the array may be shared
+        # without a buffer a copy: the array may be shared
+        target = xp.empty_like(grad) if self.buffer is None else self.buffer
+        if grad is not target:
             xp.copyto(target, grad)
-        elif grad is not target:
-            xp.copyto(target, grad)
+        recorder = active()
         if recorder is None:
             self._grad = target
         else:
@@ -412,8 +411,11 @@ class Function:
         self.saved = ()
 
     def _as_array(self, data: Any) -> Array:
-        """Return forward's result as an array; refuse all but arrays and NumPy's scalars."""
-        if isinstance(data, _SCALAR):
+        """Return forward's result as an array; refuse all but arrays and NumPy's scalars.
+
+        NumPy's functions return a scalar in place of an array without axes.
+        """
+        if isinstance(data, np.generic):
             return np.asarray(data)
         if not is_array(data):
             raise DtypeError(
