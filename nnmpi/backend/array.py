@@ -82,15 +82,13 @@ def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
         xp: the array library, or a recorder's stand-in, whose arrays begin there anyway.
         shape, dtype: of the array.
     """
-    result: Array = _aligned(np.empty, shape, dtype) if xp is np else xp.empty(shape, dtype)
-    return result
+    return _aligned(np.empty, shape, dtype) if xp is np else xp.empty(shape, dtype)
 
 
 def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
     """Return an array of zeros that begins there too; the system clears its pages at first use."""
     sizes = shape if isinstance(shape, tuple) else (shape,)
-    result: Array = _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)
-    return result
+    return _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)
 
 
 def _aligned(make: Any, shape: Shape, dtype: Any) -> Array:
@@ -98,8 +96,7 @@ def _aligned(make: Any, shape: Shape, dtype: Any) -> Array:
     size = kind.itemsize * prod(shape)
     memory = make(size + LINE_BYTES, np.uint8)
     first = -memory.__array_interface__["data"][0] % LINE_BYTES
-    result: Array = memory[first : first + size].view(kind).reshape(shape)
-    return result
+    return memory[first : first + size].view(kind).reshape(shape)
 
 
 CACHED = 64  # constants of each kind; a run has as many as it has batch sizes
@@ -142,6 +139,6 @@ def _is_numpy(xp: Any) -> bool:
 
 @lru_cache(3 * CACHED)
 def _cached(name: str, *args: Any) -> Array:
-    array: Array = getattr(np, name)(*args)
+    array = getattr(np, name)(*args)
     array.flags.writeable = False
     return array

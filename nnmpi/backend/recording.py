@@ -290,7 +290,7 @@ class _RecordingFunction:
                 f"{self._name} returns several arrays, but a compiled step keeps one per call; use"
                 " single results"
             )
-        out: Array = self._xp.asarray(result)
+        out = self._xp.asarray(result)
         # a view needs no call, and an array without elements shares no memory
         if not out.size or any(
             is_array(arg) and self._xp.may_share_memory(arg, out) for arg in args
@@ -401,7 +401,7 @@ class MemoryPool:
             return np.empty(shape, dtype)
         span = self._take(-(-bytes_needed // LINE_BYTES) * LINE_BYTES)
         block = self._chunks[span.chunk][span.start : span.stop]
-        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
+        array = np.asarray(PooledBlock(self, span, block, shape, dtype))
         return array if array.dtype == dtype else array.view(dtype)
 
     def _take(self, count_bytes: int) -> ChunkPart:

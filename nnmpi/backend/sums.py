@@ -40,7 +40,7 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     count, n = rows.shape
     if type(rows) is not np.ndarray:
         return xp.add.reduce(rows, axis=0, out=out)
-    sums: Array = xp.empty((n,), rows.dtype) if out is None else out
+    sums = xp.empty((n,), rows.dtype) if out is None else out
     if count <= ROWS or not rows.flags.c_contiguous:
         xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as add.reduce
         return sums

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from nnmpi.data.dataset import Dataset, LabelKind, check_pair, split
@@ -270,7 +269,7 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
         if report is not None and not (folder / source.filename).is_file():
             size = format_bytes(source.size)
             report(f"downloading {source.filename} ({size}) from {urlsplit(mirror).netloc}")
-        limit: Any = _Limit(source.size)
+        limit = _Limit(source.size)
         by = pooch.HTTPDownloader(limit, CHUNK_BYTES, timeout=STALL_S)
         try:
             url = f"{mirror}/{source.filename}"

@@ -340,9 +340,7 @@ class Dataset(Samples):
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> Array:
         """Return the samples at these indices as floats, scaled; tokens as int64."""
-        x: Array = self.x.take(indices, axis=0).astype(
-            np.int64 if self.is_tokens else dtype, copy=False
-        )
+        x = self.x.take(indices, axis=0).astype(np.int64 if self.is_tokens else dtype, copy=False)
         if not self.is_tokens and self.scale != 1.0:
             x *= self.scale
         return x

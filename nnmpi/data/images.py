@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError, UsageError
 from nnmpi.files import foreign, read_bytes
@@ -233,9 +232,7 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
                 f"{folder}: class {min(strange)!r} of the test part is not in the training part;"
                 " give both the same"
             )
-        x: Array = np.stack(
-            [read_image(file, shape) for files in classes.values() for file in files]
-        )
+        x = np.stack([read_image(file, shape) for files in classes.values() for file in files])
         counts = [len(files) for files in classes.values()]
         y = np.repeat([[*train].index(class_) for class_ in classes], counts)
         return Dataset(name, x, y, len(train), 1 / 255, tuple(train))

@@ -122,7 +122,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if built_in := _read_built_in(result):
         return built_in
     try:
-        library: Any = importlib.import_module("tokenizers")
+        library = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError(
             f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"

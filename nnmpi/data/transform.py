@@ -129,7 +129,7 @@ class Normalize:
             raise ShapeError(
                 f"mean {mean.shape} and std {std.shape} do not fit samples of shape {shape}"
             ) from None
-        result: Array = x.reshape(len(x), flat_mean.size) - flat_mean
+        result = x.reshape(len(x), flat_mean.size) - flat_mean
         result /= flat_std
         return result.reshape(x.shape)
 

@@ -162,7 +162,7 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
     Raises:
         UsageError: when the model's result is no single tensor.
     """
-    x: Any = value.tensor()
+    x = value.tensor()
     starts, before = [0], x
     chain = open_chain(model)
     with recomputing(), no_grad():

@@ -104,10 +104,7 @@ class MixtureOfExperts(Module):
         function = Experts(
             self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None)
         )
-        result: Tensor = in_float32(
-            function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2
-        )
-        return result
+        return in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
 
 
 def _weight(shared: bool) -> float | None:

@@ -385,7 +385,7 @@ class Module:
             UsageError: when no child has this name.
         """
         attribute, _, number = name.partition(".")
-        value: Any = vars(self).get(attribute)
+        value = vars(self).get(attribute)
         if number.isdigit() and isinstance(value, list | tuple) and int(number) < len(value):
             setattr(
                 self,

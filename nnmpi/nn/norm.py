@@ -68,7 +68,7 @@ class BatchNorm(Module):
             # as operations on tensors: replays then read the current running statistics
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
-            result: Tensor = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
+            result = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
             warn_later(result)
             return result
         return batch_norm(x, weight, bias, self.eps, all_reduce, self._observe)[0]

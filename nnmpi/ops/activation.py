@@ -29,7 +29,7 @@ class Relu(Elementwise):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.empty(x.shape, x.dtype)
+        y = self.xp.empty(x.shape, x.dtype)
         rectify(self.xp, x, y)
         self.saved = (y,)
         return y
@@ -124,7 +124,7 @@ class Smooth(Elementwise):
 
     def forward(self, x: Array) -> Array:
         xp, width = self.xp, x.shape[-1] if x.ndim else 1
-        y: Array = xp.empty(x.shape, x.dtype)
+        y = xp.empty(x.shape, x.dtype)
         xp.copyto(y, x)
         rows = y.reshape(x.size // max(width, 1), width)
         self.saved = (activate_in_place(xp, rows, None, self.form, self.needs[0]),)
@@ -253,8 +253,7 @@ FORMS = {"gelu": (_gelu, 4), "gelu_tanh": (_gelu_tanh, 2), "silu": (_silu, 2)}
 
 
 def _smooth(form: str, x: Any) -> Tensor:
-    result: Tensor = with_kernels(f"bias_{form}", Smooth(form), x)
-    return result
+    return with_kernels(f"bias_{form}", Smooth(form), x)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -67,7 +67,7 @@ class Attention(Function):
 
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         xp = self.xp
-        y: Array = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
+        y = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
         # without heads if there are more ranks than heads
         residuals = (
             self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs)
@@ -188,7 +188,7 @@ class PackedAttention(Function):
 
     def forward(self, qkv: Array) -> Array:
         batch, time, width = qkv.shape
-        y: Array = self.xp.empty((batch, time, width // 3), qkv.dtype)
+        y = self.xp.empty((batch, time, width // 3), qkv.dtype)
         if not self.heads:  # more ranks than heads
             self.saved = (None, ())
             return y
@@ -221,7 +221,7 @@ class PackedAttention(Function):
 
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape
-        to_qkv: Array = self.xp.empty((batch, time, 3 * features), grad.dtype)
+        to_qkv = self.xp.empty((batch, time, 3 * features), grad.dtype)
         if residuals is None:
             return (to_qkv,)
         (heads,), (to_q, to_k, to_v) = self._split(grad, 1), self._split(to_qkv, 3)

@@ -103,7 +103,7 @@ class _Regions:
                 " this size"
             )
         xp = namespace(part)
-        full: Array = xp.empty(self.shape, dtype=part.dtype)
+        full = xp.empty(self.shape, dtype=part.dtype)
         local = xp.ascontiguousarray(part).reshape(-1)
         if not getattr(local.flags, "writeable", True):  # broadcast; MPI needs a writable buffer
             local = local.copy()
@@ -119,7 +119,7 @@ class _Regions:
 
     def put(self, part: Array) -> Array:
         """Return a full array of zeros except for this rank's shard."""
-        full: Array = namespace(part).zeros(self.shape, part.dtype)
+        full = namespace(part).zeros(self.shape, part.dtype)
         self.local.put(full, namespace(part).ascontiguousarray(part))
         return full
 

@@ -45,7 +45,7 @@ class CrossEntropy(Function):
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
         losses, residuals = self._losses(rows, labels)
-        count: Any = labels.size  # of labels that are not ignored
+        count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
             count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
@@ -110,7 +110,7 @@ class CrossEntropy(Function):
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """Return (softmax(logits) - target) * share, for the losses' gradients (rows,) or (1,)."""
         xp, (powers, sums, targets, used) = self.xp, residuals
-        result: Array = xp.multiply(powers, xp.divide(share, sums)[:, None])
+        result = xp.multiply(powers, xp.divide(share, sums)[:, None])
         hit = share
         if self.smoothing:
             hit = xp.multiply(share, 1 - self.smoothing)
@@ -273,7 +273,7 @@ def checked_labels(
     if not 0 <= label_smoothing < 1:
         raise UsageError(f"label_smoothing must be a fraction in [0, 1), not {label_smoothing}")
     given = whole_values("cross_entropy", labels)
-    values: Array = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
+    values = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(
             f"cross_entropy needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"

@@ -78,14 +78,10 @@ class Packing:
 
     def pack(self, xp: Any, x: Array) -> Array:
         """Return the real rows, (packed rows, n), of (batch, time, n)."""
-        rows: Array
-        if self.rows is None:
-            rows = xp.ascontiguousarray(x.swapaxes(0, 1)).reshape(
-                x.shape[0] * x.shape[1], x.shape[2]
-            )
-        else:
-            rows = x[self.rows, self.times]
-        return rows
+        if self.rows is not None:
+            return x[self.rows, self.times]
+        batch, time, n = x.shape
+        return xp.ascontiguousarray(x.swapaxes(0, 1)).reshape(batch * time, n)
 
     def unpack(self, rows: Array, into: Array) -> None:
         """Write packed rows to (time, batch, n), and 0 to the padding."""
@@ -103,7 +99,7 @@ class Packing:
         """Return the inverse of `sort`."""
         if self.order is None:
             return state
-        result: Array = namespace(state).empty_like(state)
+        result = namespace(state).empty_like(state)
         result[self.order] = state
         return result
 
@@ -156,7 +152,7 @@ class LSTMFunction(Function):
             self.saved = (packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c)
         if packing.rows is None and not self.ends:
             return hidden.reshape(time, batch, features).swapaxes(0, 1)
-        y: Array = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
+        y = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
         packing.unpack(hidden, y[:time])
         if self.ends:
             y[time], y[time + 1] = packing.unsort(h), packing.unsort(c)
@@ -206,8 +202,7 @@ def _halves(xp: Any, recurrent: Array) -> Array:
     """Return (4 features,), 1/2 for the columns of the sigmoids and 1 for those of the tanh."""
     factors = np.full(recurrent.shape[1], 0.5, recurrent.dtype)
     factors[3 * len(recurrent) :] = 1
-    halved: Array = xp.asarray(factors)
-    return halved
+    return xp.asarray(factors)
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:

@@ -413,7 +413,7 @@ class GroupNormFunction(Function):
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         kept = xp.empty(images.shape, x.dtype)
         y = xp.empty(images.shape, x.dtype) if True in self.needs else kept
-        inverse: Array = xp.empty((n, channels), x.dtype)
+        inverse = xp.empty((n, channels), x.dtype)
         scratch = self._scratch(images)
         for part in row_blocks(images):
             mean = self._means(self._sums(images[part], channels), pixels)
@@ -458,24 +458,22 @@ class GroupNormFunction(Function):
         return to_x.reshape(grad.shape) if self.needs[0] else None, to_scale, to_shift
 
     def _scratch(self, images: Array) -> Array:
-        result: Array = self.xp.empty(images[row_blocks(images)[0]].shape, images.dtype)
-        return result
+        return self.xp.empty(images[row_blocks(images)[0]].shape, images.dtype)
 
     def _sums(self, images: Array, channels: int) -> Array:
         """Return each channel's sum, (block, channels), of images (block, rows, repeats channels)."""
         xp, (n, rows, width) = self.xp, images.shape
-        sums: Array = xp.empty((n, 1, width), images.dtype)
+        sums = xp.empty((n, 1, width), images.dtype)
         xp.matmul(ones(xp, rows, images.dtype)[None], images, out=sums)
         parts = sums.reshape(n, width // channels, channels)
-        result: Array = xp.add.reduce(parts, axis=1, dtype=np.float64)
-        return result
+        return xp.add.reduce(parts, axis=1, dtype=np.float64)
 
     def _means(self, sums: Array, pixels: int) -> Array:
         """Return each channel's mean over its group, (block, channels), of sums over pixels."""
         xp, (n, channels) = self.xp, sums.shape
         groups = sums.reshape(n, channels // self.count, self.count)
         totals = xp.add.reduce(groups, axis=2, keepdims=True)
-        result: Array = xp.empty(groups.shape, np.float64)
+        result = xp.empty(groups.shape, np.float64)
         xp.copyto(result, xp.divide(totals, pixels * self.count))
         return result.reshape(n, channels)
 
@@ -483,7 +481,7 @@ class GroupNormFunction(Function):
         """Return values (block, channels) or (channels,) as operands of images."""
         xp, channels = self.xp, values.shape[-1]
         rows = values.reshape(values.size // channels, 1, channels)
-        result: Array = xp.empty((len(rows), images.shape[2] // channels, channels), images.dtype)
+        result = xp.empty((len(rows), images.shape[2] // channels, channels), images.dtype)
         xp.copyto(result, rows, casting="unsafe")
         return result.reshape(len(rows), 1, images.shape[2])
 

@@ -139,6 +139,6 @@ def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:
 
 def repeated(xp: Any, values: Array, pixels: int) -> Array:
     """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
-    result: Array = xp.empty((pixels, values.size), values.dtype)
+    result = xp.empty((pixels, values.size), values.dtype)
     xp.copyto(result, values)
     return flattened(result)

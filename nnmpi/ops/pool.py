@@ -136,7 +136,7 @@ class AvgPool2dFunction(Pool2dFunction):
         x = bordered(x, over.padding, 0.0, xp)
         self.saved = (x.shape,)
         first, *others = over.taps(x)
-        y: Array = xp.empty(first.shape, x.dtype)
+        y = xp.empty(first.shape, x.dtype)
         xp.copyto(y, first)
         for values in others:
             xp.add(y, values, out=y)
@@ -144,7 +144,7 @@ class AvgPool2dFunction(Pool2dFunction):
 
     def backward(self, grad: Array) -> Grads:
         xp, over = self.xp, self.over
-        result: Array = xp.zeros(*self.saved, grad.dtype)
+        result = xp.zeros(*self.saved, grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))
         for tap in over.taps(result):
             xp.add(tap, share, out=tap)

@@ -98,7 +98,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         DtypeError: when an operation returns a gradient of another dtype, or no array.
     """
     recorder = active()
-    plain: Any = np if type(seed) is np.ndarray else namespace(seed)
+    plain = np if type(seed) is np.ndarray else namespace(seed)
     xp = plain if recorder is None else recorder.module(plain)
     if root.node is None or root.tape is None:  # a leaf: no operations to walk back along
         root.add_grad(seed, xp)

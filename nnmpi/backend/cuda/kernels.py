@@ -58,7 +58,7 @@ class DeviceKernels(KernelLauncher):
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
-        result: Array = xp.empty(grad.shape, grad.dtype)
+        result = xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
@@ -139,13 +139,13 @@ class DeviceKernels(KernelLauncher):
 
     def softmax(self, xp: Any, x: Array) -> Array:
         """Return the softmax along the last axis."""
-        y: Array = xp.empty(x.shape, x.dtype)
+        y = xp.empty(x.shape, x.dtype)
         self._softmax("softmax", 1.0, False, xp.ascontiguousarray(x), y)
         return y
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
         """Return the gradient."""
-        to_x: Array = xp.empty(y.shape, y.dtype)
+        to_x = xp.empty(y.shape, y.dtype)
         self._softmax("softmax_grad", 1.0, False, xp.ascontiguousarray(grad), y, to_x)
         return to_x
 
@@ -214,7 +214,7 @@ class DeviceKernels(KernelLauncher):
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""
-        rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
+        rows = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
         self.flat("embedding", rows.size, dtype.itemsize, *args)
@@ -231,12 +231,10 @@ class DeviceKernels(KernelLauncher):
         add: bool,
     ) -> Array:
         """Add rows in order, in place; indices out of range are skipped."""
-        spread: Array = xp.empty(shape, dtype) if into is None else into
-        grad, indices, count = (
-            xp.ascontiguousarray(grad),
-            xp.ascontiguousarray(indices),
-            indices.size,
-        )
+        spread = xp.empty(shape, dtype) if into is None else into
+        grad = xp.ascontiguousarray(grad)
+        indices = xp.ascontiguousarray(indices)
+        count = indices.size
         if not add:
             spread.fill(0)
         if grad.size and shape[0]:
@@ -260,7 +258,7 @@ class DeviceKernels(KernelLauncher):
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
-        result: Array = xp.empty(x.shape, x.dtype)
+        result = xp.empty(x.shape, x.dtype)
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         numbers = (
@@ -282,7 +280,7 @@ class DeviceKernels(KernelLauncher):
         A NaN is the maximum of its window; the border never is.
         """
         x = xp.ascontiguousarray(x)
-        y: Array = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
+        y = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
         numbers = (width, *x.shape, *y.shape[1:3], *over.kernel, *over.stride, *over.padding)
@@ -291,7 +289,7 @@ class DeviceKernels(KernelLauncher):
 
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Gather each pixel's gradient from the windows of which it is the maximum."""
-        to_x: Array = xp.empty(shape, grad.dtype)
+        to_x = xp.empty(shape, grad.dtype)
         numbers = (
             winner.dtype.itemsize,
             *shape,

@@ -140,7 +140,7 @@ def _shift(xp: Any, y: Array, bias: Array | None) -> Any:
 
 def _grad_bias(name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None) -> Array:
     """Return the gradient of an activation's input, and write its sum over the rows."""
-    result: Array = xp.empty(grad.shape, grad.dtype)
+    result = xp.empty(grad.shape, grad.dtype)
     sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
     record_call(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
     return result

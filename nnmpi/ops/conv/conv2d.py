@@ -94,9 +94,7 @@ class Conv2dFunction(Function):
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
         x = x if self.reads is None else cast(xp, x, self.reads)
         bias = None if bias is None else xp.ascontiguousarray(bias)
-        y: Array = xp.empty(
-            (len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype
-        )
+        y = xp.empty((len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype)
         saved = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
         self.saved = (x, weight, saved, dtype)
         return y

@@ -40,7 +40,7 @@ class ConvTranspose2dFunction(Function):
     def forward(self, x: Array, weight: Array) -> Array:
         xp = self.xp
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-        y: Array = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
+        y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
         input_gradient(xp, x, weight, self.spec, y, Im2col)
         self.saved = (x, weight)
         return y

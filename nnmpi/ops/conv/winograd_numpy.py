@@ -146,7 +146,7 @@ class WinogradNumpy(Algorithm):
         apart = weight.reshape(rows, columns, c, groups, o // groups).transpose(0, 1, 4, 3, 2)
         turned = xp.ascontiguousarray(apart).reshape(rows, columns, o // groups, groups * c)
         kernel = None if out.x is None else self._kernel(xp, turned)
-        places: Array = xp.empty((len(self._transforms.g), c, o), weight.dtype)
+        places = xp.empty((len(self._transforms.g), c, o), weight.dtype)
         to_kernel = ProductSum(xp, _grouped(places, groups))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
         for images, tiles in self._blocks(xp, x, weight):
@@ -177,7 +177,7 @@ class WinogradNumpy(Algorithm):
     def _kernel(self, xp: Any, weight: Array) -> Array:
         """Return G g G^T for the kernels g of a weight (.., .., c, o): (places, c, o)."""
         (_, _, c, o), g = weight.shape, self._transforms.g.astype(weight.dtype)
-        places: Array = xp.empty((len(g), c, o), weight.dtype)
+        places = xp.empty((len(g), c, o), weight.dtype)
         xp.matmul(g, xp.reshape(weight, (g.shape[1], c * o)), out=places.reshape(len(g), c * o))
         return places
 
