@@ -195,11 +195,9 @@ class Products:
             raise ShapeError(
                 f"cuBLAS takes sizes up to {LIMIT}, not shapes {a.shape} and {b.shape}; split them"
             )
-        bindings, wide, narrow = (
-            self._bindings,
-            given == _DOUBLE,
-            result_dtype.itemsize < _SINGLE.itemsize,
-        )
+        bindings = self._bindings
+        wide = given == _DOUBLE
+        narrow = result_dtype.itemsize < _SINGLE.itemsize
         function = bindings.gemmStridedBatchedEx if stacked else bindings.gemmEx
         compute = (
             COMPUTE_64F

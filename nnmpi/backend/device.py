@@ -336,10 +336,8 @@ def _misses_library(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
         texts.append(str(error))
-    lacking, ours = (
-        ("cannot open shared object", "Failure finding", "failed to load"),
-        ("libcu", "libnv"),
-    )
+    lacking = ("cannot open shared object", "Failure finding", "failed to load")
+    ours = ("libcu", "libnv")
     return any(
         any(map(text.__contains__, lacking)) and any(map(text.__contains__, ours)) for text in texts
     )

@@ -215,10 +215,8 @@ class Dataset(Samples):
 
     def __post_init__(self) -> None:
         whole("classes", self.classes, 0)
-        x, y = (
-            read_array(self.x, f"samples of {self.name}"),
-            read_array(self.y, f"labels of {self.name}", True),
-        )
+        x = read_array(self.x, f"samples of {self.name}")
+        y = read_array(self.y, f"labels of {self.name}", True)
         full = y.dtype.kind in "biu"
         y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: target", y)
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (

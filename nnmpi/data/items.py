@@ -108,10 +108,8 @@ class Items(Samples):
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> tuple[Array, Array]:
         """Return the samples at these indices and their labels; each item is read once."""
-        items, rows = (
-            (self._read(indices) if len(indices) else self._first),
-            np.arange(len(indices)),
-        )
+        items = self._read(indices) if len(indices) else self._first
+        rows = np.arange(len(indices))
         return items.rows(rows, dtype), items.labels(rows)
 
     def rows(

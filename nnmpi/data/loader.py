@@ -228,10 +228,8 @@ class Loader:
             backend: of x and y; None for the host. Batches are copied to a device on demand, not
                 ahead of time: the copy takes microseconds, and a step waits for it anyway.
         """
-        epoch_order, device = (
-            self.order(epoch),
-            backend if backend is not None and backend.is_device else None,
-        )
+        epoch_order = self.order(epoch)
+        device = backend if backend is not None and backend.is_device else None
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
@@ -274,10 +272,8 @@ class Loader:
         """
         if self.partition != "none":
             return partition_order(self._shards, self._owners, self.seed, epoch)
-        result, lengths = (
-            order(len(self.dataset), self.seed, epoch, self.shuffle),
-            self.dataset.lengths,
-        )
+        result = order(len(self.dataset), self.seed, epoch, self.shuffle)
+        lengths = self.dataset.lengths
         if lengths is None or not self.shuffle:
             return result
         return by_length(result, lengths, self.batch_size, self.seed, epoch)

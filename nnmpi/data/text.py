@@ -278,11 +278,9 @@ class Text(Samples):
     def __init__(
         self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Integers, context: int
     ) -> None:
-        self.name, self._key, self.sentences = (
-            source.path.name.split(".")[0],
-            source.key,
-            source.sentences,
-        )
+        self.name = source.path.name.split(".")[0]
+        self._key = source.key
+        self.sentences = source.sentences
         self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
         self._tokens = tokens
         sizes = spans[:, 1] - spans[:, 0]

@@ -116,11 +116,9 @@ class Normalize:
         Raises:
             ShapeError: when mean or std does not broadcast against a sample.
         """
-        mean, std, shape = (
-            np.asarray(self.mean, x.dtype),
-            np.asarray(self.std, x.dtype),
-            x.shape[1:],
-        )
+        mean = np.asarray(self.mean, x.dtype)
+        std = np.asarray(self.std, x.dtype)
+        shape = x.shape[1:]
         # Subtract arrays of a full sample: broadcasting over a short last axis takes NumPy 4 times
         # as long.
         try:

@@ -115,11 +115,9 @@ def gpt(
         (2, 16, 65)
     """
     vocabulary, context = whole("gpt's vocabulary", vocabulary), whole("gpt's context", context)
-    features, layers, heads = (
-        whole("gpt's features", features),
-        whole("gpt's layers", layers),
-        whole("gpt's heads", heads),
-    )
+    features = whole("gpt's features", features)
+    layers = whole("gpt's layers", layers)
+    heads = whole("gpt's heads", heads)
     if features % heads:
         raise UsageError(
             f"gpt cannot have {features} features and {heads} heads; give a multiple of the heads"

@@ -41,10 +41,8 @@ def lstm(
         >>> model(np.zeros((2, 16), int)).shape  # logits of the next token
         (2, 16, 65)
     """
-    vocabulary, features = (
-        whole("lstm's vocabulary", vocabulary),
-        whole("lstm's features", features),
-    )
+    vocabulary = whole("lstm's vocabulary", vocabulary)
+    features = whole("lstm's features", features)
     layers = whole("lstm's layers", layers)
     embedding = Embedding(vocabulary, features, Uniform(BOUND))
     body: list[Module] = [embedding]

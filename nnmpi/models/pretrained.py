@@ -94,10 +94,8 @@ def read_size(folder: Path) -> GPTSize:
         # compare with the weights now, before a caller allocates a model of a wrong size
         names = _names_in(folder, stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
-            shape, expected = (
-                stored.get_slice(names[ours]).get_shape(),
-                [sizes[first], sizes["features"]],
-            )
+            shape = stored.get_slice(names[ours]).get_shape()
+            expected = [sizes[first], sizes["features"]]
             if shape != expected:
                 raise DataError(
                     f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {expected}"
@@ -186,10 +184,8 @@ def save_pretrained(
     Raises:
         OSError: when it cannot be written.
     """
-    (vocabulary, features), context = (
-        weights["0.tokens.weight"].shape,
-        len(weights["0.positions.weight"]),
-    )
+    vocabulary, features = weights["0.tokens.weight"].shape
+    context = len(weights["0.positions.weight"])
     layers = max(int(name.partition(".")[0]) for name in weights) - 2
     config = {
         "architectures": ["GPT2LMHeadModel"],

@@ -49,11 +49,9 @@ class Conv2d(Module):
         init: Initializer | None = None,
     ) -> None:
         in_channels, out_channels, groups = _channels("Conv2d", in_channels, out_channels, groups)
-        self.stride, self.dilation, self.groups = (
-            pair("stride", stride, 1),
-            pair("dilation", dilation, 1),
-            groups,
-        )
+        self.stride = pair("stride", stride, 1)
+        self.dilation = pair("dilation", dilation, 1)
+        self.groups = groups
         rows, columns = pair("kernel_size", kernel_size, 1)
         if padding == "same":
             if not rows % 2 or not columns % 2 or self.stride != (1, 1):
@@ -166,10 +164,8 @@ class ConvTranspose2d(Module):
 def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tuple[int, int, int]:
     """Return the numbers of channels and groups of a layer, or refuse them."""
     in_channels = whole(f"{name}'s in_channels", in_channels)
-    out_channels, groups = (
-        whole(f"{name}'s out_channels", out_channels),
-        whole(f"{name}'s groups", groups),
-    )
+    out_channels = whole(f"{name}'s out_channels", out_channels)
+    groups = whole(f"{name}'s groups", groups)
     if in_channels % groups or out_channels % groups:
         raise UsageError(
             f"a convolution of {in_channels} to {out_channels} channels cannot have {groups}"

@@ -61,10 +61,8 @@ class MixtureOfExperts(Module):
         capacity: float | None = None,
         balance: float = 0.01,
     ) -> None:
-        features, experts = (
-            whole("MixtureOfExperts' features", features),
-            whole("MixtureOfExperts' experts", experts),
-        )
+        features = whole("MixtureOfExperts' features", features)
+        experts = whole("MixtureOfExperts' experts", experts)
         hidden = 4 * features if hidden is None else whole("MixtureOfExperts' hidden", hidden)
         top_k = whole("MixtureOfExperts' top_k", top_k)
         if (

@@ -67,10 +67,8 @@ class GRU(Module):
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0
     ) -> None:
-        input_size, hidden_size = (
-            whole("GRU's input_size", input_size),
-            whole("GRU's hidden_size", hidden_size),
-        )
+        input_size = whole("GRU's input_size", input_size)
+        hidden_size = whole("GRU's hidden_size", hidden_size)
         num_layers = whole("GRU's num_layers", num_layers)
         self.hidden_size, dropout = hidden_size, Dropout(dropout).p
         self.layers = [

@@ -67,10 +67,8 @@ class LSTM(Module):
         bidirectional: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        input_size, hidden_size = (
-            whole("LSTM's input_size", input_size),
-            whole("LSTM's hidden_size", hidden_size),
-        )
+        input_size = whole("LSTM's input_size", input_size)
+        hidden_size = whole("LSTM's hidden_size", hidden_size)
         num_layers = whole("LSTM's num_layers", num_layers)
         self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1

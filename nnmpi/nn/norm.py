@@ -177,19 +177,15 @@ class GroupNorm(Module):
     """
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
-        self.num_groups, channels = (
-            whole("GroupNorm's num_groups", num_groups),
-            whole("num_channels", num_channels),
-        )
+        self.num_groups = whole("GroupNorm's num_groups", num_groups)
+        channels = whole("num_channels", num_channels)
         if channels % self.num_groups:
             raise UsageError(
                 f"{num_groups} groups do not divide {num_channels} channels; give a divisor"
             )
         self.eps = _positive("eps", eps)
-        self.weight, self.bias = (
-            Parameter((channels,), Constant(1.0)),
-            Parameter((channels,), Constant(0.0)),
-        )
+        self.weight = Parameter((channels,), Constant(1.0))
+        self.bias = Parameter((channels,), Constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""

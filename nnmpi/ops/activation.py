@@ -305,10 +305,8 @@ class SoftmaxFunction(Function):
         return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:
-        xp, kernels = (
-            self.xp,
-            kernels_for(x, "softmax") if self.axis % x.ndim == x.ndim - 1 else None,
-        )
+        xp = self.xp
+        kernels = kernels_for(x, "softmax") if self.axis % x.ndim == x.ndim - 1 else None
         y: Array
         if kernels is not None:
             y = kernels.softmax(xp, x)

@@ -253,12 +253,10 @@ class Adadelta(Optimizer):
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
-            xp, gradient, (v, u), (other, change) = (
-                block.xp,
-                decayed_gradient(block, block.decay),
-                block.slots,
-                block.scratch,
-            )
+            xp = block.xp
+            gradient = decayed_gradient(block, block.decay)
+            v, u = block.slots
+            other, change = block.scratch
             _average(block, v, gradient, self.rho, 1 - self.rho, change)
             xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
             # `other` may hold the decayed gradient, which is not needed from here on

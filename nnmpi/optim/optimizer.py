@@ -515,11 +515,9 @@ class ScratchArrays:
     def __init__(self, buffers: Sequence[Array]) -> None:
         self._pairs: dict[tuple[str, str], tuple[Array, Array]] = {}
         for buffer in buffers:
-            xp, size, pair = (
-                namespace(buffer),
-                min(buffer.size, block_elements(buffer)),
-                self._pairs.get(_kind(buffer)),
-            )
+            xp = namespace(buffer)
+            size = min(buffer.size, block_elements(buffer))
+            pair = self._pairs.get(_kind(buffer))
             if pair is None or size > pair[0].size:
                 self._pairs[_kind(buffer)] = (
                     xp.zeros(size, buffer.dtype),

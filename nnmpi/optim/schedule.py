@@ -138,10 +138,8 @@ class ReduceOnPlateau:
         self, lr: float, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4
     ) -> None:
         self.lr, self.factor = number("lr", lr), number("factor", factor, most=1)
-        self.patience, self.threshold = (
-            whole("patience", patience, 0),
-            number("threshold", threshold, most=1),
-        )
+        self.patience = whole("patience", patience, 0)
+        self.threshold = number("threshold", threshold, most=1)
         self.best, self.waited = math.inf, 0
 
     def __call__(self, loss: float) -> float:

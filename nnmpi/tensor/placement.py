@@ -164,10 +164,8 @@ class Placement:
             if not (old[0] == new[0] == 0 < prod(old[1:]) and self.axis):
                 return None
             old, new, first = (1, *old[1:]), (1, *new[1:]), 1
-        outer, inner = (
-            prod(old[: self.axis]) * (self.repeats or 1),
-            self.unit * prod(old[self.axis + 1 :]),
-        )
+        outer = prod(old[: self.axis]) * (self.repeats or 1)
+        inner = self.unit * prod(old[self.axis + 1 :])
         fitting = []
         for axis, length in list(enumerate(new))[first:]:
             left, right = prod(new[:axis]), prod(new[axis + 1 :])
@@ -341,10 +339,8 @@ class Shard:
         )
         left, way = "", "leave sp at 1"
         if self.layer:
-            left, way = (
-                f", as layer {self.layer!r} leaves it",
-                "give that layer Sharding.REPLICATED",
-            )
+            left = f", as layer {self.layer!r} leaves it"
+            way = "give that layer Sharding.REPLICATED"
         return LayoutError(
             f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.length}"
             f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x),"

@@ -156,11 +156,9 @@ class DeviceKernels(KernelLauncher):
 
         A label out of range gives NaN for both; nothing out of bounds is read.
         """
-        logits, labels, wide = (
-            xp.ascontiguousarray(logits),
-            xp.ascontiguousarray(labels),
-            _accumulated(logits),
-        )
+        logits = xp.ascontiguousarray(logits)
+        labels = xp.ascontiguousarray(labels)
+        wide = _accumulated(logits)
         losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
         numbers = (*logits.shape, *ignored, float(smoothing))
@@ -180,11 +178,9 @@ class DeviceKernels(KernelLauncher):
         self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
     ) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is saved instead of the normalized rows."""
-        x, scale, shift = (
-            xp.ascontiguousarray(x),
-            xp.ascontiguousarray(scale),
-            xp.ascontiguousarray(shift),
-        )
+        x = xp.ascontiguousarray(x)
+        scale = xp.ascontiguousarray(scale)
+        shift = xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(

@@ -380,12 +380,10 @@ def adam(
     factor,
 ):
     """Average g in m and g^2 in v; data = factor * data - rate * m / (sqrt(v) + eps)."""
-    step, small, shrink, saved = (
-        np.float32(rate),
-        np.float32(eps),
-        np.float32(decay),
-        np.float32(factor),
-    )
+    step = np.float32(rate)
+    small = np.float32(eps)
+    shrink = np.float32(decay)
+    saved = np.float32(factor)
     move1, keep2, move2 = np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2)
     for i in range(data.size):
         g = grad[i] + shrink * data[i]

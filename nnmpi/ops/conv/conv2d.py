@@ -292,11 +292,9 @@ def checked_spec(
     groups: int,
 ) -> ConvSpec:
     """Return the specification of `conv2d`'s arguments; errors are its own."""
-    steps, border, spread = (
-        pair("stride", stride, 1),
-        pair("padding", padding, 0),
-        pair("dilation", dilation, 1),
-    )
+    steps = pair("stride", stride, 1)
+    border = pair("padding", padding, 0)
+    spread = pair("dilation", dilation, 1)
     if x.ndim != 4:
         raise ShapeError(
             f"conv2d needs images (batch, height, width, channels), not an array of shape {x.shape}"

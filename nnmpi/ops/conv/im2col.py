@@ -405,10 +405,8 @@ class Im2colReluPool(Algorithm):
         biases = None if bias is None else repeated(xp, bias, columns.count * prod(columns.out))
         for block in columns.blocks():
             for strip in columns.strips(block):
-                start, size = (
-                    block.start * image + strip.rows.start * row,
-                    strip.pixels * o // places,
-                )
+                start = block.start * image + strip.rows.start * row
+                size = strip.pixels * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
                 strip.multiply(xp, _parts(kernel, columns), z.reshape(strip.pixels, o))

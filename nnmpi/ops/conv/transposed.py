@@ -86,11 +86,9 @@ def conv_transpose2d(
         DtypeError: when x, weight and bias differ in dtype.
     """
     may_meet("conv_transpose2d", x, weight, bias)
-    steps, border, spread = (
-        pair("stride", stride, 1),
-        pair("padding", padding, 0),
-        pair("dilation", dilation, 1),
-    )
+    steps = pair("stride", stride, 1)
+    border = pair("padding", padding, 0)
+    spread = pair("dilation", dilation, 1)
     extra = pair("output_padding", output_padding, 0)
     if extra[0] >= steps[0] or extra[1] >= steps[1]:
         raise UsageError(
