@@ -46,7 +46,7 @@ from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.placement import Placement, Shard, aligned, is_sharded
+from nnmpi.tensor.placement import Placement, Shard, aligned, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
@@ -286,8 +286,7 @@ class Function:
         Raises:
             LayoutError: when the operation on shards would not give shards of the result.
         """
-        part = next(x for x in inputs if is_sharded(x))
-        raise part.shard.refuse(self, "works on whole tensors")
+        raise first_shard(inputs).shard.refuse(self, "works on whole tensors")
 
     def __call__(self, *inputs: Any) -> Any:
         """Apply the operation, and record it if an input needs a gradient.

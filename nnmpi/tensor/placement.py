@@ -100,9 +100,8 @@ class Placement:
         Raises:
             LayoutError: when the axis cannot have that length.
         """
-        once = self.units * self.unit
-        repeats = self.repeats if self.repeats is not None else total // max(once, 1)
-        if once * repeats != total:
+        repeats = self.repeats if self.repeats is not None else total // max(self.once, 1)
+        if self.once * repeats != total:
             raise LayoutError(
                 f"an activation of {self.units} parts of {self.unit} on several ranks cannot have"
                 f" length {total}; give the layer before it Sharding.REPLICATED, or check the"
@@ -353,6 +352,11 @@ def is_sharded(x: Any) -> bool:
     return getattr(x, "shard", None) is not None
 
 
+def first_shard(inputs: Iterable[Any]) -> Any:
+    """Return the first shard among some inputs, of which at least one is a shard."""
+    return next(filter(is_sharded, inputs))
+
+
 def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     """Return a shard's placement, for an operation along other axes than the sharded one.
 
@@ -377,7 +381,7 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
     Raises:
         LayoutError: with the reason `why`.
     """
-    first = next(x for x in inputs if is_sharded(x))
+    first = first_shard(inputs)
     if not all(is_sharded(x) and x.shard.is_like(first.shard) for x in inputs):
         raise first.shard.refuse(function, why)
     return first
@@ -403,7 +407,7 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
     Raises:
         LayoutError: for other inputs.
     """
-    first = next(x for x in inputs if is_sharded(x))
+    first = first_shard(inputs)
     shard: Shard = first.shard
     behind = first.ndim - shard.axis  # the axis counted from the end, as broadcasting aligns axes
     shapes = [tuple(getattr(x, "shape", ())) for x in inputs]

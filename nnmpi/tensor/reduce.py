@@ -26,6 +26,10 @@ class _Reduction(Function):
     def __init__(self, axes: Axes, keepdims: bool) -> None:
         self.axes, self.keepdims = axes, keepdims
 
+    def count(self, x: Array) -> int:
+        """Return how many elements of x become one."""
+        return prod(x.shape[i] for i in self.axes)
+
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; a reduction over the sharded axis is refused."""
         (x,) = inputs
@@ -46,7 +50,7 @@ class Sum(_Reduction):
         self.averages = averages
 
     def forward(self, x: Array) -> Array:
-        count = prod(x.shape[i] for i in self.axes)
+        count = self.count(x)
         self.saved = (x.shape, count)
         total = sum_over(self.xp, x, self.axes, self.keepdims)
         if not self.averages:
@@ -75,7 +79,7 @@ class Variance(_Reduction):
         self.correction = correction
 
     def forward(self, x: Array) -> Array:
-        count = prod(x.shape[i] for i in self.axes)
+        count = self.count(x)
         divisor = count - self.correction
         if divisor <= 0:
             raise ShapeError(
@@ -106,7 +110,7 @@ class Largest(_Reduction):
         self.largest = largest
 
     def forward(self, x: Array) -> Array:
-        if prod(x.shape[i] for i in self.axes) == 0:
+        if self.count(x) == 0:
             raise ShapeError(
                 f"an array of shape {x.shape} has no largest or smallest element over axes"
                 f" {self.axes}"
