@@ -48,8 +48,9 @@ SIGNS = {
     "-": "waits",
     "O": "moves",
     "I": "moves",
+    "D": "freed",
+    "A": "freed",
 }
-SIGNS |= {"D": "freed", "A": "freed"}
 LEGEND = """F forward, K forward and kept (small: again), B backward, D its input is dropped
 O leaves memory, A has left, I returns"""
 MOST_LAYERS = 64  # that a page has room for

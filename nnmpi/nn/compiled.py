@@ -41,7 +41,7 @@ from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import kind_of, recording
-from nnmpi.tensor.operand import whole_values
+from nnmpi.tensor.operand import values_of, whole_values
 from nnmpi.tensor.tensor import Tensor
 
 # An epoch has two or three batch sizes; beyond this number the oldest recording is dropped.
@@ -151,8 +151,7 @@ class Recording:
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Repeat the calls for these inputs."""
         for i, buffer in self._buffers:
-            x = inputs[i]
-            buffer[...] = x.data if isinstance(x, Tensor) else x
+            buffer[...] = values_of(inputs[i])
         make(self._calls, mode)
         if self.recorder.loose:
             self.recorder.copy_loose_grads()

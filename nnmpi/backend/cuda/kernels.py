@@ -178,9 +178,7 @@ class DeviceKernels(KernelLauncher):
         self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
     ) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is saved instead of the normalized rows."""
-        x = xp.ascontiguousarray(x)
-        scale = xp.ascontiguousarray(scale)
-        shift = xp.ascontiguousarray(shift)
+        x, scale, shift = map(xp.ascontiguousarray, (x, scale, shift))
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(
