@@ -14,6 +14,7 @@ import pytest
 from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text, load
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.sampler import POOL, by_length
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens, read_documents
 from nnmpi.data.tokenizer import (
     ByteTokenizer,
@@ -93,7 +94,7 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
         {"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3}
         for i in range(11)
     ]
-    path = write(tmp_path / "sums.jsonl", "\n".join(map(json.dumps, rows)))
+    path = write(tmp_path / "sums.jsonl", "\n\n".join(map(json.dumps, rows)))
     train, test = loaded(path, 5, columns=("problem", "solution"), tokenizer="bytes")
     documents = []
     for part in (train, test):
@@ -165,6 +166,8 @@ def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> N
         assert max(spread) <= 8 and np.ptp(train.lengths) > 30
         longest = [train.lengths[order[first]] for first in range(0, len(train), 8)]
         assert longest != sorted(longest)
+    one_more = np.arange(POOL + 1)
+    assert sorted(by_length(one_more, one_more, 1, 0, 0)) == list(one_more)
 
 
 def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Path) -> None:

@@ -123,6 +123,7 @@ def test_methods_are_the_functions():
         (x.astype("float32"), a.astype("float32")),
         (x.reshape(3, 2), a.reshape(3, 2)),
         (x.reshape((-1, 2)), a.reshape(3, 2)),
+        (x[:0].reshape(0, -1), a[:0]),
         (x.transpose(0, 1), a.T),
         (x[None].transpose(-2, -1), a.T[None]),
         (x[None].permute(2, 0, 1), a.T[:, None]),
