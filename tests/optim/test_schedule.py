@@ -121,3 +121,5 @@ def test_a_plateau() -> None:
         0.25,
         0.25,
     ]
+    rate = ReduceOnPlateau(1.0, patience=0, threshold=0)  # the same loss is none below it
+    assert [rate(loss) for loss in (2, 2)] == [1, 0.1]
