@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.losses import LabelLoss, squared_errors
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
@@ -57,3 +58,12 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
         group.gather([bool(np.allclose(result, expected(), rtol=1e-12)), report.samples])
         == [[True, ROWS]] * group.size
     )
+
+
+def test_quantities_of_a_sample_are_averaged() -> None:
+    """By a loss of one's own and by the score; outputs that do not fit have none."""
+    x, y = np.ones((3, 2)), np.zeros((3, 2))
+    loss: Any = LabelLoss(lambda outputs, targets: (outputs - targets) ** 2)
+    assert loss(Tensor(x), y).item() == 3 == -squared_errors(x, y)
+    assert squared_errors(x[:, :1], y[:, 0]) == -3
+    assert np.isnan([squared_errors(x, y[:2]), squared_errors(x, y[:, :1])]).all()
