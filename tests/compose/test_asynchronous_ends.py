@@ -117,7 +117,9 @@ def test_a_run_goes_on_in_another_mode(group: Group) -> None:
     worker = make(group, Sync("asp"), "momentum")
     for sync in EVERY_MODE[: 4 if group.size > 1 else 3]:
         worker = move(group, worker, sync, "momentum")
+        steps = worker.optimizer.steps
         train(worker, ((0, 0, 2),))
+        assert worker.optimizer.steps > steps
         assert equal_on_all(group, weights(worker.model))
     worker.release()
 
