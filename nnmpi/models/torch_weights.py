@@ -2,7 +2,7 @@
 
     layer               nnmpi                                   PyTorch
     Linear              (in, out)                               (out, in)
-      after Flatten     rows by (h, w, c)                       columns by (c, h, w)
+      after Flatten     rows by (h, w, c) or (t, c)             columns by (c, h, w) or (c, t)
     Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
     Conv1d              (1, kernel, in, out)                    (out, in, kernel)
     BatchNorm           running_variance                        running_var, num_batches_tracked
@@ -30,9 +30,9 @@ from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
-from nnmpi.nn.gru import GRU
+from nnmpi.nn.gru import GRU, GRULayer
 from nnmpi.nn.linear import Linear
-from nnmpi.nn.lstm import LSTM
+from nnmpi.nn.lstm import LSTM, LSTMDirection
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
@@ -85,17 +85,20 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     """Return the shapes (height, width, channels) of images that linear layers read flattened.
 
-    By the layers' names.
+    By the layers' names. The result of a Conv1d is an image of one row, until a recurrent layer,
+    which has the features last in PyTorch, too.
     """
     matches: dict[str, Shape] = {}
     image = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
     def observe(module: Any, result: Any) -> None:
         nonlocal image
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | GRULayer | LSTMDirection):
             if image and prod(image) == module.weight.shape[0] and image[0] * image[1] > 1:
                 matches[module.path] = image
             image = ()
+        elif isinstance(module, Conv1d):
+            image = (1, *result.shape[1:])
         elif isinstance(result, Tensor) and result.ndim == 4:
             image = tuple(result.shape[1:])
 

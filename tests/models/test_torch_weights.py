@@ -39,6 +39,11 @@ def _decoder(t: Any) -> Any:
     )
 
 
+def _signal(t: Any) -> Any:
+    """Return a model of convolutions over time."""
+    return t.Sequential(t.Conv1d(2, 4, 3), t.BatchNorm1d(4), t.ReLU(), t.Flatten(), t.Linear(16, 3))
+
+
 def cases() -> dict[str, tuple[Module, Any]]:
     """Return models of every kind of layer, with something that they take."""
     bidirectional = nn.Sequential(
@@ -54,6 +59,7 @@ def cases() -> dict[str, tuple[Module, Any]]:
             TOKENS,
         ),
         "decoder": (_decoder(nn), IMAGES),
+        "signal": (_signal(nn), IMAGES[:, 0]),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
     }
 
@@ -113,6 +119,8 @@ def _torch_model(torch: Any, name: str) -> Any:
 
     if name == "decoder":
         return _decoder(t)
+    if name == "signal":
+        return _signal(t)
 
     class GRU(t.GRU):  # type: ignore[name-defined,misc]
         def forward(self, x: Any) -> Any:
@@ -157,7 +165,7 @@ def _mean(t: Any) -> Any:
     return t.Sequential(t.AdaptiveAvgPool2d(1), t.Flatten())
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder"])
+@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder", "signal"])
 def test_pytorch_computes_the_same(name: str) -> None:
     """Logits within 1e-6 of the largest, there and with what is trained there."""
     torch = pytest.importorskip("torch")
@@ -167,7 +175,7 @@ def test_pytorch_computes_the_same(name: str) -> None:
     theirs.load_state_dict(
         {key: torch.from_numpy(value) for key, value in to_torch(model, x[:1]).items()}
     )
-    given = torch.from_numpy(x.transpose(0, 3, 1, 2).copy() if x.ndim == 4 else x)
+    given = torch.from_numpy(np.moveaxis(x, -1, 1).copy() if x.ndim > 2 else x)
     for _ in range(2):
         with no_grad():
             ours = model(x).numpy()
