@@ -52,6 +52,11 @@ def test_places() -> None:
     assert Machine.uniform(1.0, 1.0).nodes_of(3) == (0, 0, 0)
 
 
+def test_the_more_expensive_end_of_a_message_counts() -> None:
+    machine = Machine(Link(Curve.line(1.0, 0.0), Curve.line(2.0, 0.0)))
+    assert machine.message(False, (False, True), [8]) == (2.0, 0.0)
+
+
 def test_a_network_is_given_as_text() -> None:
     machine = parse_network("alpha_us=50, gbit=10", 3)
     assert machine.nodes_of(3) == (0, 1, 2)

@@ -181,6 +181,11 @@ ALL_SEND = (
             REDUCE_SCATTER,
             "rank 0 ends without the part of ranks 1-2 in chunk 0",
         ),
+        (
+            [[Step(from_=1, recv=(0, 1), reduce=True)], [Step(to=0, send=(0, 1))]],
+            ALL_REDUCE,
+            "rank 1 ends without the part of rank 0 in chunk 0",
+        ),
         ([local * 2 for local in plan(GOSSIP, 5)], NEIGHBOUR_AVERAGE, "more than 2 times"),
         (
             both(reduce=True),
