@@ -61,10 +61,12 @@ def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path)
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_only_the_newest_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept_and_latest_names_the_last(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("step-00000001\n")
     for step in (1, 2, 3, 10):
         save(tmp_path, make(step), keep=2)
-    assert names(tmp_path) == ["latest", "step-00000003", "step-00000010"]
+    kept = ["step-00000001", "step-00000003", "step-00000010"]
+    assert names(tmp_path) == ["best", "latest", *kept]
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
 
 
