@@ -49,7 +49,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import replicate
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
-from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as
+from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as, whole
 from nnmpi.files import (
     foreign,
     read_json,
@@ -437,7 +437,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> N
         position: in the data, as numbers and strings, which `resume` returns.
 
     Raises:
-        UsageError: on all ranks, for values that JSON cannot hold.
+        UsageError: on all ranks, for values that JSON cannot hold, and to keep none.
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
 
     Example:
@@ -448,6 +448,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> N
         >>> nnmpi.resume("checkpoints", (model, optimizer, group))
         {'epoch': 1}
     """
+    whole("keep", keep)
     try:
         json.dumps(position, allow_nan=False)
     except (TypeError, ValueError) as error:

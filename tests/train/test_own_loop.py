@@ -93,6 +93,10 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
         "step-00000003",
         "step-00000002",
     ]
+    for keep in (0, -1):  # which would remove all, the new one included
+        with pytest.raises(UsageError, match=f"keep is {keep}; give a whole number of at least 1"):
+            save(folder, loop, keep=keep)
+    assert len(steps(Path(folder))) == 2
     other = Sequential(Linear(4, 3)).initialize()
     with pytest.raises(CheckpointError, match="has 0.weight with shape"):
         resume(folder, (other, Adam(other.storage), group))
