@@ -169,9 +169,9 @@ class Loader:
         partition = self.partition
         self.batch_size = size = whole("batch_size", self.batch_size)
         self.microbatches = whole("microbatches", self.microbatches)
-        if not 0 <= self.rank < self.world:
+        if self.rank not in range(whole("world", self.world)):
             raise UsageError(
-                f"rank {self.rank} of {self.world} ranks does not exist; ranks count from 0"
+                f"rank {self.rank!r} of {self.world} ranks does not exist; ranks count from 0"
             )
         if self.whole_microbatches and partition != "none":
             raise UsageError(
@@ -228,6 +228,7 @@ class Loader:
             backend: of x and y; None for the host. Batches are copied to a device on demand, not
                 ahead of time: the copy takes microseconds, and a step waits for it anyway.
         """
+        whole("start", start, 0)
         epoch_order = self.order(epoch)
         device = backend if backend is not None and backend.is_device else None
         threads = (

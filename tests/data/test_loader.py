@@ -198,6 +198,8 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
         ({"rank": -1}, "rank -1 of 1"),
+        ({"rank": "0"}, "rank '0' of 1"),
+        ({"world": "2"}, "world is '2'; give a whole number"),
         ({"workers": -1}, "workers is -1"),
         ({"microbatches": 0}, "microbatches is 0"),
         ({"dtype": "int64"}, "cannot be converted to int64"),
@@ -212,6 +214,12 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
 def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         Loader(made_up(), **{"batch_size": 5, **options})
+
+
+def test_a_batch_before_the_first_is_refused() -> None:
+    """Its rows would be the epoch's last ones."""
+    with pytest.raises(UsageError, match="start is -1; give a whole number of at least 0"):
+        Loader(made_up(), 5).epoch(0, start=-1)
 
 
 def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
