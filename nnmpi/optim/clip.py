@@ -111,7 +111,8 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
     returned number is the first step's.
 
     Args:
-        grads: arrays, such as model.storage.grads; or model.parameters(), for its storage's.
+        grads: model.parameters(), whose gradients are first completed, with zeros for unused
+            parameters; or arrays, such as model.storage.grads after its `finish_gradients`.
             Sharded gradients (ZeRO) are this rank's shards; the call is then collective, and the
             norm is over all ranks.
         max_norm: above 0.
@@ -119,7 +120,9 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
     Raises:
         UsageError: see `coefficient`.
     """
-    grads = grads.storage.grads if hasattr(grads, "storage") else grads
+    if hasattr(grads, "storage"):
+        grads.storage.finish_gradients()
+        grads = grads.storage.grads
     return record_call(_clip, grads, max_norm)
 
 

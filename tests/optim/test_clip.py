@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnmpi import nn
 from nnmpi.errors import CheckpointError
 from nnmpi.optim import optimizer
 from nnmpi.optim.clip import (
@@ -130,3 +131,17 @@ def test_a_state_that_lacks_something_is_refused(state: dict[str, object]) -> No
     with pytest.raises(CheckpointError, match="loss scale lacks a value"):
         scale.load(state)
     assert scale.value == FIRST
+
+
+def test_parameters_that_a_step_leaves_out_do_not_count() -> None:
+    """The last step's gradients are still in their part of the flat array."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2)).initialize()
+    x = np.ones((1, 3), np.float32)
+    for layer in (model[0], model[1]):
+        model.zero_grad()
+        layer(x).sum().backward()
+        norm = clip_by_global_norm(model.parameters(), 0.5)  # type: ignore[arg-type]
+        assert norm == pytest.approx(8**0.5)
+    model[1].weight.grad = np.zeros((3, 2), np.float32)  # set by hand, and not in the flat array
+    norm = clip_by_global_norm(model.parameters(), 0.5)  # type: ignore[arg-type]
+    assert norm == pytest.approx(0.25)  # of the bias
