@@ -30,13 +30,14 @@ from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
-from nnmpi.nn.gru import GRU, GRULayer
+from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear
-from nnmpi.nn.lstm import LSTM, LSTMDirection
+from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.function import Elementwise, Function, enable_grad
+from nnmpi.tensor.shape import Reshape
 from nnmpi.tensor.tensor import Tensor
 
 Write: TypeAlias = Callable[[Array], tuple[Array, ...]]
@@ -85,27 +86,30 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     """Return the shapes (height, width, channels) of images that linear layers read flattened.
 
-    By the layers' names. The result of a Conv1d is an image of one row, until a recurrent layer,
-    which has the features last in PyTorch, too.
+    By the layers' names. They are found on the tape, so that operations in a forward count as
+    layers do. A Conv1d computes an image of one row.
     """
     matches: dict[str, Shape] = {}
-    image = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
     def observe(module: Any, result: Any) -> None:
-        nonlocal image
-        if isinstance(module, Linear | GRULayer | LSTMDirection):
-            if image and prod(image) == module.weight.shape[0] and image[0] * image[1] > 1:
+        if isinstance(module, Linear):
+            image = _image_behind(result.node and result.node.edges[0])
+            if prod(image) == module.weight.shape[0] and prod(image[:2]) > 1:
                 matches[module.path] = image
-            image = ()
-        elif isinstance(module, Conv1d):
-            image = (1, *result.shape[1:])
-        elif isinstance(result, Tensor) and result.ndim == 4:
-            image = tuple(result.shape[1:])
 
-    where = namespace(next(iter(model.parameters())).data)
-    with no_grad(), observed(observe):
-        model(Tensor(where.asarray(sample)))
+    x = namespace(next(iter(model.parameters())).data).asarray(sample)
+    with enable_grad(), observed(observe):
+        model(Tensor(x, requires_grad=x.dtype.kind == "f"))
     return matches
+
+
+def _image_behind(node: Any) -> Shape:
+    """Return the shape of the image that an operation's result flattens; () without one."""
+    while isinstance(node, Elementwise | Reshape):
+        if isinstance(node, Reshape) and len(node.saved[0]) == 4:
+            return node.saved[0][1:]
+        node = next((edge for edge in node.edges or () if isinstance(edge, Function)), None)
+    return ()
 
 
 def to_torch(model: Module, sample: Array) -> dict[str, Array]:

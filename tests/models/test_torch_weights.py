@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import models, nn, ops
 from nnmpi.errors import CheckpointError
 from nnmpi.models.torch_weights import (
     from_torch,
@@ -44,6 +44,21 @@ def _signal(t: Any) -> Any:
     return t.Sequential(t.Conv1d(2, 4, 3), t.BatchNorm1d(4), t.ReLU(), t.Flatten(), t.Linear(16, 3))
 
 
+def _written(t: Any, operations: Any) -> Any:
+    """Return a model whose forward pools and flattens by operations."""
+
+    class Written(t.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.first, self.last = t.Conv2d(2, 4, 3), t.Linear(24, 24), t.Linear(24, 3)
+
+        def forward(self, x: Any) -> Any:
+            x = operations.max_pool2d(operations.relu(self.conv(x)), 2)
+            return self.last(operations.relu(self.first(x.reshape(len(x), -1))))
+
+    return Written()
+
+
 def cases() -> dict[str, tuple[Module, Any]]:
     """Return models of every kind of layer, with something that they take."""
     bidirectional = nn.Sequential(
@@ -60,6 +75,7 @@ def cases() -> dict[str, tuple[Module, Any]]:
         ),
         "decoder": (_decoder(nn), IMAGES),
         "signal": (_signal(nn), IMAGES[:, 0]),
+        "written": (_written(nn, ops), IMAGES),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
     }
 
@@ -119,6 +135,8 @@ def _torch_model(torch: Any, name: str) -> Any:
 
     if name == "decoder":
         return _decoder(t)
+    if name == "written":
+        return _written(t, t.functional)
     if name == "signal":
         return _signal(t)
 
@@ -165,7 +183,9 @@ def _mean(t: Any) -> Any:
     return t.Sequential(t.AdaptiveAvgPool2d(1), t.Flatten())
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder", "signal"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder", "signal", "written"]
+)
 def test_pytorch_computes_the_same(name: str) -> None:
     """Logits within 1e-6 of the largest, there and with what is trained there."""
     torch = pytest.importorskip("torch")
