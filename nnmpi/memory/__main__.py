@@ -164,7 +164,6 @@ def _measured(name: str, batch: int) -> Costs:
     forward = RecomputedModel(model, None)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))
-    assert forward.plans is not None
     return [replace(cost, moves=True) for cost in forward.plans.costs]
 
 

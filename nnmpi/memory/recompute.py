@@ -205,7 +205,7 @@ class RecomputedModel:
             `parallel.zero`).
 
     Attributes:
-        plans: of the last measurement, without swapping.
+        plans: of the last measurement, without swapping; none before the first pass.
         plan: the current plan.
         bandwidth: of the store, measured, in bytes per second.
 
@@ -218,6 +218,8 @@ class RecomputedModel:
         >>> forward.plans.least < forward.plans.all, forward.price.recomputed > 0
         (True, True)
     """
+
+    plans: OptimalPlans
 
     def __init__(
         self,
@@ -233,7 +235,6 @@ class RecomputedModel:
         self._backend, self._group = numpy_backend() if backend is None else backend, group
         self._layers: tuple[Module, ...] = ()
         self._size = 0
-        self.plans: OptimalPlans | None = None
         self.plan: Plan = ()
         self._peak = 0
         self.bandwidth = inf
@@ -241,12 +242,10 @@ class RecomputedModel:
     @property
     def price(self) -> PlanPrice:
         """The plan's bytes and seconds."""
-        assert self.plans is not None
         return price_plan(self.plans.costs, self.plan, self.bandwidth)
 
     def describe(self) -> str:
         """Return the plan's bytes and time, beside an ordinary pass's, in a sentence."""
-        assert self.plans is not None
         price, ordinary = self.price, price_plan(self.plans.costs, keep_all(self.plans.costs))
         out = sum(action.act is Act.OUT for action in self.plan)
         moved = ""
@@ -352,7 +351,6 @@ class RecomputedModel:
         Raises:
             UsageError: for too small a budget.
         """
-        assert self.plans is not None
         if self.store is None:
             return self.plans.plan(budget)
         return swapping_plan(self.plans, budget, self.bandwidth)
