@@ -71,12 +71,8 @@ def by_length(
         batch_size: rows of a global batch.
         seed, epoch: as for `order`.
     """
-    pool = POOL * batch_size
-    sorted_pools = [epoch_order[first : first + pool] for first in range(0, len(epoch_order), pool)]
-    sorted_pools = [
-        sorted_pool[np.argsort(lengths[sorted_pool], kind="stable")] for sorted_pool in sorted_pools
-    ]
-    result = np.concatenate([epoch_order[:0], *sorted_pools])
+    pools = np.arange(len(epoch_order)) // (POOL * batch_size)
+    result = epoch_order[np.lexsort((lengths[epoch_order], pools))]  # by pool, then by length
     full = len(result) // batch_size
     shuffled = result[: full * batch_size].reshape(full, batch_size)
     shuffled = shuffled[stream(seed, "batches by length", epoch).permutation(full)]

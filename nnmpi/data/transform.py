@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
@@ -100,9 +101,7 @@ class Normalize:
         only centred (std 1).
         """
         axes = (0, 1, 2) if train.x.ndim == 4 else (0,)
-        count = train.x.size // int(
-            np.prod([size for axis, size in enumerate(train.x.shape) if axis not in axes])
-        )
+        count = prod(train.x.shape[axis] for axis in axes)
         cuts = [np.arange(i, min(i + FIT_ROWS, len(train))) for i in range(0, len(train), FIT_ROWS)]
         mean = sum(train.rows(cut, "float64").sum(axes) for cut in cuts) / count
         squares = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -266,11 +267,7 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
 
     The running sequences of the previous step come first; the others begin here.
     """
-    ends, end = [], 0
-    for n in sizes:
-        end += n
-        ends.append(end)
-    earlier = slice(0, 0)
+    ends, earlier = list(accumulate(sizes)), slice(0, 0)
     for time in reversed(range(len(sizes))) if reverse else range(len(sizes)):
         n = sizes[time]
         here = slice(ends[time] - n, ends[time])
