@@ -11,7 +11,7 @@ from nnmpi.errors import ShapeError, UsageError, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
-from nnmpi.ops.dropout import dropout
+from nnmpi.ops.dropout import MaskKey, dropout
 from nnmpi.ops.loss import binary_cross_entropy, check_reduction, cross_entropy, huber, mae, mse
 from nnmpi.tensor.tensor import Tensor
 
@@ -148,7 +148,7 @@ class Dropout2d(Dropout):
         return x * super().forward(Tensor(ones))
 
 
-def mask_key(path: str) -> tuple[tuple[int, int], int]:
+def mask_key(path: str) -> MaskKey:
     """Return the key of a layer's dropout stream and the first row of this rank.
 
     Passed to the operation as a function, since a compiled pass evaluates it again in each replay.

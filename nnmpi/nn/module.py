@@ -36,7 +36,7 @@ from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedE
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
-from nnmpi.tensor.parameter import FlatStorage
+from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -226,7 +226,7 @@ class Module:
         dtype: Any = "float32",
         backend: Backend | None = None,
         group: Callable[[str, Parameter], str] | None = None,
-        allocate: Callable[[int, Any], Array] | None = None,
+        allocate: Allocate | None = None,
         storage: Callable[..., FlatStorage] = FlatStorage,
     ) -> Self:
         """Draw the initial values of all parameters, in flat storage, and return the model.

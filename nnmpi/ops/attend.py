@@ -48,6 +48,7 @@ Block: TypeAlias = tuple[slice, slice]  # sequences and heads that are computed 
 # the first query, the end of the queries, the end of the keys that they see
 Band: TypeAlias = tuple[int, int, int]
 Piece: TypeAlias = tuple[Band, slice]  # a band, and the slice of its powers in the saved array
+Blocks: TypeAlias = list[tuple[Block, list[Piece]]]
 
 
 @dataclass(frozen=True)
@@ -311,13 +312,13 @@ class KeyBlock:
         dropped = (bits < xp.uint32(least_kept(drop.rate))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
 
-    def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
+    def pieces(self, q: Heads) -> Blocks:
         """Return the blocks of sequences and heads computed together, the largest first.
 
         Each comes with its bands, and the slices of their powers in the saved array. Without
         queries there are no blocks.
         """
-        bands, start, pieces = tuple(self.bands()), 0, list[tuple[Block, list[Piece]]]()
+        bands, start, pieces = tuple(self.bands()), 0, Blocks()
         for block in _blocks(q, len(self.keys), bands):
             heads, result = prod(item.stop - item.start for item in block), list[Piece]()
             for i, j, seen in bands:
@@ -331,7 +332,7 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     return p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
 
 
-def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, int]:
+def _largest(q: Heads, blocks: Blocks) -> tuple[Shape, int]:
     if not blocks:
         return (0, 0, *q.shape[2:]), 0
     block, pieces = blocks[0]

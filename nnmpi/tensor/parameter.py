@@ -29,6 +29,7 @@ from nnmpi.tensor.tensor import Tensor
 ALIGNMENT_BYTES = 64
 
 Initializer: TypeAlias = Callable[[np.random.Generator, Shape], Array]
+Allocate: TypeAlias = Callable[[int, Any], Array]  # (elements, dtype) -> a 1-D array of zeros
 
 
 def _zeros(_generator: np.random.Generator, shape: Shape) -> Array:
@@ -202,7 +203,7 @@ class FlatStorage:
         self,
         parameters: Mapping[str, Parameter],
         values: Mapping[str, Array],
-        allocate: Callable[[int, Any], Array],
+        allocate: Allocate,
         group: Callable[[str, Parameter], str] | None = None,
         dtype: Any = None,
     ) -> None:
@@ -244,7 +245,7 @@ class FlatStorage:
             self.write(span, value)
 
     def _allocate(
-        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+        self, lengths: Sequence[int], dtype: Any, allocate: Allocate
     ) -> tuple[list[Array], list[Array]]:
         """Allocate `data` and `grads`; return the arrays that the parameters are views of.
 

@@ -42,7 +42,7 @@ row's three elements are applied for many output channels at a time:
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from llvmlite import binding
@@ -406,9 +406,10 @@ def _products(
         sgemm(ROWS, a_code, PLAIN, rows, columns, inner, ONE, at, lda, bt, ldb, beta, dt, ldd)
 
 
-def winograd(
-    z: Sizes, pooled: bool, least: float
-) -> tuple[Callable[..., None], Callable[..., None]]:
+Kernels: TypeAlias = tuple[Callable[..., None], Callable[..., None]]  # forward and backward
+
+
+def winograd(z: Sizes, pooled: bool, least: float) -> Kernels:
     """Return the kernels of a convolution and its gradients; see `kernels.winograd`.
 
     Args:
@@ -507,7 +508,7 @@ def _add_products(patch, below, c, above, argmax, s, o, to_weight):
         to_weight[i + 2 * s] += p2 * y[0] + p3 * y[1] + q2 * y[2] + q3 * y[3]
 
 
-def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callable[..., None]]:
+def direct(h: int, w: int, c: int, o: int) -> Kernels:
     """Return the kernels of the direct convolution and its gradients; see `kernels.direct`.
 
     Args:

@@ -43,7 +43,7 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
@@ -62,19 +62,23 @@ SHORT_RUN = 24  # elements
 LEAST_PRODUCT = 1 << 17  # multiplications; smaller products take less time than their calls
 
 
+# runs of pixels, each with a matrix (pixels, terms) or a stack of them (images, pixels, terms) for
+# each part of the kernels
+Products: TypeAlias = list[tuple[slice, list[Array]]]
+
+
 class Strip(NamedTuple):
     """The columns of some rows of a block's images.
 
     Attributes:
         rows: of the result, after pooling.
         pixels: of the convolution: corners, images, rows and columns together.
-        products: runs of these pixels, each with a matrix (pixels, terms) or a stack of them
-            (images, pixels, terms) for each part of the kernels.
+        products: the matrices of these pixels.
     """
 
     rows: slice
     pixels: int
-    products: list[tuple[slice, list[Array]]]
+    products: Products
 
     def multiply(self, xp: Any, kernel: Array, out: Array) -> None:
         """Write the products with the kernels (parts, terms, o) to `out`, (pixels, o)."""
@@ -181,7 +185,7 @@ class Columns:
             count = prod(self._spec.pool) * n * (rows.stop - start) * self.out[1]
             yield Strip(rows, count, make(images, rows, fill))
 
-    def _joined(self, images: Array, rows: slice, fill: bool) -> list[tuple[slice, list[Array]]]:
+    def _joined(self, images: Array, rows: slice, fill: bool) -> Products:
         """Copy whole windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
         spec = self._spec
         # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
@@ -197,7 +201,7 @@ class Columns:
         matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
         return [(slice(pixels), [matrix])]
 
-    def _by_rows(self, images: Array, rows: slice, fill: bool) -> list[tuple[slice, list[Array]]]:
+    def _by_rows(self, images: Array, rows: slice, fill: bool) -> Products:
         """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
         spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
         kw, pool = spec.kernel[1], spec.pool[1]
@@ -211,7 +215,7 @@ class Columns:
                 target = memory[number, j].reshape(*shape[2:5], kw, c)
                 part = seen[:, : shape[3], j : j + (columns - 1) * pool + 1 : pool, 0]
                 self._xp.copyto(target, part)
-        size, products = n * count * columns, list[tuple[slice, list[Array]]]()
+        size, products = n * count * columns, Products()
         for starts in self._starts:
             for j in range(pool):
                 matrices = []

@@ -58,7 +58,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.shard import buckets, common, part, split
-from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
+from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Allocate, FlatStorage, Parameter, Span
 
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
@@ -101,7 +101,7 @@ class ShardedStorage(FlatStorage):
         self,
         parameters: Mapping[str, Parameter],
         values: Mapping[str, Array],
-        allocate: Callable[[int, Any], Array],
+        allocate: Allocate,
         group: Callable[[str, Parameter], str] | None = None,
         dtype: Any = None,
         *,
@@ -154,7 +154,7 @@ class ShardedStorage(FlatStorage):
         self._own_grads.ranks = self.ranks
 
     def _allocate(
-        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+        self, lengths: Sequence[int], dtype: Any, allocate: Allocate
     ) -> tuple[list[Array], list[Array]]:
         self._layout = list(lengths), dtype
         self._rooms: list[Array] = []  # slots and scratch
@@ -178,7 +178,7 @@ class ShardedStorage(FlatStorage):
         return data, grads
 
     def _lay_out(
-        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
+        self, lengths: Sequence[int], dtype: Any, allocate: Allocate, slots: int
     ) -> list[Array]:
         """Return full arrays: one after another, or units in alternating slots."""
         offsets: dict[int, tuple[int, int]] = {}
