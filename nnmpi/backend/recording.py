@@ -133,7 +133,7 @@ class Recorder:
         self.loose: list[tuple[Any, Array]] = []
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
-        self.pool = MemoryPool() if pool is None else pool
+        self.pool = pool or MemoryPool()
         self._modules: dict[str, _RecordingModule] = {}
 
     @contextmanager

@@ -232,7 +232,7 @@ class RecomputedModel:
     ) -> None:
         self._weights = weights
         self.model, self.budget, self.store = model, budget, store
-        self._backend, self._group = numpy_backend() if backend is None else backend, group
+        self._backend, self._group = backend or numpy_backend(), group
         self._layers: tuple[Module, ...] = ()
         self._size = 0
         self.plan: Plan = ()

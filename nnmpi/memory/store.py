@@ -79,7 +79,7 @@ class Store:
     ) -> None:
         self.target, self.contents, self._end = target, contents, 0
         self._free: dict[int, list[Array]] = {}
-        self._backend = backend = numpy_backend() if backend is None else backend
+        self._backend = backend = backend or numpy_backend()
         if backend.is_device != (str(target) == HOST):
             raise UsageError(
                 f"{contents} on {backend.device} are offloaded to the host's memory, not to"

@@ -248,7 +248,7 @@ class Module:
         self._refuse_hidden()
         if dtype not in ("float32", "float64", np.float32, np.float64):
             raise UsageError(f"dtype {dtype!r} is not supported; choose float32 or float64")
-        backend = numpy_backend() if backend is None else backend
+        backend = backend or numpy_backend()
         self.name_modules()
         parameters = dict(self.named_parameters())
         values = _Draws(parameters, seed, np.dtype(dtype), backend)

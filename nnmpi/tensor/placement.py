@@ -312,7 +312,7 @@ class Shard:
 
     def local_length(self, placement: Placement | None = None) -> int:
         """Return the length of this rank's shard of the axis, in this or another placement."""
-        placement = self.placement if placement is None else placement
+        placement = placement or self.placement
         return placement.width(self.group.size, self.group.rank) * (placement.repeats or 1)
 
     def of(self, shape: Sequence[int]) -> Shape:
