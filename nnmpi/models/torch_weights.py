@@ -35,7 +35,7 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
 from nnmpi.tensor.shape import Reshape
 from nnmpi.tensor.tensor import Tensor
@@ -88,13 +88,21 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
 
     By the layers' names. They are found on the tape, so that operations in a forward count as
     layers do. A Conv1d computes an image of one row.
+
+    Raises:
+        CheckpointError: when another layer with weights reads one.
     """
     matches: dict[str, Shape] = {}
 
     def observe(module: Any, result: Any) -> None:
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | BatchNorm | LayerNorm):
             image = _image_behind(result.node and result.node.edges[0])
             if prod(image) == module.weight.shape[0] and prod(image[:2]) > 1:
+                if not isinstance(module, Linear):
+                    raise CheckpointError(
+                        f"{module.path} normalizes a flattened image, whose elements have another"
+                        " order in PyTorch; normalize before flattening"
+                    )
                 matches[module.path] = image
 
     x = namespace(next(iter(model.parameters())).data).asarray(sample)

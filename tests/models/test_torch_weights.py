@@ -98,6 +98,13 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         from_torch(torch_weights(other, IMAGES[:1]), read_torch(tmp_path / "torch.safetensors"))
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.LayerNorm])
+def test_a_normalized_flattened_image_is_refused(kind: Any) -> None:
+    model = nn.Sequential(nn.Flatten(), kind(96)).initialize()
+    with pytest.raises(CheckpointError, match="1 normalizes a flattened image"):
+        to_torch(model, IMAGES[:1])
+
+
 def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> None:
     """The library raises an error of its own, which names a temporary file; the end of a run looks
     for the system's.
