@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.errors import ShapeError, UsageError, number, whole
+from nnmpi.errors import ShapeError, UsageError, number, whole, wholes
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm
@@ -121,7 +121,7 @@ class LayerNorm(Module):
         lengths = (
             normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
         )
-        shape = tuple(whole("LayerNorm's normalized_shape", length) for length in lengths)
+        shape = wholes("LayerNorm's normalized_shape", lengths)
         if not shape:
             raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
         self.eps = _positive("eps", eps)
@@ -134,10 +134,9 @@ class LayerNorm(Module):
 
 
 def _positive(name: str, value: float) -> float:
-    result = number(name, value)
-    if not result:
+    if not number(name, value):
         raise UsageError(f"{name} is {value}; give a number above 0")
-    return result
+    return value
 
 
 def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
