@@ -302,7 +302,7 @@ def test_groups_of_nodes() -> None:
 )
 def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> None:
     """With a sentence."""
-    with pytest.raises(UsageError, match="give a finite number|cannot be simulated"):
+    with pytest.raises(UsageError, match="give a (finite|whole) number|cannot be simulated"):
         simulate(lambda group: None, ranks, cpu_factor=cpu_factor)
 
 
