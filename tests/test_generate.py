@@ -147,5 +147,5 @@ def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[s
     line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
     assert line.startswith("to be")
     assert set(line) <= set("to be or not to be")
-    with pytest.raises(UsageError, match="--prompt: the character 'Z' is not among"):
+    with pytest.raises(UsageError, match="--prompt: the tokenizer has no 'Z'"):
         written(str(out), 1, capfd, "Zebra")
