@@ -25,8 +25,9 @@ from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError, counted
+from nnmpi.nn.norm import has_batch_norm
 from nnmpi.optim import updates
-from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
+from nnmpi.train.build import VERIFIED_EPS, build_full_model, build_layout, trial_run
 from nnmpi.train.cli import launch_command, parse_together, read_shared
 from nnmpi.train.computing import explain_errors, take_backend
 from nnmpi.train.config import (
@@ -87,8 +88,8 @@ LAYERS = 60
 # The growth of rounding errors per step: gradients are divided by batch statistics, Adam's updates
 # by the gradients' sizes (VERIFIED_EPS).
 GROWTH = 2.0
-# Each row counts as so many in microbatches of one or two: batch normalization divides by the spread
-# of few pixels, which made a resnet's errors up to 12 times as large as the tolerance.
+# With batch normalization each row counts as so many in microbatches of one or two: it divides by
+# the spread of few pixels, which made a resnet's errors up to 12 times as large as the tolerance.
 FEW_ROWS = 4096
 LEAST_SCALE = 1e-2
 EVALUATION = "evaluation"  # loss and accuracy over all samples
@@ -159,13 +160,14 @@ def main(words: Sequence[str], group: Group) -> bool:
     batch = config.optimization.rows(len(dataset))
     exact = config.parallel.reduction == "fixed"
     parts = min(config.parallel.microbatches or 1, batch)
-    samples = batch if batch // parts > 2 else FEW_ROWS * batch
-    if not exact:
-        _check_steps(trial.steps, config.run.dtype, samples)
     config = config.having(microbatches=parts)
     with agreed(group):
         layout = build_layout(config)
     backend = take_backend(config.run.backend, group)
+    model = build_full_model(config, dataset, backend, group)
+    samples = FEW_ROWS * batch if batch // parts <= 2 and has_batch_norm(model) else batch
+    if not exact:
+        _check_steps(trial.steps, config.run.dtype, samples)
     with explain_errors(backend):
         actual, header = run(config, trial.steps, dataset, group, layout, backend)
         device = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []

@@ -300,6 +300,12 @@ def test_normalizing_few_rows_may_round_more() -> None:
     assert all(verify(words, 3))
 
 
+def test_few_rows_without_normalization_may_not() -> None:
+    """In float32 the wider tolerance would hide a fault, so it would be refused."""
+    words = "--model mlp --dataset iris --batch-size 8 --microbatches 4 --dtype float32"
+    assert all(verify(words, 2))
+
+
 @pytest.mark.parametrize("heads", [1, 3])  # by ring attention, and by Ulysses
 def test_shared_positions_are_the_serial_run(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(verify(f"{GPT} --dp 1 --sp 2 --heads {heads}", 2))

@@ -133,6 +133,11 @@ class LayerNorm(Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def has_batch_norm(model: Module) -> bool:
+    """Return whether a layer takes statistics of the batch."""
+    return any(isinstance(module, BatchNorm) for _, module in model.named_modules())
+
+
 def _positive(name: str, value: float) -> float:
     if not number(name, value):
         raise UsageError(f"{name} is {value}; give a number above 0")

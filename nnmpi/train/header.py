@@ -13,7 +13,7 @@ from nnmpi.custom import name_of
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.errors import counted
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.norm import has_batch_norm
 from nnmpi.synchrony.slow import Slow
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
@@ -114,8 +114,7 @@ def _world(run: TrainingRun, slow: Slow) -> str:
 def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
     """Return a line if batch normalization averages over microbatches, else "". Collective."""
     parts = inputs.train_loader.microbatches
-    norms = any(isinstance(module, BatchNorm) for _, module in trainer.model.named_modules())
-    if parts == 1 or not any(group.gather(norms)):
+    if parts == 1 or not any(group.gather(has_batch_norm(trainer.model))):
         return ""
     samples = counted(-(-inputs.batch_size // parts), "sample")
     return (
