@@ -26,7 +26,7 @@ def check_replays(function, leaves, values, tolerance=0):
 
     def run(function):
         for leaf in leaves:
-            leaf.grad = None  # within the step it would be no recorded call
+            leaf.grad = None  # not by the step: each replay finds what the recording found
         result = [function().data, *[leaf.grad for leaf in leaves]]
         return [None if item is None else np.array(to_host(item)) for item in result]
 
