@@ -20,10 +20,11 @@ from benchmarks.gpu.trainer import Arrays, DeviceTrainer
 from benchmarks.harness.turns import WrongResultError
 
 SHARE, STEPS = 2e-3, 5
-# Errors of a loss, and of the change of the weights by its norm, relative to the reference's. They
-# follow from rounding: float32 has 24 bits, TF32 11, bfloat16 8; a gradient passes one rounding for
-# each layer.
-TOLERANCES = {FLOAT32: (1e-5, 1e-3), TF32: (3e-4, 3e-2), BF16: (1e-3, 0.15)}
+# Errors of a loss, and of the change of the weights by its norm, relative to the reference's. Those
+# of a loss follow from rounding: float32 has 24 bits, TF32 11, bfloat16 8. A rounding that chooses
+# another maximum of a pooling moves a whole gradient: PyTorch's change in `cnn-1024` is off by 2e-3
+# in float32 (on a CPU) and 0.10 in tf32 (on an H100), nnmpi's by 2e-3 and 0.08.
+TOLERANCES = {FLOAT32: (1e-5, 1e-2), TF32: (3e-4, 0.15), BF16: (1e-3, 0.15)}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""The engine's array type, the library behind an array, and cached constant arrays."""
+"""The engine's array type, the library behind an array, its layout, and cached constant arrays."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,3 +144,71 @@ def _cached(name: str, *args: Any) -> Array:
     array = getattr(np, name)(*args)
     array.flags.writeable = False
     return array
+
+
+class Matrices(NamedTuple):
+    """The memory layout of an array of two or more axes: shape and strides in elements."""
+
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def of(cls, x: Array) -> Matrices:
+        """Return the layout of an array; a stride of -1 is no multiple of the element."""
+        size = x.dtype.itemsize
+        return cls(
+            x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)
+        )
+
+    @property
+    def flipped(self) -> Matrices:
+        """The matrices transposed."""
+        return Matrices(
+            (*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1])
+        )
+
+    @property
+    def form(self) -> tuple[int, int] | None:
+        """(0, lead) for row-major matrices, (1, lead) for column-major ones, else None."""
+        (rows, columns), (down, right) = self.shape[-2:], self.strides[-2:]
+        if min(self.strides) < 0:
+            return None
+        if (right == 1 or columns == 1) and (rows == 1 or down >= columns):
+            return 0, max(columns, 1) if rows == 1 else down
+        if (down == 1 or rows == 1) and (columns == 1 or right >= rows):
+            return 1, max(rows, 1) if columns == 1 else right
+        return None
+
+    def over(self, leading: Shape) -> Shape:
+        """Return the strides of the leading axes after broadcasting them to `leading`."""
+        local = [
+            0 if length == 1 else stride
+            for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)
+        ]
+        return (0,) * (len(leading) - len(local)) + tuple(local)
+
+    def is_spread(self, leading: Shape) -> bool:
+        """True if the array is no single stack, and a copy of the same size would be one."""
+        strides = self.over(leading)
+        repeated = any(
+            length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True)
+        )
+        return not repeated and len(collapsed(leading, strides)) > 1
+
+
+def collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
+    """Merge axes that are contiguous in all arrays; return each axis as its length and strides.
+
+    The merged axes visit the same elements in the same order.
+    """
+    result: list[Shape] = []
+    for length, *steps in zip(lengths, *strides, strict=True):
+        if length == 1:
+            continue
+        if result and all(
+            outer == inner * length for outer, inner in zip(result[-1][1:], steps, strict=True)
+        ):
+            result[-1] = (result[-1][0] * length, *steps)
+        else:
+            result.append((length, *steps))
+    return result

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.cublas import Matrices
+from nnmpi.backend.array import Array, Matrices
 from nnmpi.launcher import user_chose_threads
 
 VARIABLE = "OPENBLAS_CORETYPE"

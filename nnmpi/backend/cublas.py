@@ -29,15 +29,16 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as product_of
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, mixed_error
+from nnmpi.backend.array import Array, Dtype, Matrices, Shape, collapsed, mixed_error
 from nnmpi.errors import DtypeError, ShapeError
 
 CACHED_PRODUCTS = 4096  # a run has as many as it has products of different shapes
-FEW_CALLS = 8  # these cost about as much as a copy
+FEW_CALLS = 8  # these cost about as much as the copy of small operands
+CALL_BYTES = 4e6  # of operands that an H100 copies in the time of one more call
 LIMIT = 2**31 - 1  # of BLAS's integers
 
 # cuBLAS's codes: cudaDataType_t of the elements, cublasComputeType_t of the accumulation.
@@ -62,56 +63,6 @@ def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
     """
     bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
-
-
-class Matrices(NamedTuple):
-    """The memory layout of an array of two or more axes: shape and strides in elements."""
-
-    shape: Shape
-    strides: Shape
-
-    @classmethod
-    def of(cls, x: Array) -> Matrices:
-        """Return the layout of an array; a stride of -1 is no multiple of the element."""
-        size = x.dtype.itemsize
-        return cls(
-            x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)
-        )
-
-    @property
-    def flipped(self) -> Matrices:
-        """The matrices transposed."""
-        return Matrices(
-            (*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1])
-        )
-
-    @property
-    def form(self) -> tuple[int, int] | None:
-        """(0, lead) for row-major matrices, (1, lead) for column-major ones, else None."""
-        (rows, columns), (down, right) = self.shape[-2:], self.strides[-2:]
-        if min(self.strides) < 0:
-            return None
-        if (right == 1 or columns == 1) and (rows == 1 or down >= columns):
-            return 0, max(columns, 1) if rows == 1 else down
-        if (down == 1 or rows == 1) and (columns == 1 or right >= rows):
-            return 1, max(rows, 1) if columns == 1 else right
-        return None
-
-    def over(self, leading: Shape) -> Shape:
-        """Return the strides of the leading axes after broadcasting them to `leading`."""
-        local = [
-            0 if length == 1 else stride
-            for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)
-        ]
-        return (0,) * (len(leading) - len(local)) + tuple(local)
-
-    def is_spread(self, leading: Shape) -> bool:
-        """True if the array is no single stack, and a copy of the same size would be one."""
-        strides = self.over(leading)
-        repeated = any(
-            length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True)
-        )
-        return not repeated and len(_collapsed(leading, strides)) > 1
 
 
 class Products:
@@ -166,8 +117,10 @@ class Products:
             copied = [x.form is None for x in layouts]
             if True not in copied:
                 product, calls = self._prepare(layouts, a.dtype, out.dtype, tf32)
-                if calls > FEW_CALLS:
-                    copied = [x.is_spread(out.shape[:-2]) for x in layouts]
+                copies = [x.is_spread(out.shape[:-2]) for x in layouts]
+                size = sum(x.nbytes * copy for x, copy in zip((a, b, out), copies, strict=True))
+                if calls > max(FEW_CALLS, size / CALL_BYTES):
+                    copied = copies
             if True in copied or product is None:
                 self._multiply_copied(copied, a, b, out, add, tf32)
                 return
@@ -185,7 +138,7 @@ class Products:
         if swapped:  # out^T = b^T a^T is row-major
             a, b, out = b.flipped, a.flipped, out.flipped
         three, leading = (b, a, out), out.shape[:-2]
-        axes = _collapsed(leading, *(x.over(leading) for x in three))
+        axes = collapsed(leading, *(x.over(leading) for x in three))
         batch: Shape = (1, 0, 0, 0)
         if axes:  # the longest axis is cuBLAS's stack; each element of the others is a call
             batch = axes.pop(max(range(len(axes)), key=lambda i: axes[i][0]))
@@ -259,21 +212,3 @@ class Products:
 def products_of(xp: ModuleType) -> Products:
     """Return the products of a library's arrays, cached with their prepared calls."""
     return Products(xp)
-
-
-def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
-    """Merge axes that are contiguous in all arrays; return each axis as its length and strides.
-
-    The merged axes visit the same elements in the same order.
-    """
-    result: list[Shape] = []
-    for length, *steps in zip(lengths, *strides, strict=True):
-        if length == 1:
-            continue
-        if result and all(
-            outer == inner * length for outer, inner in zip(result[-1][1:], steps, strict=True)
-        ):
-            result[-1] = (result[-1][0] * length, *steps)
-        else:
-            result.append((length, *steps))
-    return result

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Dtype, namespace
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
-from nnmpi.backend.precision import FLOAT32, to_float32
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.sums import row_sum
 from nnmpi.errors import UsageError
 
@@ -46,6 +46,43 @@ def kernels_for(array: Array, name: str) -> Any:
     elif _enabled.get() is not False and works_on(array.dtype):
         result = device_kernels(namespace(array))
     return result if hasattr(result, name) else None
+
+
+def copy(xp: Any, target: Array, x: Array) -> None:
+    """Write x to `target`, rounded to its dtype. Both may have any strides."""
+    kernels = kernels_for(target, "copy")
+    if kernels is None or not kernels.copy(target, x):
+        # NumPy's casting rules do not cover bfloat16
+        xp.copyto(target, x, casting="unsafe")
+
+
+def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
+    """Return x in another dtype, rounded to the nearest; x itself if it has that dtype.
+
+    Args:
+        xp: the array's module, or a recorder's stand-in for it.
+        x: any shape and strides.
+        dtype: of the result; bfloat16 is allowed.
+    """
+    if x.dtype == dtype:
+        return x
+    result = xp.empty(x.shape, dtype)
+    copy(xp, result, x)
+    return result
+
+
+def to_float32(xp: Any, x: Array) -> Array:
+    """Return float16 and bfloat16 converted to float32, any other x itself."""
+    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
+
+
+def add_bias(xp: Any, y: Array, bias: Array) -> None:
+    """y += bias, for y (rows, n), in place."""
+    kernels = kernels_for(y, "add_bias")
+    if kernels is not None:
+        kernels.add_bias(xp, y, bias)
+    else:
+        xp.add(y, bias, out=y)
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.array import Dtype
 from nnmpi.errors import UsageError
 
 FLOAT32: Dtype = np.dtype(np.float32)
@@ -102,23 +101,3 @@ def dtype_named(name: str) -> Dtype:
         UsageError: for bfloat16 without ml_dtypes.
     """
     return bfloat16() if name == "bfloat16" else np.dtype(name)
-
-
-def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
-    """Return x in another dtype, rounded to the nearest; x itself if it has that dtype.
-
-    Args:
-        xp: the array's module, or a recorder's stand-in for it.
-        x: any shape and strides.
-        dtype: of the result; bfloat16 is allowed.
-    """
-    if x.dtype == dtype:
-        return x
-    result = xp.empty(x.shape, dtype)
-    xp.copyto(result, x, casting="unsafe")  # NumPy's casting rules do not cover bfloat16
-    return result
-
-
-def to_float32(xp: Any, x: Array) -> Array:
-    """Return float16 and bfloat16 converted to float32, any other x itself."""
-    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x

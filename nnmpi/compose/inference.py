@@ -19,7 +19,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.precision import to_float32, use_precision
+from nnmpi.backend.kernels import to_float32
+from nnmpi.backend.precision import use_precision
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.executor import Caller, Executor
 from nnmpi.errors import DivergenceError, UsageError

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.precision import to_float32
+from nnmpi.backend.kernels import to_float32
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.precision import FLOAT32, cast, is_low
+from nnmpi.backend.kernels import cast, kernels_for
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads

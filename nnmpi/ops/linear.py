@@ -8,8 +8,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
+from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.ops.planes import rectify, rectify_grad
 from nnmpi.tensor.function import Function, Grads
@@ -98,7 +98,7 @@ class LinearFunction(Function):
         Return the array that the activation's gradient needs, or None.
         """
         if bias is not None:
-            self.xp.add(y, bias, out=y)
+            add_bias(self.xp, y, bias)
         return None
 
     def before_activation(self, grad: Array, saved: Array | None, to_bias: Array | None) -> Array:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.precision import cast
+from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import DtypeError, ShapeError, UsageError

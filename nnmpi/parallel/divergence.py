@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.precision import precision, to_float32
+from nnmpi.backend.kernels import to_float32
+from nnmpi.backend.precision import precision
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
 from nnmpi.memory.layers import without_hooks

@@ -42,7 +42,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
-from nnmpi.backend.precision import cast, is_low, to_float32
+from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError

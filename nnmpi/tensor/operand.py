@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
-from nnmpi.backend.precision import (
-    FLOAT32,
-    cast,
-    is_floating,
-    is_low,
-    low_dtype,
-    precision,
-    to_float32,
-)
+from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.precision import FLOAT32, is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.placement import is_sharded

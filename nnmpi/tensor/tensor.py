@@ -34,15 +34,8 @@ from nnmpi.backend.array import (
     namespace,
     ones,
 )
-from nnmpi.backend.precision import (
-    FLOAT32,
-    cast,
-    dtype_named,
-    is_floating,
-    is_low,
-    precision,
-    to_float32,
-)
+from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch

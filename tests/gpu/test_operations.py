@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from nnmpi import ops, tensor
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.precision import low_dtype
+from nnmpi.backend.kernels import copy
+from nnmpi.backend.precision import dtype_named, low_dtype
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import (
@@ -117,6 +118,38 @@ def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
     np.testing.assert_array_equal(
         device.to_host(result).astype("float32"), [bias.astype(low).astype("float32")] * 3
     )
+
+
+VIEWS = {
+    "all": lambda xp, x: x,
+    "turned": lambda xp, x: x.transpose(2, 0, 1, 3),
+    "every other one": lambda xp, x: x[::-1, 1::2],
+    "slices of rows": lambda xp, x: x[:, :, :3, 8:-9],
+    "first columns": lambda xp, x: x[..., :16],
+    "every other column": lambda xp, x: x[..., ::2],
+    "one column": lambda xp, x: x[..., 0],
+    "one row, repeated": lambda xp, x: xp.broadcast_to(x[:1], x.shape),
+    "columns first": lambda xp, x: x.transpose(3, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("target", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("columns", [32, 19])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_copies_are_the_hosts(
+    device: Backend, view: Any, columns: int, source: str, target: str
+) -> None:
+    """Bit for bit, in packs of 16 bytes or one by one, to an array and to the middle of one."""
+    dtype = dtype_named(target)
+    x = np.random.default_rng(0).uniform(-2, 2, (4, 6, 5, columns)).astype(dtype_named(source))
+    given, shape = view(device.xp, device.asarray(x)), view(np, x).shape
+    for before, after in ((0, 0), (16, 16), (16, 1)):
+        right = np.zeros((*shape[:-1], before + shape[-1] + after), dtype)
+        result, middle = device.asarray(right), slice(before, before + shape[-1])
+        right[..., middle] = view(np, x)
+        copy(device.xp, result[..., middle], given)
+        np.testing.assert_array_equal(device.to_host(result).astype("f8"), right.astype("f8"))
 
 
 @pytest.mark.parametrize("bias", [True, False])

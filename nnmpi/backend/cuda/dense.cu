@@ -1,7 +1,7 @@
 // Kernels before and after the matrix products of dense layers: bias, ReLU, and sums over the rows.
 
-template <int N>
-__device__ __forceinline__ void add_bias(T* y, const P* bias, long long rows, long long n) {
+template <int N, bool RELU>
+__device__ __forceinline__ void bias_rows(T* y, const P* bias, long long rows, long long n) {
     over_columns<N>(rows, n, [&](long long c) {
         Pack<P, N> added = load<N>(bias + c);
         return [=](long long i) {
@@ -9,7 +9,7 @@ __device__ __forceinline__ void add_bias(T* y, const P* bias, long long rows, lo
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 A sum = wide(values.at[k]) + (A)widen(added.at[k]);
-                set(values.at[k], relu(sum));
+                set(values.at[k], RELU ? relu(sum) : sum);
             }
             store<N>(y + i, values);
         };
@@ -18,8 +18,14 @@ __device__ __forceinline__ void add_bias(T* y, const P* bias, long long rows, lo
 
 extern "C" __global__ void __launch_bounds__(256)
     bias_relu(T* y, const P* bias, long long rows, long long n) {
-    if (aligned(y, bias) && n % PACK == 0) add_bias<PACK>(y, bias, rows, n);
-    else add_bias<1>(y, bias, rows, n);
+    if (aligned(y, bias) && n % PACK == 0) bias_rows<PACK, true>(y, bias, rows, n);
+    else bias_rows<1, true>(y, bias, rows, n);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    add_bias(T* y, const P* bias, long long rows, long long n) {
+    if (aligned(y, bias) && n % PACK == 0) bias_rows<PACK, false>(y, bias, rows, n);
+    else bias_rows<1, false>(y, bias, rows, n);
 }
 
 // out = grad where saved > 0, or grad * saved. The sums are those of the rounded values in out.

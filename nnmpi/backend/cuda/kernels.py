@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Residuals, Shape
+from nnmpi.backend.array import Array, Dtype, Residuals, Shape, collapsed
 from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept
+
+COPY_AXES = 6  # as in copy.cu
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -37,12 +39,33 @@ class DeviceKernels(KernelLauncher):
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
 
+    def copy(self, target: Array, x: Array) -> bool:
+        """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
+
+        CuPy's copies of views, and to and from bfloat16, take two to four times as long on an H100.
+        """
+        arrays, wide = (x, target), x.dtype.itemsize > 4 and is_low(target.dtype)  # rounded twice
+        if x.shape != target.shape or not works_on(x.dtype) or wide:
+            return False
+        strides = [[step // item.itemsize for step in item.strides] for item in arrays]
+        axes = collapsed(x.shape, *map(tuple, strides)) or [(1, 1, 1)]
+        if len(axes) > COPY_AXES:
+            return False
+        axes = [(1, 0, 0)] * (COPY_AXES - len(axes)) + axes
+        numbers = [number for each in zip(*axes, strict=True) for number in each]
+        self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
+        return True
+
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
         # a sum's gradient is broadcast, so not contiguous
         self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
+
+    def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
+        """y += bias, in place."""
+        self.over_columns("add_bias", y, y.shape[-1], xp.ascontiguousarray(bias))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place; NaN stays."""
@@ -87,16 +110,14 @@ class DeviceKernels(KernelLauncher):
             dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
 
         The scores of half-precision heads are float32: they may exceed the range of float16, and
-        the exponential would magnify the rounding of bfloat16.
+        the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
+        that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
-        self._softmax("softmax", 1 / sqrt(q.shape[3]), causal, scores, scores)
-        p = scores
-        if scores.dtype != q.dtype:
-            p = xp.empty(scores.shape, q.dtype)
-            xp.copyto(p, scores, casting="unsafe")
+        p = scores if scores.dtype == q.dtype else xp.empty(scores.shape, q.dtype)
+        self._softmax("softmax", 1 / sqrt(q.shape[3]), causal, scores, p)
         gemm(xp, self._left(xp, p, drop), v, out=y)
         return (q, k, v, p)
 

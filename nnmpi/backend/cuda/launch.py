@@ -28,6 +28,7 @@ NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 #     P    an array in T's dtype, or in float32 if T has 16 bits
 #     A    an array in float32, or in float64 if T is
 #     S    an array in any floating-point dtype, in kernels without P
+#     X, Y the same as S and T, of any strides
 #     i    integers of any kind
 #     b    numbers of winners, unsigned
 #     u    uint32
@@ -35,14 +36,16 @@ NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 #
 # Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
 KERNELS = {
+    "add_bias": ("dense", "TP"),
     "bias_relu": ("dense", "TP"),
+    "copy": ("copy", "XY"),
     "relu_grad_bias": ("dense", "TTTPA"),
     "slope_grad_bias": ("dense", "TTTPA"),
     "column_sum": ("dense", "TPA"),
     "column_total": ("dense", "AP"),
     "bias_gelu_slope": ("gelu", "TPT"),
     "bias_gelu_tanh_slope": ("gelu", "TPT"),
-    "softmax": ("softmax", "TT"),
+    "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
     "softmax_loss": ("softmax", "Ti.AP"),
     "layer_norm": ("layer_norm", "TPP.TAA"),
@@ -172,13 +175,13 @@ class KernelLauncher:
         arrays = [
             (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
         ]
-        for _, array in arrays:
+        for role, array in arrays:
             if type(array) is np.ndarray:  # CuPy would pass its contents as a number
                 raise UsageError(
                     f"the kernel {name} runs on a device, but got an array of shape {array.shape}"
                     " in the host's memory; copy it there with backend.asarray"
                 )
-            if not array.flags.c_contiguous:
+            if role not in "XY" and not array.flags.c_contiguous:
                 raise UsageError(
                     f"the kernel {name} needs contiguous arrays, but got one of shape"
                     f" {array.shape} with strides {array.strides}; pass it through"
@@ -205,10 +208,10 @@ class KernelLauncher:
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
-    t = next(dtype.name for role, dtype in dtypes if role == "T")
-    p = next((dtype.name for role, dtype in dtypes if role in "PS"), t)
+    t = next(dtype.name for role, dtype in dtypes if role in "TY")
+    p = next((dtype.name for role, dtype in dtypes if role in "PSX"), t)
     a = "float64" if t == "float64" else "float32"
-    allowed = {"T": {t}, "P": {p} & {t, a}, "S": {p}, "A": {a}}
+    allowed = {"T": {t}, "Y": {t}, "P": {p} & {t, a}, "S": {p}, "X": {p}, "A": {a}}
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
     fits = (
         dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes

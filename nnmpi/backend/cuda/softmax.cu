@@ -26,45 +26,47 @@ struct Powers {
 };
 
 template <bool BLOCK>
-__device__ __forceinline__ void softmax_rows(const T* x, T* y, A scale, long long rows, long long n,
+__device__ __forceinline__ void softmax_rows(const P* x, T* y, A scale, long long rows, long long n,
                                              long long queries, bool causal, A* shared) {
     bool packed = aligned(x, y);
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         long long seen = causal ? r % queries + 1 + n - queries : n;
         seen = seen < 0 ? 0 : seen;
         int skew = packed ? (int)(r * n % PACK) : -1;
-        const T* from = x + r * n;
+        const P* from = x + r * n;
         T* to = y + r * n;
         Powers powers = {-infinity(), 0};
         along(0, seen, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> values = load<N>(from + c);
+            Pack<P, N> values = load<N>(from + c);
             A scaled[N];
 #pragma unroll
-            for (int k = 0; k < N; ++k) scaled[k] = wide(values.at[k]) * scale;
+            for (int k = 0; k < N; ++k) scaled[k] = (A)widen(values.at[k]) * scale;
             powers.take(scaled);
         });
         powers.join<BLOCK>(shared);
         A share = 1 / powers.sum;
         along(0, seen, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> values = load<N>(from + c);
+            Pack<P, N> values = load<N>(from + c);
+            Pack<T, N> result;
 #pragma unroll
             for (int k = 0; k < N; ++k)
-                set(values.at[k], exponential(wide(values.at[k]) * scale - powers.top) * share);
-            store<N>(to + c, values);
+                set(result.at[k],
+                    exponential((A)widen(values.at[k]) * scale - powers.top) * share);
+            store<N>(to + c, result);
         });
         for (long long c = seen + threadIdx.x; c < n; c += blockDim.x) set(to[c], (A)0);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    softmax_warps(const T* x, T* y, double scale, long long rows, long long n, long long queries,
+    softmax_warps(const P* x, T* y, double scale, long long rows, long long n, long long queries,
                   long long causal) {
     softmax_rows<false>(x, y, (A)scale, rows, n, queries, causal != 0, nullptr);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    softmax_blocks(const T* x, T* y, double scale, long long rows, long long n, long long queries,
+    softmax_blocks(const P* x, T* y, double scale, long long rows, long long n, long long queries,
                    long long causal) {
     __shared__ A shared[32];
     softmax_rows<true>(x, y, (A)scale, rows, n, queries, causal != 0, shared);

@@ -33,8 +33,8 @@ from functools import partial
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.kernels import compiled_kernels
-from nnmpi.backend.precision import FLOAT32, cast
+from nnmpi.backend.kernels import cast, compiled_kernels
+from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.precision import FLOAT32, cast, is_low
+from nnmpi.backend.kernels import bias_grad, cast, kernels_for
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, ROWS
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients, record_flat

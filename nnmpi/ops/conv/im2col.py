@@ -47,8 +47,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import bias_grad
-from nnmpi.backend.precision import cast
+from nnmpi.backend.kernels import bias_grad, cast, copy
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
@@ -178,7 +177,7 @@ class Columns:
             return
         images = self._bordered[block if self._inner is None else slice(n)]
         if self._inner is not None and fill:
-            self._xp.copyto(self._inner[:n], self._x[block])
+            copy(self._xp, self._inner[:n], self._x[block])
         make = self._joined if self.parts == 1 else self._by_rows
         for start in range(0, height, self._strip_rows):
             rows = slice(start, min(start + self._strip_rows, height))
@@ -197,7 +196,7 @@ class Columns:
             # (kh, kw, c, pool_h, pool_w, n, rows, columns)
             seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
         if fill:
-            self._xp.copyto(memory.reshape(seen.shape), seen)
+            copy(self._xp, memory.reshape(seen.shape), seen)
         matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
         return [(slice(pixels), [matrix])]
 
@@ -329,7 +328,7 @@ def input_gradient(
         kernel = part.shape[:2]
         turned = xp.empty((*kernel, o // groups, groups, c), grad.dtype)
         apart = part.reshape(*kernel, c, groups, o // groups)[::-1, ::-1]
-        xp.copyto(turned, apart.transpose(0, 1, 4, 3, 2), casting="unsafe")
+        copy(xp, turned, apart.transpose(0, 1, 4, 3, 2))
         padding, dilation = (row.padding, column.padding), (row.dilation, column.dilation)
         convolution = ConvSpec(kernel, (1, 1), padding, dilation, groups)
         size = convolution.pooled_size(*results)
@@ -339,7 +338,7 @@ def input_gradient(
         kernels = turned.reshape(*kernel, o // groups, groups * c)
         algorithm(convolution).forward(xp, grad, kernels, None, plane, False)
         if plane is not target:
-            xp.copyto(target, plane[:, row.seen, column.seen])
+            copy(xp, target, plane[:, row.seen, column.seen])
 
 
 class Im2col(Algorithm):
@@ -453,7 +452,7 @@ class Im2colReluPool(Algorithm):
                     to_bias.add(ones[: len(pixels)], pixels)
                 if spread is not None:
                     target = corners(spread, spec.pool)[:, :, block, strip.rows]
-                    xp.copyto(target, dy.reshape(target.shape))
+                    copy(xp, target, dy.reshape(target.shape))
         for item in (*to_weight, to_bias):
             if item is not None:
                 item.finish()

@@ -52,7 +52,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.precision import cast, is_low, to_float32
+from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group

@@ -21,15 +21,24 @@ PLAIN = ("float32", "float64", "float16", "bfloat16")
 
 # Families in which P is another dtype than T where both are 16 bits wide, or of its own.
 PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
+PAIRS += [("copy", "float32", "bfloat16"), ("copy", "float64", "float16")]
 PAIRS += [
     (family, dtype, "float32")
-    for family in ("dense", "softmax", "layer_norm", "gelu", "embedding")
+    for family in ("copy", "dense", "softmax", "layer_norm", "gelu", "embedding")
     for dtype in ("float16", "bfloat16")
 ]
 
 # What reads and writes 16 bytes at a time where it can.
 PACKED = {
-    *("bias_relu", "relu_grad_bias", "slope_grad_bias", "softmax_warps", "softmax_grad_warps"),
+    *(
+        "add_bias",
+        "bias_relu",
+        "copy",
+        "relu_grad_bias",
+        "slope_grad_bias",
+        "softmax_warps",
+        "softmax_grad_warps",
+    ),
     *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
     *("max_pool", "max_pool_grad", "embedding", "dropout"),
     *("sgd", "sgd_momentum", "adam"),
