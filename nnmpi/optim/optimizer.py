@@ -181,8 +181,12 @@ class Optimizer(ABC):
         self.storage = storage
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
         self.extra_slots: dict[str, list[Array]] = {}
-        self._data, self._grads = tuple(storage.data), tuple(storage.grads)
-        self._moves = storage.moves
+        self._hold_arrays()
+
+    def _hold_arrays(self) -> None:
+        """Hold the storage's present arrays, in blocks."""
+        self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
+        self._moves = self.storage.moves
         self._blocks = self.cut()
 
     def __repr__(self) -> str:
@@ -312,9 +316,7 @@ class Optimizer(ABC):
                 for copy, array in zip(copies[name], arrays, strict=True):
                     copy[...] = array
             self._slots = copies
-        self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
-        self._moves = self.storage.moves
-        self._blocks = self.cut()
+        self._hold_arrays()
 
     def zero_grad(self) -> None:
         """Clear all gradients, as the model's `zero_grad` does."""
