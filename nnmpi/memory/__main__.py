@@ -202,12 +202,13 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
 
     def shown(plan: Plan) -> dict[str, Any]:
         price = price_plan(costs, plan, bandwidth or inf)
-        figures = {
+        return {
+            "actions": price.rows,
             "peak": price.peak,
             "seconds": round(price.seconds, DIGITS),
             "again": price.recomputed,
+            "moved": price.moved,
         }
-        return {"actions": price.rows, **figures, "moved": price.moved}
 
     kinds: dict[str, Callable[[int], Plan]] = {
         "recomputed": plans.plan,
