@@ -23,13 +23,16 @@ Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
 SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
+ACTIVATION = write(2), read(1), write(2)  # y, bias, slope
+ACTIVATION_GRAD = read(2), read(2), write(2), write(1)  # grad, kept, result, gradient of the bias
+
 LOOPS = {
     "bias_relu": (write(2), read(1)),
-    "bias_gelu": (write(2), read(1), write(2)),
-    "bias_gelu_tanh": (write(2), read(1), write(2)),
-    "bias_silu": (write(2), read(1), write(2)),
-    "relu_grad_bias": (read(2), read(2), write(2), write(1)),
-    "slope_grad_bias": (read(2), read(2), write(2), write(1)),
+    "bias_gelu": ACTIVATION,
+    "bias_gelu_tanh": ACTIVATION,
+    "bias_silu": ACTIVATION,
+    "relu_grad_bias": ACTIVATION_GRAD,
+    "slope_grad_bias": ACTIVATION_GRAD,
     "relu_grad": (read(1), read(1), write(1)),
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
