@@ -32,7 +32,7 @@ class BatchNorm(Module):
         self.momentum = number("BatchNorm's momentum", momentum, most=1)
         self.eps = _positive("eps", eps)
         self.weight = Parameter((num_features,), Constant(1.0))
-        self.bias = Parameter((num_features,), Constant(0.0))
+        self.bias = Parameter((num_features,))
         self.running_mean = Buffer((num_features,), 0.0)
         self.running_variance = Buffer((num_features,), 1.0)
         self.all_reduce: AllReduce | None = None
@@ -126,7 +126,7 @@ class LayerNorm(Module):
             raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
         self.eps = _positive("eps", eps)
         self.weight = Parameter(shape, Constant(1.0))
-        self.bias = Parameter(shape, Constant(0.0))
+        self.bias = Parameter(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
@@ -189,7 +189,7 @@ class GroupNorm(Module):
             )
         self.eps = _positive("eps", eps)
         self.weight = Parameter((channels,), Constant(1.0))
-        self.bias = Parameter((channels,), Constant(0.0))
+        self.bias = Parameter((channels,))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
