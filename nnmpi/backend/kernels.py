@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, namespace
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.sums import row_sum
+from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.errors import UsageError
 
 # Whether kernels are in use. The default None means: on devices alone.
@@ -77,12 +78,15 @@ def to_float32(xp: Any, x: Array) -> Array:
 
 
 def add_bias(xp: Any, y: Array, bias: Array) -> None:
-    """y += bias, for y (rows, n), in place."""
+    """Add bias (n,) to y (..., n), contiguous, in place; images are rows with all their pixels."""
     kernels = kernels_for(y, "add_bias")
     if kernels is not None:
         kernels.add_bias(xp, y, bias)
+    elif y.ndim == 2:
+        xp.add(y, bias, out=y, casting="unsafe")
     else:
-        xp.add(y, bias, out=y)
+        rows = y.reshape(len(y), prod(y.shape[1:]))
+        xp.add(rows, repeated(xp, bias, prod(y.shape[1:-1])), out=rows, casting="unsafe")
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
@@ -95,7 +99,7 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
         if grad.dtype == to_bias.dtype:
             row_sum(xp, grad, out=to_bias)
         else:  # on a device, in jit(False): the sum is in float32, the bias may not be
-            xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
+            copy(xp, to_bias, row_sum(xp, grad))
 
 
 def compiled_kernels() -> Any:

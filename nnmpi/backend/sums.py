@@ -74,6 +74,13 @@ def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -
     )
 
 
+def repeated(xp: Any, values: Array, pixels: int) -> Array:
+    """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
+    result = xp.empty((pixels, values.size), values.dtype)
+    xp.copyto(result, values)
+    return result.reshape(result.size)
+
+
 # A block of this many float32 elements, its results and its scratch arrays fit 1 MiB, the smallest
 # L2 cache of server processors.
 ELEMENTS = 2**16

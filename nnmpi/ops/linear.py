@@ -154,8 +154,7 @@ class LinearReluFunction(LinearFunction):
         if kernels is not None:
             kernels.bias_relu(xp, y, bias)
             return y
-        if bias is not None:
-            xp.add(y, bias, out=y)
+        super().activate(y, bias)
         rectify(xp, y, y)
         return y
 

@@ -135,10 +135,3 @@ def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:
     bits = out.view(kind)
     xp.copyto(bits, mask)  # first: NumPy converts a product of bool and integer in small pieces
     xp.multiply(bits, values.view(kind), out=bits)
-
-
-def repeated(xp: Any, values: Array, pixels: int) -> Array:
-    """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
-    result = xp.empty((pixels, values.size), values.dtype)
-    xp.copyto(result, values)
-    return flattened(result)

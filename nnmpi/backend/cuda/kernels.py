@@ -1,13 +1,14 @@
 """A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
 
 from functools import cache, partialmethod
+from itertools import chain
 from math import prod, sqrt
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Residuals, Shape, collapsed
+from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
 from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
@@ -44,15 +45,12 @@ class DeviceKernels(KernelLauncher):
 
         CuPy's copies of views, and to and from bfloat16, take two to four times as long on an H100.
         """
-        arrays, wide = (x, target), x.dtype.itemsize > 4 and is_low(target.dtype)  # rounded twice
-        if x.shape != target.shape or not works_on(x.dtype) or wide:
-            return False
-        strides = [[step // item.itemsize for step in item.strides] for item in arrays]
-        axes = collapsed(x.shape, *map(tuple, strides)) or [(1, 1, 1)]
-        if len(axes) > COPY_AXES:
+        twice = x.dtype.itemsize > 4 and is_low(target.dtype)  # the kernel would round twice
+        axes = collapsed(x.shape, Matrices.of(x).strides, Matrices.of(target).strides)
+        if x.shape != target.shape or twice or not works_on(x.dtype) or len(axes) > COPY_AXES:
             return False
         axes = [(1, 0, 0)] * (COPY_AXES - len(axes)) + axes
-        numbers = [number for each in zip(*axes, strict=True) for number in each]
+        numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
 

@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import bias_grad, cast, kernels_for
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, ROWS
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient
-from nnmpi.ops.planes import repeated
 
 
 class Depthwise(Algorithm):
@@ -42,8 +41,7 @@ class Depthwise(Algorithm):
     ) -> None:
         _call(xp, True, (x, weight, y), self.spec)
         if bias is not None:
-            rows = y.reshape(len(y), y[:1].size)
-            xp.add(rows, repeated(xp, bias, y[:1].size // bias.size), out=rows, casting="unsafe")
+            add_bias(xp, y, bias)
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
@@ -116,7 +114,7 @@ def convolve(images: Array, weight: Array, y: Array, spec: ConvSpec) -> None:
     """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y."""
     xp, (h, w, c) = namespace(images), y.shape[1:]
     taps = xp.empty((*spec.kernel, w, c), images.dtype)
-    xp.copyto(taps, weight, casting="unsafe")
+    copy(xp, taps, weight)
     taps = taps.reshape(*spec.kernel, w * c)
     for block, view in _seen(images, spec) if y.size else ():
         place = y[block].reshape(len(view), h, w * c)
@@ -128,7 +126,7 @@ def convolve(images: Array, weight: Array, y: Array, spec: ConvSpec) -> None:
             for i, j in np.ndindex(spec.kernel):
                 result += view[:, :, i, j] * taps[i, j]
         if result is not place:
-            xp.copyto(place, result, casting="unsafe")
+            copy(xp, place, result)
 
 
 def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
@@ -145,4 +143,4 @@ def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
             else:
                 xp.add.reduce(view[:, :, i, j] * given, axis=(0, 1), out=parts[i, j])
         sums += parts.reshape(*spec.kernel, w, c).sum(2, dtype=np.float64)
-    xp.copyto(out, sums.reshape(out.shape), casting="unsafe")
+    copy(xp, out, sums.reshape(out.shape))

@@ -47,11 +47,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import bias_grad, cast, copy
-from nnmpi.backend.sums import row_sum
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
+from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
-from nnmpi.ops.planes import Planes, flattened, repeated
+from nnmpi.ops.planes import Planes, flattened
 
 # Bytes of a block's columns and result: about half of a usual second-level cache. With larger
 # kernels a block has the size of the kernels.
@@ -356,8 +356,7 @@ class Im2col(Algorithm):
                     place = _pixels(result[block][:, strip.rows])
                     strip.multiply(xp, _parts(kernel, columns), place)
         if bias is not None:
-            flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
-            xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat, casting="unsafe")
+            add_bias(xp, y, bias)
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients

@@ -46,10 +46,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, ones
 from nnmpi.backend.recording import record_call
+from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
-from nnmpi.ops.planes import Planes, flattened, rectify, repeated
+from nnmpi.ops.planes import Planes, flattened, rectify
 
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.
