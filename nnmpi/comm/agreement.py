@@ -338,25 +338,18 @@ def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | 
 # ---- the same on every rank ----
 
 
-def require_equal(
-    group: Communicator,
-    items: Sequence[Any],
-    problem: str | Callable[[int], str],
-    remedy: str = "",
-    kind: type[NnmpiError] = CommError,
-    show: Callable[[Any], str] | None = str,
-) -> None:
+def require_equal(group: Communicator, items: Sequence[Any], *how: Any, **options: Any) -> None:
     """Raise on all ranks unless all have the same items in the same order. Collective.
 
     Args:
         group: the ranks.
         items: JSON values of this rank; the ranks may have different numbers of them.
-        problem, remedy, kind, show: see `refuse_different`.
+        how, options: further arguments of `refuse_different`.
 
     Raises:
         NnmpiError: on all ranks; see `refuse_different`.
     """
-    refuse_different(group.gather(list(items)), problem, remedy, kind, show)
+    refuse_different(group.gather(list(items)), *how, **options)
 
 
 def refuse_different(

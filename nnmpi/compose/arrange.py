@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -349,10 +349,7 @@ def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ..
             f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)}"
             f" layers; this pipeline has {count} stages, and the model {layers} layers"
         )
-    starts = [sum(lengths[:i]) for i in range(count)]
-    return tuple(
-        range(start, start + length) for start, length in zip(starts, lengths, strict=True)
-    )
+    return tuple(starmap(range, pairwise(accumulate(lengths, initial=0))))
 
 
 def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
@@ -367,9 +364,9 @@ def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
     users: dict[object, set[int]] = defaultdict(set)  # stages, by parameter or buffer
     for number, cut in enumerate(arrangement.cuts):
         for _, module in chain.from_iterable(layers[i].members for i in cut):
-            for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
+            for leaf in module.entries().values():
                 users[leaf].add(number)
-    leaves = [*model.named_parameters(), *model.named_buffers()]
+    leaves = model.entries().items()
     shared = {name: sorted(users[leaf]) for name, leaf in leaves if len(users[leaf]) > 1}
     for name, leaf in leaves:
         if name in shared and isinstance(leaf, Buffer):

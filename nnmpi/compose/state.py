@@ -9,17 +9,17 @@ from typing import Any
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, StateEntry
-from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.tensor.parameter import FlatStorage
 
 
 def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
     """Return the parameters and buffers by their full names."""
     storage = model.storage
     parts = {} if storage.is_whole else _views(storage, storage.data)
-    leaves = {name: parts.get(name, leaf.data) for name, leaf in _leaves(model).items()}
+    leaves = {name: parts.get(name, leaf.data) for name, leaf in model.entries().items()}
     return _state(
         model, group, arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers]
     )
@@ -51,17 +51,13 @@ def _state(
     Args:
         order: the full model's names, in the order of its definition.
     """
-    leaves = _leaves(model)
+    leaves = model.entries()
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes(leaves[name]))
         for start, item in arrays.items()
         for name, array in item.items()
     ]
     return ModelState(entries, [start + name for start in arrays for name in order], group)
-
-
-def _leaves(model: Module) -> dict[str, Parameter | Buffer]:
-    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:

@@ -249,8 +249,8 @@ class Trainer(Training, ABC):
             DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
             UsageError: for a loader of another rank's part, if the mode needs this rank's.
         """
-        tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
-        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, tell, ask))
+        more = progress or (lambda _: None), poll_signal or (lambda: 0)
+        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, *more))
 
     @abstractmethod
     def _run(self, segment: TrainingSegment) -> SegmentReport:

@@ -429,10 +429,10 @@ class Worker(Trainer):
         """Evaluate batches, or this replica's samples and labels; see `Trainer.evaluate`."""
         batches = batches if y is None else [self._batch_of(batches, y)]
         with self._deterministic():
-            if self._sequence is None:
-                return evaluate_all(self.group, batches, self.passes.evaluate)
-            parts = map(self._sequence.part, batches)
-            return evaluate_all(self.group, parts, self.passes.evaluate, self._sequence.size)
+            if self._sequence is not None:
+                batches = map(self._sequence.part, batches)
+            parts = self.arrangement.mesh.sp.size
+            return evaluate_all(self.group, batches, self.passes.evaluate, parts)
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16 they include the loss scale."""

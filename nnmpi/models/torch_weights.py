@@ -76,10 +76,9 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
         for name, theirs, write, read in _of_module(module, images.get(path)):
             item = NamedWeight(inside + name, tuple(inside + name for name in theirs), write, read)
             result.setdefault(item.name, item)
-    entries = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     return [
         result.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x))
-        for name in entries
+        for name in model.entries()
     ]
 
 

@@ -196,6 +196,10 @@ class Module:
         """Yield all buffers with their full names, in order of definition."""
         yield from self._leaves(Buffer)
 
+    def entries(self) -> dict[str, Any]:
+        """Return all parameters and buffers by their full names."""
+        return dict([*self.named_parameters(), *self.named_buffers()])
+
     def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters of the full model; a pipeline stage overrides this."""
         yield from self.named_parameters()
@@ -349,7 +353,7 @@ class Module:
                 "each rank has only part of this model's parameters; gather them with"
                 " Worker.state() or ShardedDataParallel.gather_model()"
             )
-        return dict([*self.named_parameters(), *self.named_buffers()])
+        return self.entries()
 
     def get(self, path: str) -> Module:
         """Return the module of that full name.

@@ -16,8 +16,8 @@ from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
-from nnmpi.nn.module import Buffer, Module
-from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.nn.module import Module
+from nnmpi.tensor.parameter import FlatStorage
 
 
 def check_same_model(group: Group, storage: FlatStorage) -> None:
@@ -93,9 +93,7 @@ def check_replicas(model: Module, group: Group) -> None:
     Raises:
         CommError: on all ranks, naming one that differs and the ranks.
     """
-    entries: list[tuple[str, Parameter | Buffer]]
-    entries = [*model.named_parameters(), *model.named_buffers()]
-    arrays = {name: entry.data for name, entry in entries if entry.region is None}
+    arrays = {name: item.data for name, item in model.entries().items() if item.region is None}
     check_equal(
         group, arrays, "{}, which is replicated in the tensor group, differs between its ranks"
     )

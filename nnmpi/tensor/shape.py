@@ -1,6 +1,7 @@
 """Operations that move or pick elements: reshape, transpose, join, pad, index."""
 
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
 
@@ -63,9 +64,7 @@ class Transpose(Function):
         return x.transpose(self.axes)
 
     def backward(self, grad: Array) -> Grads:
-        inverse = [0] * len(self.axes)
-        for i, axis in enumerate(self.axes):
-            inverse[axis] = i
+        inverse = sorted(range(len(self.axes)), key=self.axes.__getitem__)
         return (grad.transpose(inverse),)
 
 
@@ -89,12 +88,8 @@ class Concatenate(Function):
         return self.xp.concatenate(inputs, axis=self.axis)
 
     def backward(self, grad: Array) -> Grads:
-        before: tuple[slice, ...] = (slice(None),) * self.axis
-        pieces, start = [], 0
-        for size in self.saved:
-            pieces.append(grad[(*before, slice(start, start + size))])
-            start += size
-        return tuple(pieces)
+        *stops, _ = accumulate(self.saved)
+        return tuple(namespace(grad).split(grad, stops, self.axis))
 
 
 class Pad(Function):
