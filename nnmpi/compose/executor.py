@@ -28,7 +28,8 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
-from nnmpi.nn.chain import stashed_at
+from nnmpi.nn.chain import ModelPart, stashed_at
+from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
 from nnmpi.schedule.check import check
@@ -234,7 +235,11 @@ class Executor:
             number, arrangement.stages[number], stashed, self.end if is_last else None
         )
         run = chain if self._sequence is None else self._for_positions(chain, is_last)
-        return Stage(run, self._caller.mode, is_last, arrangement.layout.recomputes)
+        recomputes = arrangement.layout.recomputes
+        if recomputes:
+            part = ModelPart(arrangement.model, arrangement.stages[number])
+            run = partial(repeatable, part, {}, run)
+        return Stage(run, self._caller.mode, is_last, recomputes)
 
     def _for_positions(self, chain: Run, is_last: bool) -> Run:
         """Return the chain with inputs marked as this rank's positions of sequences.

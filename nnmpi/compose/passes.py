@@ -427,8 +427,8 @@ class Passes(Caller):
         now = self._now
         score = self._score(logits, now.parts[microbatch])
         if now.trains or self.counts:
-            now.scalars.add((LOSS, microbatch) if now.trains else LOSS, loss)
-            now.scalars.add((SCORE, microbatch) if now.trains else SCORE, score)
+            for name, number in ((LOSS, loss), (SCORE, score)):
+                now.scalars.add((name, microbatch) if now.trains else name, number)
 
     def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, within the budget for activations, if any."""
@@ -558,11 +558,7 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
     both cases, except in a fixed order of sums.
     """
     layout = arrangement.layout
-    if (
-        arrangement.mesh.replicas.size == 1
-        and layout.activation_memory is None
-        and not layout.recomputes
-    ):
+    if arrangement.mesh.replicas.size == 1 and layout.activation_memory is None:
         return []
     return [
         (name, buffer)

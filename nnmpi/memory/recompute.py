@@ -52,7 +52,7 @@ from nnmpi.memory.plan import (
 from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, repeatable
 from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
@@ -84,6 +84,9 @@ class PlannedPass:
     ) -> None:
         self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
+        self._calls = [
+            partial(repeatable, layer, {}, with_weights(layer, weights)) for layer in layers
+        ]
         self._input, self._backend, self._store = value.array, backend, store
         self._values = {0: value}
         self._graphs = dict[int, LayerGraph]()
@@ -153,14 +156,11 @@ class PlannedPass:
         elif layer == len(self._layers):
             return  # the caller does it
         elif action.act is Act.FORWARD:
-            self._values[layer + 1] = run_without_graph(
-                with_weights(self._layers[layer], self._weights), self._values[layer]
-            )
+            self._values[layer + 1] = run_without_graph(self._calls[layer], self._values[layer])
         else:
             with without_hooks(self._layers[layer].parameters()):
                 # hooks run for the tape's own operation, not for this inner graph
-                called = with_weights(self._layers[layer], self._weights)
-                result = run_saving(called, self._values[layer], self._needed[layer])
+                result = run_saving(self._calls[layer], self._values[layer], self._needed[layer])
             self._values[layer + 1], self._graphs[layer] = result
 
     def _do_between(self) -> None:
@@ -297,6 +297,7 @@ class RecomputedModel:
             UsageError: for too small a budget, or a model that a strategy runs.
         """
         group, budget = self._group, self.budget
+        together = nullcontext if group is None else partial(agreed, group)
         is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
         if is_taken and (self._weights is None or chain[0].module is self.model):
             raise UsageError(
@@ -323,7 +324,7 @@ class RecomputedModel:
         measured.append(
             Measured("result" if head is _identity else "loss", partial(without_stash, head), ())
         )
-        with nullcontext() if group is None else agreed(group):
+        with together():
             x = value.marked(Tensor(value.array, requires_grad=needed))
             costs = measure(measured, x, self._backend, self.store)
             if self.store is not None:
@@ -333,7 +334,7 @@ class RecomputedModel:
             costs = _most_costs(group.gather([list(astuple(cost)) for cost in costs]))
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
-        with nullcontext() if group is None else agreed(group):
+        with together():
             self.plan = self.find_plan(
                 self.plans.all
                 if budget is None

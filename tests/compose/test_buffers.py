@@ -62,12 +62,16 @@ def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
     where = arrange(model, group, layout, np.zeros((8, 6)), "float64")
     where.model.initialize(seed=0, dtype="float64", storage=where.storage)
     worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
-    replica = {
-        "rank": where.data_rank,
-        "world": where.data_ranks,
-        "whole_microbatches": layout.fixed,
-    }
-    loader = Loader(data, 16, microbatches=2, dtype="float64", workers=0, **replica)
+    loader = Loader(
+        data,
+        16,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=2,
+        whole_microbatches=layout.fixed,
+        dtype="float64",
+        workers=0,
+    )
     losses = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     mean = worker.state()[0].to_dict().get("2.mean")  # on rank 0
     worker.release()
@@ -78,8 +82,8 @@ def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
 LAYOUTS = {
     "dp": (3, Layout(dp=3)),
     "zero": (2, Layout(dp=2, zero=3)),
-    "budget": (1, Layout(activation_memory=3000)),
-    "recompute": (2, Layout(pp=2, dp=1, activation_memory="least")),
+    "budget": (1, Layout(activation_memory="least")),
+    "recompute": (2, Layout(pp=2, split=(4, 2), activation_memory="least")),
 }
 
 
