@@ -126,7 +126,7 @@ def call_user(function: Callable[..., Iterable[Any]], kind: type, *values: Any) 
     for item in items:
         if not isinstance(item, kind):
             raise ScheduleError(
-                f"{called(function, values)} gives a {type(item).__name__}; give a tuple of"
+                f"{called(function, values)} gives a {type(item).__name__}; give a list of"
                 f" {kind.__name__}"
             )
     return items

@@ -77,7 +77,7 @@ from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
 from nnmpi.exercise.notebook import find
 from nnmpi.exercise.solution import Solution, TimedOut
 from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
-from nnmpi.units import Bytes
+from nnmpi.units import Bytes, aligned
 
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, which may quote a solution's exception
@@ -448,11 +448,10 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
     written = []
     with raised_as(UsageError, f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file, exercise in {
-            folder / item.file: item.exercise for item in assignment.criteria
-        }.items():
+        for item in assignment.criteria:
+            file = folder / item.file
             if not file.exists():
-                file.write_text(EXERCISES[exercise].starter())
+                file.write_text(EXERCISES[item.exercise].starter(file))
                 written.append(f"{file}")
     return written or [f"nothing is missing in {folder}"]
 
@@ -531,25 +530,23 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
         lines = [f"{assignment.title}, {grades[0].submission}: {grades[0].total}", ""]
         for item in grades[0].outcomes:
             hidden = " (hidden)" * item.hidden
-            lines.append(f"{item.status:<8} {item.points:g} of {item.of:g}  {item.name}{hidden}")
+            lines.append(f"{item.status:<8} {item.points:.4g} of {item.of:g}  {item.name}{hidden}")
             lines += [f"    {line}".rstrip() for line in item.output.splitlines()]
         return "\n".join(lines)
-    names = [item.name for item in assignment.criteria]
-    rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
+    rows = [["", *map(str, range(1, len(assignment.criteria) + 1)), "points"]]
     for result in grades:
         text = (
             outcome.status if outcome.status in (BLOCKED, TIMEOUT) else f"{outcome.points:.4g}"
             for outcome in result.outcomes
         )
         rows.append([result.submission, *text, result.total])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1))]
-    for number, name in enumerate(names):
+    lines = [*aligned(rows), ""]
+    lines += [f"{number}  {item.name}" for number, item in enumerate(assignment.criteria, 1)]
+    for number, item in enumerate(assignment.criteria):
         board = [(result.outcomes[number].value, result.submission) for result in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
         if ranked:
-            lines += ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)]
+            lines += ["", f"{item.name}, {item.measure}:", *(f"{value:12.6g}  {who}" for value, who in ranked)]
     return "\n".join([assignment.title, "", *lines])
 
 

@@ -1,9 +1,10 @@
-"""Bytes as text: "64k", "1MB", "1.5 MiB", in powers of 1024; and times.
+"""Bytes as text: "64k", "1MB", "1.5 MiB", in powers of 1024; times; tables.
 
 `Bytes` and `Every` are types of options: made of a text, with a ValueError for a wrong one.
 """
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from nnmpi.errors import UsageError
@@ -59,6 +60,12 @@ class Every(str):
         self = super().__new__(cls, text)
         self.steps, self.epochs = (int(result[1]), 0) if result[2] else (0, int(result[1]))
         return self
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: columns as wide as their longest cell, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def format_bytes(nbytes: int) -> str:

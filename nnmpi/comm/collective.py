@@ -63,7 +63,7 @@ class Step:
                 )
             except TypeError:
                 raise ScheduleError(
-                    f"{name} has {partner!r} and {chunks!r}; ranks and chunks must be whole numbers"
+                    f"{name} has {partner!r} and {chunks!r}; give one rank, and a list of chunks"
                 ) from None
             if (partner is None) != (not chunks):
                 raise ScheduleError(

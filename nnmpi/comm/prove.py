@@ -104,10 +104,9 @@ class Engine:
             for index, step in enumerate(local):
                 for partner in (step.to, step.from_):
                     if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
-                        raise ScheduleError(
-                            f"rank {rank}, step {index} talks to rank {partner}, which is not"
-                            f" another one of the {len(steps)} ranks"
-                        )
+                        there = f"rank {partner}, but the ranks are 0..{len(steps) - 1}"
+                        who = "itself" if partner == rank else there
+                        raise ScheduleError(f"rank {rank}, step {index} talks to {who}")
         states = [
             RankState(local, clock, clock) for local, clock in zip(steps, clocks, strict=True)
         ]
@@ -254,9 +253,15 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
 
 def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:
     """Prove explicit steps, one sequence per rank; see `prove`."""
+    chunks = contract.chunks(len(steps))
     for rank, local in enumerate(steps):
         for index, step in enumerate(local):
-            _check_step(f"rank {rank}, step {index}", step, len(steps), contract.chunks(len(steps)))
+            for chunk in (*step.send, *step.recv):
+                if not 0 <= chunk < chunks:
+                    raise ScheduleError(
+                        f"rank {rank}, step {index} names chunk {chunk}, but {len(steps)} ranks"
+                        f" have the chunks 0..{chunks - 1}"
+                    )
     sums = PartialSums(contract, len(steps))
     states = sums.run(steps, [(0, 0)] * len(steps))
     _check_finished(states)
@@ -320,6 +325,13 @@ class PartialSums(Engine):
         """Store the arrivals when both messages of the step are complete."""
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
+            torn = sorted(set(step.send) & set(step.recv))
+            if torn and not step.reduce:
+                # `execution` receives into scratch before it adds, but in place when it replaces
+                raise ScheduleError(
+                    f"{self._name(rank)} sends chunk {torn[0]} to rank {step.to} while rank"
+                    f" {step.from_} overwrites it"
+                )
             message.after = tuple(
                 self._store(rank, step, chunk, parts)
                 for chunk, parts in zip(step.recv, everything, strict=True)
@@ -333,7 +345,8 @@ class PartialSums(Engine):
             raise ScheduleError(f"{what}, but has no data in it yet")
         total = self.held[rank][chunk] + parts if step.reduce else parts
         most = self.contract.most
-        often = [item for item in _members(total) if count(total, item) > most]
+        digits = range(-(-total.bit_length() // DIGIT_BITS))
+        often = [item for item in digits if count(total, item) > most]
         if often:
             times = "twice" if most == 1 else f"more than {most} times"
             raise ScheduleError(f"{what} and counts {name_ranks(often)} {times}")
@@ -356,34 +369,13 @@ class PartialSums(Engine):
         return f"rank {rank}, step {self.at[rank]}"
 
 
-def _members(parts: int) -> list[int]:
-    return [rank for rank in range(-(-parts.bit_length() // DIGIT_BITS)) if count(parts, rank)]
-
-
 def _difference(parts: int, expected: int, size: int) -> str:
     """Return the missing or superfluous ranks as text."""
     missing = [rank for rank in range(size) if count(parts, rank) < count(expected, rank)]
     if missing:
         return f"without the part of {name_ranks(missing)}"
-    return (
-        "with the part of"
-        f" {name_ranks([r for r in range(size) if count(parts, r) > count(expected, r)])} too often"
-    )
-
-
-def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
-    """Refuse a step that is wrong whatever the other ranks do."""
-    for chunk in (*step.send, *step.recv):
-        if not 0 <= chunk < chunks:
-            raise ScheduleError(
-                f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{chunks - 1}"
-            )
-    torn = sorted(set(step.send) & set(step.recv))
-    if torn and not step.reduce:
-        # `execution` receives into scratch before it adds, but in place when it replaces
-        raise ScheduleError(
-            f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it"
-        )
+    often = name_ranks(r for r in range(size) if count(parts, r) > count(expected, r))
+    return f"with the part of {often} too often"
 
 
 def _check_finished(states: Sequence[RankState]) -> None:
@@ -391,10 +383,14 @@ def _check_finished(states: Sequence[RankState]) -> None:
     stuck = [rank for rank, state in enumerate(states) if not state.is_over]
     for rank in stuck:
         state = states[rank]
-        for partner, end in ((state.sending, "from_"), (state.receiving, "to")):
-            later = [] if partner is None else states[partner].steps[states[partner].at :]
-            if partner is not None and all(getattr(step, end) != rank for step in later):
-                verb = "receives from" if end == "from_" else "sends to"
+        for partner, end, verb in (
+            (state.sending, "from_", "receives from"),
+            (state.receiving, "to", "sends to"),
+        ):
+            if partner is None:
+                continue
+            other = states[partner]
+            if all(getattr(step, end) != rank for step in other.steps[other.at :]):
                 wait = _wait(rank, state, end == "from_")
                 raise ScheduleError(
                     f"unmatched message: {wait}, which has no step left that {verb} rank {rank}"
@@ -403,9 +399,8 @@ def _check_finished(states: Sequence[RankState]) -> None:
         path, rank = [], stuck[0]
         while rank not in path:  # follow the waits until a rank comes twice
             path.append(rank)
-            awaited = (
-                states[rank].receiving if states[rank].sending is None else states[rank].sending
-            )
+            state = states[rank]
+            awaited = state.receiving if state.sending is None else state.sending
             assert awaited is not None
             rank = awaited
         circle = path[path.index(rank) :]

@@ -23,6 +23,7 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
 from nnmpi.errors import ScheduleError, UsageError, counted
 from nnmpi.pages.picture import Arrow, Bar, Picture
+from nnmpi.units import aligned
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     \
@@ -72,28 +73,22 @@ def render_steps(steps: Sequence[Sequence[Step]]) -> str:
     ]
     for rank, local in enumerate(steps):
         for cells, step in zip(rows, local, strict=False):
-            cells[rank] += [f"{_name(step.send, size)} -> {step.to}"] if step.send else []
-            sign = "<+" if step.reduce else "<-"
-            cells[rank] += [f"{_name(step.recv, size)} {sign} {step.from_}"] if step.recv else []
+            if step.send:
+                cells[rank].append(f"{_name(step.send, size)} -> {step.to}")
+            if step.recv:
+                sign = "<+" if step.reduce else "<-"
+                cells[rank].append(f"{_name(step.recv, size)} {sign} {step.from_}")
     return _table("step", rows) if rows else f"{counted(size, 'rank')}: nothing is done"
 
 
 def _table(what: str, rows: Sequence[Sequence[list[str]]]) -> str:
     lines = [["", *(f"rank {rank}" for rank in range(len(rows[0])))]]
     for number, cells in enumerate(rows):
-        for index, line in enumerate(zip_longest(*cells, fillvalue="")):
-            lines.append(
-                [
-                    "" if index else f"{what} {number}",
-                    *(text or "." * (index == 0) for text in line),
-                ]
-            )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join([*table, "", _LEGEND])
+        name, idle = f"{what} {number}", "."
+        for line in zip_longest(*cells, fillvalue=""):
+            lines.append([name, *(text or idle for text in line)])
+            name = idle = ""
+    return "\n".join([*aligned(lines), "", _LEGEND])
 
 
 def _name(chunks: Chunks, size: int) -> str:

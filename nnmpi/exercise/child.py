@@ -96,7 +96,7 @@ def _guard(
     are loaded already, such as those of MAY, raise no event.
     """
     sep, up, kind, text, number, forbidden = os.sep, os.pardir, type, str, int, PermissionError
-    may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "nnmpi", "numpy"})
+    may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "numpy"})
     absent, looks, writing = ModuleNotFoundError, LOOKS, WRITES
     refused = tuple(REFUSED.split())
     inside, hides = tuple(f"{root}{sep}" for root in roots), f"{hidden}{sep}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import getdoc
 from textwrap import indent
@@ -116,9 +117,9 @@ class Exercise:
         *_, sentence = [judge(function, size) for size in sizes or self.sizes]
         return f"right {sentence}"
 
-    def starter(self) -> str:
+    def starter(self, file: object = "") -> str:
         """Return the starter file: the statement, and a function without a body."""
-        file = f"{self.function}.py"
+        file = file or f"{self.function}.py"
         text = f"{self.statement}\n\nCheck it with: python -m nnmpi.exercise {self.name} {file}"
         imports = f"{self.imports}\n\n\n" if self.imports else "\n"
         body = indent('raise NotImplementedError("write it here")', "    ")
@@ -126,7 +127,8 @@ class Exercise:
 
     def _judge_measures(self, function: Function, size: Any) -> str:
         assert self.measure is not None
-        setting = Setting(*size) if isinstance(size, Sequence) else Setting(size)
+        values = size if isinstance(size, Sequence) else (size,)
+        setting = Setting(*values)
         _, limits, drawn = self.best(setting)
         try:
             where, numbers, drawing = self.measure(function, setting)
@@ -139,9 +141,22 @@ class Exercise:
                         raise WrongAnswer(f"{where}: the result is right, but {excess}", drawing)
         except WrongAnswer as error:
             error.best = drawn
+            if self.arguments.startswith("rank") and _differs(function, 0, *values):
+                error.args = (
+                    f"{error}; called again, {self.function} gives other values: it must keep none"
+                    " from call to call, such as a list outside of the function or a default",
+                )
             raise
         verbs = [VERBS[name].format(max(ranks)) for name, ranks in numbers.items() if any(ranks)]
         return f"{where}: it {', '.join(verbs)}" if verbs else where
+
+
+def _differs(function: Function, *values: int) -> bool:
+    """Return whether two calls give different lists; another error has been reported before."""
+    with suppress(Exception, SystemExit):
+        first, second = ([*function(*values)] for _ in range(2))
+        return first != second
+    return False
 
 
 def call(function: Function, *values: Any) -> Any:

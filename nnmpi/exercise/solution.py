@@ -44,7 +44,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.custom import fault
+from nnmpi.custom import called, fault
 from nnmpi.errors import NnmpiError, UsageError, raised_as
 from nnmpi.exercise.child import show
 from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
@@ -161,7 +161,7 @@ class Solution:
         except NnmpiError:
             raise
         except (OSError, LookupError, TypeError, ValueError) as error:
-            raise self._ended(process, error) from None
+            raise self._ended(process, called(self, map(show, values)), error) from None
 
     def _process(self, rank: int | None) -> tuple[Popen[bytes], Frames]:
         """Return the process of a rank; start it and load the file on the first call."""
@@ -227,16 +227,16 @@ class Solution:
             with suppress(OSError):
                 os.killpg(process.pid, 9) if hasattr(os, "killpg") else process.kill()
 
-    def _ended(self, process: Popen[bytes], error: Exception) -> WrongAnswer:
+    def _ended(self, process: Popen[bytes], call: str, error: Exception) -> WrongAnswer:
         if self._expired:
-            return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s and was ended")
+            return TimedOut(f"{call} is not over after {self.limit_s:g} s and was ended")
         if not isinstance(error, OSError) and "ended" not in str(error):
-            return WrongAnswer(f"{self.__name__} returns no readable value: {error}")
+            return WrongAnswer(f"{call} returns no readable value: {error}")
         with suppress(TimeoutExpired):
             process.wait(5)
         self._kill()  # it may have closed its streams and still run
         return WrongAnswer(
-            f"{self.__name__} ended its process (status {process.wait()}) and returned no value"
+            f"{call} ended its process (status {process.wait()}) and returned no value"
         )
 
 
@@ -258,14 +258,10 @@ def _refuse_own_text(file: Path) -> None:
 
 @cache
 def _answers() -> dict[str, str]:
-    files = [
-        file
-        for name in ANSWERS.split()
-        for file in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))
-    ]
     return {
         shape: f"{name} ({file.relative_to(PACKAGE.parent).as_posix()})"
-        for file in files
+        for place in ANSWERS.split()
+        for file in (PACKAGE / place, *(PACKAGE / place).rglob("*.py"))
         if file.suffix == ".py"
         for shape, name in _functions(file.read_bytes())
     }

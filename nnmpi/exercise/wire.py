@@ -186,9 +186,8 @@ class Frames:
         if not hasattr(kind, "lent"):
             return {"other": [kind.__name__]}
         self._lent.append(value)
-        members = {name: getattr(value, name) for name in kind.lent}
-        methods = [name for name, member in members.items() if callable(member)]
-        attributes = {name: members[name] for name in {*members} - {*methods}}
+        methods = [name for name in kind.lent if callable(getattr(value, name))]
+        attributes = {name: getattr(value, name) for name in kind.lent if name not in methods}
         return {"lent": parts([len(self._lent) - 1, methods, attributes])}
 
     def _unpack(self, value: dict[str, Any]) -> Any:
@@ -196,7 +195,7 @@ class Frames:
         if name == "lent" and self._borrows:
             number, methods, attributes = given
             calls = {method: self._method(number, method) for method in methods}
-            return SimpleNamespace(**attributes, **calls)
+            return type("group", (SimpleNamespace,), {})(**attributes, **calls)
         made = MADE[name](*given)
         self._numbers += len(made) if name == "range" else 0
         if self._numbers > MOST_NUMBERS:

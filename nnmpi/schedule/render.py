@@ -154,7 +154,7 @@ def picture(schedule: Schedule, simulation: Simulation) -> Picture:
             WORDS[kind],
             f"{kind}{batch}" if schedule.virtual == 1 else f"{stage}{kind}{batch}",
         )
-        for rank, kind, stage, batch, begin, end in sorted(animation(schedule, simulation)["spans"])
+        for rank, kind, stage, batch, begin, end in animation(schedule, simulation)["spans"]
     ]
     return Picture(
         f"{schedule.name}: bubble {simulation.bubble:.1%} of all ranks' time", "ms", spans

@@ -46,10 +46,10 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     for name, sentence in (
-        ("nothing", r"nothing\(0, 4\) gives a NoneType; give a tuple of Step"),
+        ("nothing", r"nothing\(0, 4\) gives a NoneType; give a list of Step"),
         ("numbers", r"numbers\(0, 4\) gives a int"),
         ("raising", r"raising\(0, 4\) raised IndexError in line 11 of mine.py: list index"),
-        ("lost", "rank 0, step 0 talks to rank 4, which is not another one of the 4 ranks"),
+        ("lost", "rank 0, step 0 talks to rank 4, but the ranks are 0..3"),
     ):
         for command in ("prove", "render", "simulate"):
             with pytest.raises(ScheduleError, match=sentence):

@@ -244,17 +244,17 @@ ALL_SEND = (
         (
             both(reduce=False),
             ALL_REDUCE,
-            "rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it",
+            "rank 1, step 0 sends chunk 0 to rank 0 while rank 0 overwrites it",
         ),
         (
             [[Step(to=2, send=(0,))], []],
             ALL_REDUCE,
-            "rank 0, step 0 talks to rank 2, which is not another one of the 2 ranks",
+            "rank 0, step 0 talks to rank 2, but the ranks are 0..1",
         ),
         (
             [[Step(from_=0, recv=(0,))], []],
             ALL_REDUCE,
-            "rank 0, step 0 talks to rank 0, which is not another one",
+            "rank 0, step 0 talks to itself",
         ),
         (
             [[Step(to=1, send=(2,))], []],
@@ -283,7 +283,7 @@ def test_a_step_without_meaning_cannot_be_made() -> None:
     with pytest.raises(ScheduleError, match="names a chunk twice"):
         Step(to=1, send=(0, 0))
     for chunks in ((0.0,), ("01",), 1.5, (None,)):
-        with pytest.raises(ScheduleError, match="ranks and chunks must be whole numbers"):
+        with pytest.raises(ScheduleError, match="give one rank, and a list of chunks"):
             Step(to=1, send=chunks)  # type: ignore[arg-type]
 
 

@@ -20,9 +20,9 @@ RING, COST, ROW, ZERO, RULE = (
 )
 NO_VALUE, NOT_THERE = (
     r"ended its process \(status -?\d+\) and returned no value",
-    "No module named 'nnmpi.comm.alg",
+    "No module named 'nnmpi.comm.algorithms.* for solutions, which have NumPy",
 )
-TOO_LONG, MAY_NOT = "takes longer than 3 s", "PermissionError.*: a solution may not "
+TOO_LONG, MAY_NOT = "is not over after 3 s", "PermissionError.*: a solution may not "
 UNPROVED = "on 2 ranks: rank 0 ends without the part of rank 1 in chunk 0"
 SUM = "y = (x @ w).ravel()\ngroup.all_reduce(y)\nreturn y.reshape(3, 5)"
 
@@ -128,16 +128,16 @@ def _saying() -> Iterator[Cheat]:
     )
     frame = f"{found}frame.f_locals['wire'].send('result', 'right', [])\nreturn ()"
     yield Cheat(
-        "answers with the check's own word", RING, frame, "gives a str; give a tuple of Step"
+        "answers with the check's own word", RING, frame, "gives a str; give a list of Step"
     )
     raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Frames':\n"
     raised += "        each.send('result', 'right', [])\nreturn ()"
     yield Cheat("looks for the streams", RING, raised, "No module named 'gc'")
-    yield Cheat("says right", RING, "return 'right'", "gives a str; give a tuple of Step")
-    yield Cheat("returns True", RING, "return True", "gives a bool; give a tuple of Step")
+    yield Cheat("says right", RING, "return 'right'", "gives a str; give a list of Step")
+    yield Cheat("returns True", RING, "return True", "gives a bool; give a list of Step")
     patched = "import nnmpi.exercise.wire as wire\n"
     patched += "wire.Frames._pack = lambda *_: ['result', 'right', []]\nreturn ()"
-    yield Cheat("patches nnmpi where it runs", RING, patched, "gives a str; give a tuple of Step")
+    yield Cheat("patches nnmpi where it runs", RING, patched, "gives a str; give a list of Step")
     equal = (
         "class Yes:\n    def __eq__(self, other):\n        return True\n\ndef ssp_rule(*_):\n   "
         " return Yes()"
@@ -161,7 +161,7 @@ def _hostile() -> Iterator[Cheat]:
         "steps without end",
         RING,
         f"{step}while True:\n    yield Step()",
-        "longer than 3 s|Memory|limit",
+        "not over after 3 s|Memory|limit",
         "*",
     )
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "returned no value|limit")

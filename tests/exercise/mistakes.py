@@ -54,7 +54,18 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     def partner(steps, rank, size):
         return at_last(steps, lambda s: replace(s, to=(s.to + 1) % size), lambda s: s.send)
 
+    kept: list[Any] = []
+
+    def grows(steps, rank, size):
+        kept.extend(steps)
+        return kept
+
     named = r"on \d+ ranks.*rank \d+"
+    yield (
+        "one list for all calls",
+        changed(right, grows),
+        rf"{named}.*; called again, {name.replace('-', '_')} gives other values: it must keep none",
+    )
     yield "rank 1 forgets its last step", changed(right, missing), named
     yield (
         "a rank sends other chunks at its last",
@@ -73,7 +84,7 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield (
         "rank 2 gives nothing",
         changed(right, lambda steps, rank, size: None if rank == 2 else steps),
-        r"\(2, \d+\) gives a NoneType; give a tuple of Step",
+        r"\(2, \d+\) gives a NoneType; give a list of Step",
     )
     yield (
         "a number of rounds too many",
@@ -146,7 +157,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield (
         "a word",
         changed(right, lambda program, *values: "F0 B0"),
-        "gives a str; give a tuple of Instruction",
+        "gives a str; give a list of Instruction",
     )
     if name != "inference-pipeline":
         yield "the last first", changed(right, backwards), rf"{named} comes before"
