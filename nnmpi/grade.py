@@ -339,9 +339,16 @@ def _outcome(
     drawing: str = "",
     value: float | None = None,
 ) -> Outcome:
-    name, hidden, of = criterion.name, criterion.hidden, criterion.points
-    text = printable(shortened(text, MOST_TEXT))
-    return Outcome(name, hidden, status, round(share, 6) * of, of, text, printable(drawing), value)
+    return Outcome(
+        criterion.name,
+        criterion.hidden,
+        status,
+        round(share, 6) * criterion.points,
+        criterion.points,
+        printable(shortened(text, MOST_TEXT)),
+        printable(drawing),
+        value,
+    )
 
 
 def _judge(
@@ -542,11 +549,15 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
         rows.append([result.submission, *text, result.total])
     lines = [*aligned(rows), ""]
     lines += [f"{number}  {item.name}" for number, item in enumerate(assignment.criteria, 1)]
-    for number, item in enumerate(assignment.criteria):
+    for number, criterion in enumerate(assignment.criteria):
         board = [(result.outcomes[number].value, result.submission) for result in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
         if ranked:
-            lines += ["", f"{item.name}, {item.measure}:", *(f"{value:12.6g}  {who}" for value, who in ranked)]
+            lines += [
+                "",
+                f"{criterion.name}, {criterion.measure}:",
+                *(f"{value:12.6g}  {who}" for value, who in ranked),
+            ]
     return "\n".join([assignment.title, "", *lines])
 
 

@@ -33,6 +33,7 @@ def points(assignment: Path, work: Path) -> tuple[str, dict[str, str]]:
 def test_an_untouched_starter_earns_nothing(assignment: Path, of: int, tmp_path: Path) -> None:
     written = main([str(assignment), str(tmp_path), "--starter"]).splitlines()
     assert len(written) == len({one.file for one in read_assignment(assignment).criteria})
+    assert all(f" {file}\n" in Path(file).read_text() for file in written)  # how to check it
     total, failed = points(assignment, tmp_path)
     assert total == f"0 of {of}"
     assert all(

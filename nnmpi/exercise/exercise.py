@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import getdoc
-from textwrap import indent
 from typing import Any, TypeAlias
 
 from nnmpi.comm.fit import parse_network
@@ -122,7 +121,7 @@ class Exercise:
         file = file or f"{self.function}.py"
         text = f"{self.statement}\n\nCheck it with: python -m nnmpi.exercise {self.name} {file}"
         imports = f"{self.imports}\n\n\n" if self.imports else "\n"
-        body = indent('raise NotImplementedError("write it here")', "    ")
+        body = '    raise NotImplementedError("write it here")'
         return f'"""{text}\n"""\n\n{imports}def {self.function}({self.arguments}):\n{body}\n'
 
     def _judge_measures(self, function: Function, size: Any) -> str:

@@ -191,9 +191,17 @@ class Solution:
                 *(folder or [str(self.file)]),
             ]
             word = secrets.token_hex(16)
-            limits = int(self.limit_s) + 1, int(self.limit_bytes)
             with suppress(OSError):  # a process that has ended: the first call reports it
-                wire.send(word, str(self.file), self.__name__, *limits, folder, roots, str(PACKAGE))
+                wire.send(
+                    word,
+                    str(self.file),
+                    self.name,
+                    int(self.limit_s) + 1,
+                    int(self.limit_bytes),
+                    folder,
+                    roots,
+                    str(PACKAGE),
+                )
             wire.word = word
         return self._processes[rank]
 

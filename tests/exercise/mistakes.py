@@ -34,9 +34,6 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
             else tuple(chunks)[1:]
         )
 
-    def missing(steps, rank, size):
-        return steps[: len(steps) - (rank == 1)]
-
     def chunks(steps, rank, size):
         sender = size - 1 if any(step.send for step in right(size - 1, size)) else 0
         return at_last(
@@ -46,27 +43,20 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         )
 
     def not_reduced(steps, rank, size):
-        return [replace(step, reduce=False) for step in steps] if rank == 0 else steps
-
-    def reduced(steps, rank, size):
-        return [replace(step, reduce=bool(step.recv)) for step in steps]
+        return steps if rank else [replace(step, reduce=False) for step in steps]
 
     def partner(steps, rank, size):
         return at_last(steps, lambda s: replace(s, to=(s.to + 1) % size), lambda s: s.send)
 
     kept: list[Any] = []
-
-    def grows(steps, rank, size):
-        kept.extend(steps)
-        return kept
-
     named = r"on \d+ ranks.*rank \d+"
     yield (
         "one list for all calls",
-        changed(right, grows),
+        changed(right, lambda steps, *_: kept.extend(steps) or kept),
         rf"{named}.*; called again, {name.replace('-', '_')} gives other values: it must keep none",
     )
-    yield "rank 1 forgets its last step", changed(right, missing), named
+    missing = changed(right, lambda steps, rank, size: steps[:-1] if rank == 1 else steps)
+    yield "rank 1 forgets its last step", missing, named
     yield (
         "a rank sends other chunks at its last",
         changed(right, chunks),
@@ -80,7 +70,8 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
             rf"{named}.*chunk \d+",
         )
     if any(step.recv and not step.reduce for step in right(1, 4)):
-        yield "all add what they must replace", changed(right, reduced), rf"{named}.*chunk \d+"
+        reduced = changed(right, lambda all, *_: [replace(s, reduce=bool(s.recv)) for s in all])
+        yield "all add what they must replace", reduced, rf"{named}.*chunk \d+"
     yield (
         "rank 2 gives nothing",
         changed(right, lambda steps, rank, size: None if rank == 2 else steps),
@@ -88,24 +79,19 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     )
     yield (
         "a number of rounds too many",
-        changed(right, lambda steps, rank, size: [*steps, *steps]),
+        changed(right, lambda steps, *_: [*steps, *steps]),
         named,
     )
 
 
 def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     if name == "ring-tree-crossover":
-        yield (
-            "twice as long",
-            changed(right, lambda M, *values: 2 * M),
-            r"with N = 4, .*it gives .*, but must give",
-        )
-        yield (
-            "half as long",
-            changed(right, lambda M, *values: M / 2),
-            r"with N = 4, .*it gives .*, but must give",
-        )
-        yield "no length", changed(right, lambda M, *values: -M), "it gives -.*, but must give"
+        for factor in (2, 0.5, -1):
+            yield (
+                f"{factor} times as long",
+                changed(right, lambda M, *values, factor=factor: factor * M),
+                r"with N = 4, .*it gives .*, but must give",
+            )
         return
     yield (
         "a latency too many",
@@ -134,24 +120,16 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
 
 def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    def without(program, rank, ranks, microbatches):
-        return program[:-1] if rank == 1 else program
-
     def twice(program, rank, ranks, microbatches):
         return [program[0], *program] if rank == 0 else program
 
-    def backwards(program, rank, ranks, microbatches):
-        return program[::-1]
-
-    def elsewhere(program, rank, ranks, microbatches):
-        return [one.kind.at(one.stage + 1, one.microbatch) for one in program]
-
     named = r"with \d+ ranks and \d+ microbatches.*"
-    yield "rank 1 forgets its last instruction", changed(right, without), rf"{named} missing"
+    without = changed(right, lambda program, rank, *_: program[:-1] if rank == 1 else program)
+    yield "rank 1 forgets its last instruction", without, rf"{named} missing"
     yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 occurs 2 times"
     yield (
         "stages of the next rank",
-        changed(right, elsewhere),
+        changed(right, lambda p, *_: [one.kind.at(one.stage + 1, one.microbatch) for one in p]),
         f"{named} (is on rank|does not belong)",
     )
     yield (
@@ -160,7 +138,11 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         "gives a str; give a list of Instruction",
     )
     if name != "inference-pipeline":
-        yield "the last first", changed(right, backwards), rf"{named} comes before"
+        yield (
+            "the last first",
+            changed(right, lambda program, *_: program[::-1]),
+            rf"{named} comes before",
+        )
     if name == "gpipe":
         yield (
             "naive",
