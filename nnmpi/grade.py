@@ -412,8 +412,13 @@ def grade_class(
         outcomes = (_outcome(criterion, BLOCKED, problem) for criterion in assignment.criteria)
         return Grade(printable(submission.name), tuple(outcomes))
 
+    grades: list[Grade] = []
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(grade_in_process, submissions))
+        for result in pool.map(grade_in_process, submissions):
+            grades.append(result)
+            if (many := len(submissions)) > 1:
+                print(f"{len(grades)} of {many}: {result.submission}", file=sys.stderr)
+    return grades
 
 
 def find_submissions(assignment: Assignment, path: Path, kind: str) -> list[Path]:

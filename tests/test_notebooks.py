@@ -4,6 +4,7 @@ are current.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,11 +51,9 @@ def test_a_notebook_runs_without_mpi(notebook: Path, tmp_path: Path) -> None:
     for cell in cells:
         if "raises-exception" in cell["metadata"].get("tags", ()):
             (output,) = cell["outputs"]
-            assert (output["ename"], "NotImplementedError" in output["evalue"]) == (
-                "WrongAnswer",
-                True,
-            )
-            assert "Traceback" not in "".join(output["traceback"])
+            assert output["ename"] == "WrongAnswer" and "NotImplementedError" in output["evalue"]
+            # nor the answer
+            assert not re.search("Traceback|As few", "".join(output["traceback"]))
         if cell["source"][-1].startswith(("as_collective(", "make(")):  # a value, drawn
             assert cell["outputs"][0]["data"]["text/html"][0].startswith("<pre")
 

@@ -134,7 +134,7 @@ def main(group, file=None, dies=False, begun=None):
     """Train on all ranks and on one; raise AssertionError if the weights differ."""
     expected, (trained, first) = serial(), train(group, file, dies, begun)
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     if group.is_root:
         print(f"begun with step {first}, equal to the serial run after {STEPS} steps,", end=" ")
         print(f"ranks: {group.size}")

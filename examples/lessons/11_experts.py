@@ -164,7 +164,7 @@ def main(group):
     prove(pairwise, group.size, collective.ALL_TO_ALL)  # names rank, step and chunk of a mistake
     expected, (trained, journey) = serial(), train(group)
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     local = int(journey.come_from[group.rank])
     picture = draw(group.gather([local, len(journey.experts) - local]))
     if group.is_root:

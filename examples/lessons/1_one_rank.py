@@ -101,7 +101,7 @@ def main(group):
     """Train both ways; raise AssertionError if the weights differ."""
     expected, trained = serial(), train()
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     if group.is_root:
         loss, _ = loss_and_gradient(forward(expected, batch(0)[0])[0], batch(0)[1])
         print(f"equal to nnmpi's engine after {STEPS} steps; loss {loss / BATCH:.3f}")

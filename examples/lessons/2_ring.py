@@ -129,7 +129,7 @@ def main(group):
     prove(ring, group.size)  # names rank, step and chunk of a mistake
     expected, trained = serial(), train(group)
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     picture = draw(group.size)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")

@@ -168,7 +168,7 @@ def main(group):
     expected, (trained, overlapped) = serial(), train(group, BUCKET)
     _, without = train(group, float("inf"))
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     picture = draw(without, overlapped)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")

@@ -144,7 +144,7 @@ def main(group):
     picture = draw(schedule, simulate_schedule(schedule, even_costs(group.size, 1e-3)))
     expected, trained = serial(), train(group)
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
     return picture

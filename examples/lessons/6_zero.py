@@ -125,7 +125,7 @@ def main(group):
     """Train on all ranks and on one; raise AssertionError if the weights differ."""
     expected, (trained, velocity) = serial(), train(group)
     for layer, w in trained.items():
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     picture = draw(group, trained, velocity)
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")

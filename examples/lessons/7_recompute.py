@@ -154,7 +154,7 @@ def main(group):
     (saved, most), (trained, least) = train(group, ALL_SAVED), train(group, PLAN)
     for layer, w in trained.items():
         np.testing.assert_array_equal(w, saved[layer])  # recomputation repeats every bit
-        np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
     assert least < most
     title = f"Saved inputs of the layers: at most {most:,} bytes, {least:,} by the plan"
     picture = Picture(title, "actions", draw("all saved", ALL_SAVED) + draw("plan", PLAN))

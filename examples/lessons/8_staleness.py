@@ -139,7 +139,7 @@ def main(group):
     for staleness in (0, 1, 3):
         expected, (trained, waits_s) = serial(staleness), train(group, staleness)
         for layer, w in trained.items():
-            np.testing.assert_allclose(w, expected[layer], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
         new = draw(f"staleness {staleness}", group.gather(waits_s))
         waited, bars = sum(bar.end - bar.begin for bar in new if bar.kind == "waiting"), bars + new
         x, labels = batch(0)

@@ -11,7 +11,7 @@ mpirun -n 4 python -m nnmpi.comm fit
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -42,7 +42,7 @@ from nnmpi.command import (
     say,
     take_command,
 )
-from nnmpi.custom import is_custom, load_custom
+from nnmpi.custom import load_custom
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
 from nnmpi.units import Bytes, format_bytes, format_seconds
@@ -92,10 +92,10 @@ def main(words: Sequence[str]) -> str:
     known = [item for item in options_of(CommConfig) if item.name in options.split()]
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
-    if asked.ranks is None:
+    ranks = asked.ranks
+    if ranks is None:
         fit = find_network_fit(asked.network, None)
-        asked = replace(asked, ranks=DEFAULT_RANKS if fit is None else fit.ranks)
-    ranks = asked.ranks or 0
+        ranks = DEFAULT_RANKS if fit is None else fit.ranks
     if name in ("prove", "render"):
         # cubic: each of N ranks may send N chunks in N steps
         announce(f"{algorithm} on {ranks} ranks", 5e-7 * ranks**3)
@@ -151,12 +151,11 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     machine = parse_network(asked.network, ranks, ranks)
     operation, collective = _collective(algorithm, asked, machine.nodes)
     result = simulate_collective(collective, ranks, asked.bytes, machine)
-    title = f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}"
     first = min(range(len(result)), key=result.__getitem__)
-    first_to_finish = f"the first to finish is rank {first} after {format_seconds(result[first])}"
     return (
-        f"{title}: {format_seconds(max(result))}, messages by"
-        f" {describe_network(asked.network)}\n{first_to_finish}"
+        f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}:"
+        f" {format_seconds(max(result))}, messages by {describe_network(asked.network)}\n"
+        f"the first to finish is rank {first} after {format_seconds(result[first])}"
     )
 
 
@@ -199,14 +198,10 @@ def _collective(
 
     Without --operation, a name that exactly one operation has means that operation.
     """
-    if is_custom(name):
-        operation = asked.operation or ALL_REDUCE.name
-        return operation, find_collective(
-            operation, load_custom(name, "the algorithm", "(rank, size)")
-        )
     matches = [what for what, algorithm in COLLECTIVES if algorithm == name]
     operation = asked.operation or (matches[0] if len(matches) == 1 else ALL_REDUCE.name)
-    return operation, find_collective(operation, name, nodes)
+    algorithm = load_custom(name, "the algorithm", "(rank, size)")
+    return operation, find_collective(operation, algorithm, nodes)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,8 @@ def find_network_fit(text: str, ranks: int | None) -> Fit | None:
     """
     if text == "fit":
         files = sorted(
-            cache_folder().glob(f"fit-*-{ranks}-ranks*.json"), key=lambda file: file.stat().st_mtime
+            cache_folder().glob(f"fit-*-{ranks or '*'}-ranks*.json"),
+            key=lambda file: file.stat().st_mtime,
         )
         return load_fit(files[-1]) if files else None
     return load_fit(Path(text)) if text.endswith(".json") or Path(text).is_file() else None

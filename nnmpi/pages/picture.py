@@ -20,9 +20,19 @@ from typing import Any, NamedTuple
 from nnmpi.errors import UsageError, raised_as
 
 INK, PALE = "#1b1f24", "#e9edf1"
-USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waiting": "#d1495b"}
-USUAL |= {"backward to the input": "#2f8f88", "backward to the weights": "#8aa83c"}
-USUAL |= {"killed": "#d1495b", "": PALE, "waits": "#c98b2b", "moves": "#8d6bb1", "freed": PALE}
+USUAL = {
+    "forward": "#4c78a8",
+    "backward": "#2f8f88",
+    "backward to the input": "#2f8f88",
+    "backward to the weights": "#8aa83c",
+    "kept": "#8aa83c",
+    "waiting": "#d1495b",
+    "waits": "#c98b2b",
+    "moves": "#8d6bb1",
+    "killed": "#d1495b",
+    "freed": PALE,
+    "": PALE,
+}
 OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # characters of the axis, as text

@@ -9,7 +9,7 @@ import pytest
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.fit import save_fit
+from nnmpi.comm.fit import find_network_fit, save_fit
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import compare, render
 from nnmpi.custom import load_custom
@@ -147,9 +147,13 @@ def test_strange_machines_are_simulated_as_asked() -> None:
         assert simulated(f"{strange},per_node=2") != even
 
 
-def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
-    file = tmp_path / "fit.json"
+def test_a_fit_is_priced_on_its_own_nodes_and_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    file = tmp_path / "fit-host-4-ranks.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
+    assert find_network_fit("fit", None) == make_fit()
     text = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in text.splitlines()[0]
     with pytest.raises(

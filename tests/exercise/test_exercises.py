@@ -98,14 +98,13 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
     )
     told = "nnmpi: with N = 2, M = 8000, alpha = 0, beta = 1 it gives 16000, but must give 8000\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", told)
-    file.write_text("def ring_cost(N, M:\n")
-    with pytest.raises(WrongAnswer, match=r"mine.py, line 1"):
-        main(["ring-cost", str(file)])
     for wrong, told in (
         (
             "import nosuchthing",
             "raised ModuleNotFoundError in line 1 of mine.py: No module named 'nosuchthing'",
         ),
+        ("\n", "has no function 'ring_cost'"),
+        ("def ring_cost(N, M:\n", "mine.py, line 1"),
         ("\nraise SystemExit", "mine.py ends the program with SystemExit"),
         (
             "def ring_cost(*_):\n    raise SystemExit(0)",
@@ -115,9 +114,6 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(NnmpiError, match=told):
             main(["ring-cost", str(file)])
-    file.write_text("\n")
-    with pytest.raises(WrongAnswer, match="has no function 'ring_cost'"):
-        main(["ring-cost", str(file)])
     with pytest.raises(UsageError, match="no exercise 'ring-csot'; did you mean ring-cost"):
         main(["ring-csot"])
 
