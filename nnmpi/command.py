@@ -431,6 +431,10 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        if launch is not None:
+            raise  # the other ranks end, too
+        return 130
     return 0
 
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import Switch, announce, folded, options_of, printable, read_command, read_words
+from nnmpi.command import (
+    Switch,
+    announce,
+    folded,
+    options_of,
+    printable,
+    read_command,
+    read_words,
+    say,
+)
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +80,13 @@ class Section:
 
 def read(words: str) -> dict[str, Any]:
     return read_words(words.split(), options_of(Section), "few", "Few things.")
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    def interrupted(words: Any) -> str:
+        raise KeyboardInterrupt
+
+    assert say(interrupted) == 130
 
 
 def test_fields_of_a_dataclass_are_options() -> None:

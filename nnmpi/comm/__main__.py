@@ -105,10 +105,9 @@ def main(words: Sequence[str]) -> str:
 def _list(_: str, ranks: int, asked: CommConfig) -> str:
     """List all collectives with the latencies and bytes on their critical path."""
     machine = parse_network(asked.network, ranks, ranks)
-    network = describe_network(asked.network)
     lines = [
         f"N = {ranks} ranks, M = {format_bytes(asked.bytes)} in a buffer",
-        f"messages by {network}",
+        f"messages by {describe_network(asked.network)}",
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():

@@ -17,7 +17,7 @@ sum, but not the rank whose contribution is missing or doubled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -332,10 +332,7 @@ class PartialSums(Engine):
                     f"{self._name(rank)} sends chunk {torn[0]} to rank {step.to} while rank"
                     f" {step.from_} overwrites it"
                 )
-            message.after = tuple(
-                self._store(rank, step, chunk, parts)
-                for chunk, parts in zip(step.recv, everything, strict=True)
-            )
+            message.after = tuple(map(partial(self._store, rank, step), step.recv, everything))
         self.at[rank] += 1
         return over
 

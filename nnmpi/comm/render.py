@@ -132,14 +132,13 @@ def picture(collective: Collective, size: int) -> Picture:
     arrows = [
         Arrow(
             f"rank {item['from']}",
-            at,
+            item["round"],
             f"rank {item['to']}",
-            at + 1,
-            kind,
+            item["round"] + 1,
+            "added" if item["reduce"] else "copied",
             _name(item["chunks"], size),
         )
         for item in result["messages"]
-        for at, kind in [(item["round"], "added" if item["reduce"] else "copied")]
     ]
     title = f"{collective.contract.name} by {collective.name}: which chunks go where"
     return Picture(title, "rounds", ranks, arrows)

@@ -21,7 +21,6 @@ from itertools import chain, product
 from math import isclose
 from random import Random
 from sys import float_info
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
@@ -666,13 +665,11 @@ a microbatch in the cycle after stage s - 1 has done it. Use as few cycles as po
     ),
 )
 
-KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
-    {
-        "collectives": _COLLECTIVES,
-        "costs": _COSTS,
-        "sharded data, layers and states": (data_split, *SHARED),
-        "pipeline schedules": _SCHEDULES,
-        "staleness": (ssp_rule, gradient_staleness),
-    }
-)
+KINDS: Mapping[str, tuple[Exercise, ...]] = {
+    "collectives": _COLLECTIVES,
+    "costs": _COSTS,
+    "sharded data, layers and states": (data_split, *SHARED),
+    "pipeline schedules": _SCHEDULES,
+    "staleness": (ssp_rule, gradient_staleness),
+}
 EXERCISES: Mapping[str, Exercise] = {item.name: item for kind in KINDS.values() for item in kind}

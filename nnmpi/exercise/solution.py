@@ -44,8 +44,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.custom import called, fault
-from nnmpi.errors import NnmpiError, UsageError, raised_as
+from nnmpi.custom import called, raised
+from nnmpi.errors import CommError, NnmpiError, UsageError, raised_as
 from nnmpi.exercise.child import show
 from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
 from nnmpi.launcher import VARIABLES
@@ -215,15 +215,14 @@ class Solution:
             raise WireError(f"{name} is not lent to the solution")
         method = getattr(lent, name)
         scope: dict[str, Any] = {"call": lambda: method(*values, **named)}
-        begin = "\n" * (min(int(line), 100_000) - 1)
+        text = "\n" * (min(int(line), 100_000) - 1) + "done = call()"
         try:
-            exec(compile(f"{begin}done = call()", str(self.file), "exec"), scope)
-        except NnmpiError:
-            raise
+            exec(compile(text, str(self.file), "exec"), scope)
+        except (CommError, WrongAnswer):
+            raise  # the first names the lines of all ranks
         except Exception as error:
-            raise WrongAnswer(
-                f"{fault(method, map(show, values), error)} (line {line} of {self.file.name})"
-            ) from error
+            call = called(method, map(show, values))
+            raise WrongAnswer(raised(call, str(self.file), error)) from error
         return scope["done"]
 
     def _expire(self) -> None:

@@ -42,12 +42,6 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
             lambda s: s.send and rank == sender,
         )
 
-    def not_reduced(steps, rank, size):
-        return steps if rank else [replace(step, reduce=False) for step in steps]
-
-    def partner(steps, rank, size):
-        return at_last(steps, lambda s: replace(s, to=(s.to + 1) % size), lambda s: s.send)
-
     kept: list[Any] = []
     named = r"on \d+ ranks.*rank \d+"
     yield (
@@ -62,11 +56,17 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         changed(right, chunks),
         rf"{named}, step \d+.*chunks?",
     )
-    yield "everybody sends the last ones to somebody else", changed(right, partner), named
+    partner = changed(
+        right,
+        lambda steps, _, size: at_last(
+            steps, lambda s: replace(s, to=(s.to + 1) % size), lambda s: s.send
+        ),
+    )
+    yield "everybody sends the last ones to somebody else", partner, named
     if any(step.reduce for step in right(0, 4)):
         yield (
             "rank 0 replaces what it must add",
-            changed(right, not_reduced),
+            changed(right, lambda all, r, _: all if r else [replace(s, reduce=False) for s in all]),
             rf"{named}.*chunk \d+",
         )
     if any(step.recv and not step.reduce for step in right(1, 4)):
@@ -120,13 +120,11 @@ def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
 
 def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    def twice(program, rank, ranks, microbatches):
-        return [program[0], *program] if rank == 0 else program
-
     named = r"with \d+ ranks and \d+ microbatches.*"
     without = changed(right, lambda program, rank, *_: program[:-1] if rank == 1 else program)
     yield "rank 1 forgets its last instruction", without, rf"{named} missing"
-    yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 occurs 2 times"
+    twice = changed(right, lambda program, rank, *_: program if rank else [program[0], *program])
+    yield "rank 0 does the first one twice", twice, rf"{named} 0F0 occurs 2 times"
     yield (
         "stages of the next rank",
         changed(right, lambda p, *_: [one.kind.at(one.stage + 1, one.microbatch) for one in p]),
