@@ -90,6 +90,20 @@ def test_a_call_of_the_world_says_for_what_it_waits_while_it_does() -> None:
     assert [words for _, words in seen] == ["a barrier of 3 ranks"] and world.waiting is None
 
 
+def test_a_wait_lasts_from_whatever_line_it_looks() -> None:
+    """A server polls while it waits, and each status finds it at another line."""
+    lines = iter("ab")
+    rank: Any = SimpleNamespace(
+        _world=SimpleNamespace(waiting=(0.0, "messages"), waiter=None, step=1),
+        _line=lambda: next(lines),
+        _mark=None,
+        _moved_s=0.0,
+        _worked_s=0.0,
+    )
+    first, second = (watchdog.Watchdog.status(rank) for _ in range(2))
+    assert second.still_s > first.still_s == 0
+
+
 # A rank that waits for a late one leaves the core alone, and has the sum when it comes.
 
 

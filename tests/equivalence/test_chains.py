@@ -51,5 +51,5 @@ def test_weights_are_the_serial_runs_from_the_start(group: Group, alone: Group) 
         for layout in kinds(group.size, setup):
             worker = build(setup, group, layout)
             result = worker.state()[0].to_dict(everywhere=True)
-            assert all(np.array_equal(result[name], value) for name, value in serial.items())
+            np.testing.assert_equal(result, serial)
             release(worker)

@@ -82,8 +82,7 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     result: dict[str, Array] = {}
     for stage in (layers[:2], layers[2:5], layers[5:]):
         result |= ModelPart(built, stage).initialize(seed=3).state()
-    assert result.keys() == expected.keys()
-    assert all(np.array_equal(result[name], value) for name, value in expected.items())
+    np.testing.assert_equal(result, expected)
 
 
 def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:

@@ -224,7 +224,7 @@ def test_a_copied_model_has_a_storage_of_its_own(duplicate):
         name for name, value in result.state().items() if not np.array_equal(value, before[name])
     }
     assert moved == {"0.weight", "1.weight", "1.bias", "2.bias"}
-    assert all(np.array_equal(value, before[name]) for name, value in model.state().items())
+    np.testing.assert_equal(model.state(), before)
     assert not model.storage.has_gradients
 
 

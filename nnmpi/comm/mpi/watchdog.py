@@ -150,7 +150,8 @@ class Watchdog:
         wait = _describe_wait(waiter) or (waiting[1] if waiting else "")
         activity = f"{wait}, called at {self._line()}" if wait else f"at {self._line()}"
         activity = activity[:MOST_LETTERS]
-        mark = waiting and waiting[0], activity, self._world.step
+        # what polls during a wait is at another line each time
+        mark = waiting and waiting[0], wait or activity, self._world.step
         # A rank that uses the processor without waiting is busy, even if its line does not change.
         if mark != self._mark or (not wait and self._worked_s - before_s >= WORK_S):
             self._mark, self._moved_s = mark, now
