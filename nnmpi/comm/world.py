@@ -102,7 +102,7 @@ class World(Protocol):
         `result`.
         """
 
-    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+    def watch(self, warning_s: float, limit_s: float, folder: str | Path | None = None) -> None:
         """Set the time limit of waits for other ranks; a simulated world detects stalls itself.
 
         Args:

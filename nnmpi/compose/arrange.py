@@ -366,10 +366,10 @@ def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
         for _, module in chain.from_iterable(layers[i].members for i in cut):
             for leaf in module.entries().values():
                 users[leaf].add(number)
-    leaves = model.entries().items()
-    shared = {name: sorted(users[leaf]) for name, leaf in leaves if len(users[leaf]) > 1}
-    for name, leaf in leaves:
-        if name in shared and isinstance(leaf, Buffer):
+    leaves = model.entries()
+    shared = {name: sorted(users[leaf]) for name, leaf in leaves.items() if len(users[leaf]) > 1}
+    for name in shared:
+        if isinstance(leaves[name], Buffer):
             raise LayoutError(
                 f"the layer of {name} is in stages {', '.join(map(str, shared[name]))}, which would"
                 " update its running statistics in a different order from the serial run; make a"

@@ -375,10 +375,10 @@ class AsynchronousWorker(Trainer):
         backend: Backend | None = None,
         slow: Slow = NOT_SLOW,
     ) -> None:
+        self.options = self.sync = sync
         super().__init__(
             model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow
         )
-        self.sync = sync
         if not sync.asynchronous:
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
         if self.precision == "fp16":

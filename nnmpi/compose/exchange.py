@@ -51,7 +51,7 @@ from nnmpi.tensor.parameter import FlatStorage
 if TYPE_CHECKING:
     from nnmpi.compose.trainer import Trainer
 
-NUMBERS_BYTES = 3 * 8  # loss, correct predictions and targets in float64
+NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
 
 class Exchange:
@@ -149,7 +149,7 @@ class Exchange:
             return "none, one rank has nothing to add"
         if self.replicas.size == 1:
             return "none of gradients, as there is one replica"
-        return ", ".join([self._describe(), *([self.notice] if self.notice else [])])
+        return ", ".join(filter(None, [self._describe(), self.notice]))
 
     def _describe(self) -> str:
         return self.parallel.describe()

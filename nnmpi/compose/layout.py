@@ -142,11 +142,7 @@ class Layout:
         refuse(self.features())
 
     def _check_offload(self) -> None:
-        if (
-            self.offload is not None
-            and self.activation_memory is None
-            and self.offload_state is None
-        ):
+        if self.offload is not None and self.activation_memory is self.offload_state is None:
             raise UsageError(
                 f"offload {self.offload} needs a limit of activations, or optimizer state to"
                 " offload; give activation_memory or offload_state, or leave offload out"

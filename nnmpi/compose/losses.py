@@ -228,14 +228,13 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
             f" or more; label ignored positions {IGNORED}, and give the loss"
             f" ignore_index={IGNORED}"
         )
-    classes = 0 if arrangement is None else arrangement.classes
     if (
         arrangement is not None
-        and classes
+        and arrangement.classes
         and not (isinstance(loss, SumCrossEntropy) and loss.classes)
     ):
         raise UsageError(
-            f"the {classes} classes are sharded over tp {arrangement.mesh.tp.size}"
+            f"the {arrangement.classes} classes are sharded over tp {arrangement.mesh.tp.size}"
             " (Sharding.VOCAB), so this loss would see only part of them; use"
             " compose.losses.SumCrossEntropy(arrangement), or Sharding.COLUMN, after which the"
             " logits are whole"

@@ -561,12 +561,10 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
     if arrangement.mesh.replicas.size == 1 and layout.activation_memory is None:
         return []
     return [
-        (name, buffer)
+        (f"{path}.{item}".strip("."), buffer)
         for path, module in model.named_modules()
         if not is_own(type(module)) and (layout.fixed or not hasattr(module, "all_reduce"))
-        for name, buffer in (
-            (f"{path}.{item}".strip("."), value) for item, value in vars(module).items()
-        )
+        for item, buffer in vars(module).items()
         if isinstance(buffer, Buffer)
     ]
 

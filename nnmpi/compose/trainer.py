@@ -175,11 +175,13 @@ class Trainer(Training, ABC):
         in_step: whether the ranks meet after every step. Then `progress` is called every step on
             every rank; otherwise on rank 0 alone, for each gradient that arrives, and the segment's
             report has the results of all ranks.
+        options: the constructor's, how ranks exchange gradients or weights.
         reporters: the calls of `progress` for each batch, one for each worker.
     """
 
     in_step = False
     reporters = 1
+    options: Any = None
 
     def __init__(
         self,
@@ -286,6 +288,11 @@ class Trainer(Training, ABC):
             self.arrangement.free()
 
 
+def require_same_options(group: Group, options: Sequence[str]) -> None:
+    """Refuse options that differ between ranks. Collective."""
+    require_equal(group, options, "the ranks' options differ", "give all the same", UsageError)
+
+
 def check_optimizer(model: Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer of other arrays than the model's.
 
@@ -316,21 +323,16 @@ def check_numerics(trainer: Trainer) -> None:
             any precision but float32 for a float64 model.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
-    settings = [
-        ("the ranks compute in different precisions", mode),
-        *(
-            ("the ranks' losses differ", _loss_text(item))
-            for item in (trainer.loss, trainer.evaluation_loss)
-        ),
-        ("the ranks' seeds differ", trainer.seed),
-        *(("the ranks' updates differ", item) for item in _update(trainer)),
-    ]
-    require_equal(
+    require_same_options(
         trainer.group,
-        [item for _, item in settings],
-        lambda number: settings[min(number, len(settings) - 1)][0],
-        "give all the same",
-        UsageError,
+        [
+            f"precision {mode}",
+            *map(_loss_text, (trainer.loss, trainer.evaluation_loss, trainer.options)),
+            f"seed {trainer.seed}",
+            # replicas of a full model begin with the first one's weights
+            f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",
+            *_update(trainer),
+        ],
     )
     if mode not in MODES:
         raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")

@@ -22,6 +22,7 @@ from math import isfinite, nan
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -43,7 +44,13 @@ from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExc
 from nnmpi.compose.losses import SumLoss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
+from nnmpi.compose.trainer import (
+    Progress,
+    SegmentReport,
+    Trainer,
+    TrainingSegment,
+    require_same_options,
+)
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
@@ -131,6 +138,7 @@ class Worker(Trainer):
         synchronous_sends: bool = False,
         slow: Slow = NOT_SLOW,
     ) -> None:
+        self.options = exchange
         super().__init__(
             model,
             optimizer,
@@ -147,7 +155,6 @@ class Worker(Trainer):
         self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
         mesh = self.arrangement.mesh
         self._is_sharded = max(mesh.tp.size, mesh.sp.size) > 1
-        self._checks = exchange.check
         check_pairs(self, arrangement, exchange.fused_update)
         check_free(model)  # before the exchange moves parameters into its own storage
         self.exchange = make_exchange(self, exchange)
@@ -253,8 +260,16 @@ class Worker(Trainer):
                     - paused_s
                 )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
-            (report.loss_sum, report.score_sum, targets), norm, met = self.exchange.meet(numbers)
+            first, many = batch.first, batch.microbatches
+            own = (
+                f"lr {self.optimizer.lr}, step {step + 1}, {many} microbatches from sample {first}"
+            )
+            check = crc32(own.encode()) * (1 - self.group.size * self.group.is_root)
+            (*sums, targets, differ), norm, met = self.exchange.meet((*numbers, check))
+        report.loss_sum, report.score_sum = sums
         report.count(met)
+        if differ:
+            require_same_options(self.group, [own])
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             names = (
@@ -285,7 +300,7 @@ class Worker(Trainer):
                 self.scaling.grow()
             with timeline.span("update", "update"):
                 self.exchange.update(clipped / factor)
-        if self._checks:
+        if self.options.check:
             self.exchange.check_equal()
         if isfinite(report.predicted_s):
             report.predicted_steps = 1
@@ -310,11 +325,10 @@ class Worker(Trainer):
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
         storage, shares = self.model.storage, self.exchange.holders
         parameters, gradients, buffers = storage.held_bytes()
-        state = self.optimizer.state_bytes // shares
         return {
             PARAMETERS: parameters // shares,
             GRADIENTS: gradients,
-            STATE: state,
+            STATE: self.optimizer.state_bytes // shares,
             COMMUNICATION: buffers,
         }
 
@@ -399,9 +413,8 @@ class Worker(Trainer):
     def _batch_of(self, x: Any, y: Any) -> Batch:
         """Return this replica's shard of a batch of all replicas' rows. Collective."""
         if y is None:
-            kind = type(x).__name__
             raise UsageError(
-                f"step takes a batch of a data.Loader, or samples and labels, not only a {kind}:"
+                f"step takes a batch of a data.Loader, or samples and labels, not only a {type(x).__name__}:"
                 " for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
         samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))

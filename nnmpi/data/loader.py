@@ -62,6 +62,7 @@ class Batch:
         host_y: the labels on the host if x and y are on a device; else None.
         length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
+        first: the global batch's first index.
     """
 
     x: Array
@@ -75,6 +76,7 @@ class Batch:
     host_y: NDArray[Any] | None = None
     targets: tuple[int, ...] = ()
     length: int | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -305,7 +307,18 @@ class Loader:
         if y.dtype.kind == "f":
             y = y.astype(self._kind, copy=False)
         microbatches = min(self.microbatches, global_rows)
-        return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
+        return Batch(
+            x,
+            y,
+            indices,
+            cuts,
+            global_rows,
+            epoch,
+            number,
+            microbatches,
+            targets=targets,
+            first=epoch_order[start],
+        )
 
     def _extent(self, batch_order: Integers) -> tuple[tuple[int, ...], int | None]:
         """Return each microbatch's number of targets, and the length to pad samples to.

@@ -75,7 +75,7 @@ class Buffer:
         self.data: Array = np.full(shape, value, dtype=np.float32)
 
 
-def repeatable(model: Module, read: dict[Any, Any], run: Any, x: Any, *key: Any) -> Any:
+def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """Return run(x, *key). A recomputation reads the buffers of the first run, and changes none.
 
     Args:
@@ -281,6 +281,7 @@ class Module:
         for _, buffer in self.named_buffers():
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
+        self.storage.seed = seed
         if group is not None:
             self.storage.known_groups |= {
                 group(name, parameter) for name, parameter in self.full_parameters()

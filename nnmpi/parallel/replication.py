@@ -7,7 +7,6 @@ parameters that several stages use.
 
 import hashlib
 from collections.abc import Mapping
-from itertools import compress
 
 import numpy as np
 
@@ -72,10 +71,8 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
     Parameters of one rank's experts stay as they are.
     """
     model.storage.shared = True
-    arrays = compress(
-        model.storage.data, [parameters and not apart for apart in model.storage.apart]
-    )
-    for array in [*arrays, *(buffer.data for _, buffer in model.named_buffers())]:
+    entries = model.entries() if parameters else dict(model.named_buffers())
+    for array in [item.data for item in entries.values() if not getattr(item, "apart", False)]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)
         if values is not array:

@@ -193,11 +193,14 @@ class FlatStorage:
         spans: the location of each parameter, in registration order.
         moves: how many times `move` replaced the arrays.
         common: whether other ranks write to `data` too (see `parallel.fused`).
+        seed: of the initial values.
         shared: whether a strategy has replicated or sharded these values over ranks.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
         writes: the version counter of the parameters.
     """
+
+    seed = 0
 
     def __init__(
         self,

@@ -200,5 +200,5 @@ def test_ranks_of_different_precisions_are_refused(group: Group) -> None:
         ).release(),
     )
     before = "rank 0 has" if group.size == 2 else f"ranks 0-{group.size - 2} have"
-    text = f"different precisions: {before} float32; rank {group.size - 1} has fp16"
+    text = f"{before} precision float32; rank {group.size - 1} has precision fp16"
     assert group.gather(text in message) == [group.size > 1] * group.size

@@ -252,7 +252,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
     layouts = [
         Layout(dp=group.size),
         Layout(pp=group.size),
-        *([Layout(dp=2, pp=group.size // 2)] * (group.size > 2)),
+        *([Layout(dp=2, pp=group.size // 2)] if group.size > 2 else []),
     ]
     for layout in layouts:
         result = train(group, layout)

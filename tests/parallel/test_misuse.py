@@ -5,6 +5,7 @@ do.
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,10 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.shard import part
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor import Function, Tensor
-from tests.worker_options import grouped
 
 ROWS = 13
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -52,6 +53,14 @@ class Setting:
         cut = Cut(0, len(self.x), self.mine.start)
         return Batch(self.x, self.y, np.arange(len(self.x)), (cut,), ROWS, 0, 0)
 
+    def worker(self, **options: Any) -> Worker:
+        """Return a worker of the model."""
+        return Worker(self.model, sgd(self.model), self.group, **options)
+
+    def backward(self, parallel: DataParallel, **options: Any) -> None:
+        """Do a backward pass of this rank's losses."""
+        parallel.backward(self.loss(), ROWS, **options)
+
     def loss(self) -> Tensor:
         """Return the sum of this rank's losses."""
         return ops.cross_entropy(self.model(self.x), self.y, reduction="sum")
@@ -62,7 +71,7 @@ class Setting:
         assert max(self.group.gather(error)) < 1e-12
 
     def assert_refused(
-        self, action: Callable[[], object], kind: type[Exception], text: str
+        self, action: Callable[[], object], text: str, kind: type[Exception] = UsageError
     ) -> None:
         """Fail on all ranks unless the action raises this on all."""
         try:
@@ -82,13 +91,11 @@ def test_forgotten_zero_grad(group: Group) -> None:
     """What is summed already would be summed again."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
-    parallel.backward(setting.loss(), ROWS)
-    setting.assert_refused(
-        lambda: parallel.backward(setting.loss(), ROWS), UsageError, "model.zero_grad()"
-    )
+    setting.backward(parallel)
+    setting.assert_refused(lambda: setting.backward(parallel), "model.zero_grad()")
     setting.model.zero_grad()
-    parallel.backward(setting.loss(), ROWS, last=False)
-    parallel.backward(setting.loss(), ROWS)
+    setting.backward(parallel, last=False)
+    setting.backward(parallel)
     setting.assert_gradient(2)
 
 
@@ -98,12 +105,12 @@ def test_backward_of_the_loss_itself(group: Group, overlap: bool) -> None:
     """Some buckets would be summed, some not, or none; and the next right call works."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
-    setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")
+    setting.assert_refused(setting.loss().backward, "parallel.backward(loss, samples)")
     setting.model.zero_grad()
-    parallel.backward(setting.loss(), ROWS)
+    setting.backward(parallel)
     setting.assert_gradient()
     # nor added to it
-    setting.assert_refused(setting.loss().backward, UsageError, "parallel.backward(loss, samples)")
+    setting.assert_refused(setting.loss().backward, "parallel.backward(loss, samples)")
     setting.assert_gradient()
     parallel.release()
     setting.model.zero_grad()
@@ -115,12 +122,10 @@ def test_two_on_one_model(group: Group) -> None:
     """Both would sum the same gradients; after a release there is one again."""
     setting = Setting(group)
     first = DataParallel(setting.model, group)
-    setting.assert_refused(
-        lambda: DataParallel(setting.model, group), UsageError, "release() first"
-    )
+    setting.assert_refused(lambda: DataParallel(setting.model, group), "release() first")
     first.release()
     assert not first.exchange._group.comm.mpi  # what was given back is the null communicator
-    DataParallel(setting.model, group).backward(setting.loss(), ROWS)
+    setting.backward(DataParallel(setting.model, group))
     setting.assert_gradient()
 
 
@@ -149,18 +154,16 @@ def test_pass_after_one_that_broke_off(group: Group, overlap: bool) -> None:
     hidden = nn.Sequential(*setting.model.layers[:-1])
     logits = setting.model.layers[-1](Broken()(hidden(Tensor(setting.x))))
     loss = ops.cross_entropy(logits, setting.y, reduction="sum")
-    setting.assert_refused(lambda: parallel.backward(loss, ROWS), ZeroDivisionError, "planted")
+    setting.assert_refused(lambda: parallel.backward(loss, ROWS), "planted", ZeroDivisionError)
     setting.model.zero_grad()
     if overlap:
-        setting.assert_refused(
-            lambda: parallel.backward(setting.loss(), ROWS), CommError, "make a new one"
-        )
+        setting.assert_refused(lambda: setting.backward(parallel), "make a new one", CommError)
         if group.rank == 0:
             parallel.exchange._launch()
         parallel.release()
         parallel = DataParallel(setting.model, group, bucket_bytes=64, overlap=overlap)
         setting.model.zero_grad()
-    parallel.backward(setting.loss(), ROWS)
+    setting.backward(parallel)
     setting.assert_gradient()
     parallel.release()
 
@@ -172,11 +175,9 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
     setting = Setting(group)
     parallel = DataParallel(setting.model, group, allreduce)
     parallel.release()
-    setting.assert_refused(
-        lambda: parallel.backward(setting.loss(), ROWS), UsageError, "was released; make a new one"
-    )
-    setting.assert_refused(parallel.finish, UsageError, "was released")
-    setting.assert_refused(lambda: parallel.reduce([0]), UsageError, "was released")
+    setting.assert_refused(lambda: setting.backward(parallel), "was released; make a new one")
+    setting.assert_refused(parallel.finish, "was released")
+    setting.assert_refused(lambda: parallel.reduce([0]), "was released")
 
 
 @pytest.mark.simulated
@@ -184,20 +185,19 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
 def test_step_after_the_release(group: Group, fused: bool) -> None:
     setting = Setting(group)
     before = setting.model.state()
-    worker = Worker(
-        setting.model,
-        optim.SGD(setting.model.storage, lr=0.1),
-        group,
-        exchange=GradientExchange(fused_update=fused),
-    )
+    worker = setting.worker(exchange=GradientExchange(fused_update=fused))
     worker.release()
     worker.release()  # does nothing
-    setting.assert_refused(
-        lambda: worker.step(setting.batch()), UsageError, "was released; make a new one"
-    )
-    assert all(
-        np.array_equal(values, setting.model.state()[name]) for name, values in before.items()
-    )
+    setting.assert_refused(lambda: worker.step(setting.batch()), "was released; make a new one")
+    np.testing.assert_equal(setting.model.state(), before)
+
+
+def attach(model: nn.Module, group: Group, strategy: str) -> object:
+    """Make a strategy, by name."""
+    if strategy in ("auto", "shared"):
+        return DataParallel(model, group, strategy)
+    fused = GradientExchange(fused_update=True if strategy == "fused" else None)
+    return Worker(model, sgd(model), group, exchange=fused)
 
 
 # Inputs, and outputs on rank 0 and 1. Parameters begin at multiples of 64 bytes, so that the flat
@@ -212,7 +212,7 @@ OTHERS = {
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
-    "strategy", ["DataParallel", "shared", "Worker", pytest.param("fused", marks=HOST)]
+    "strategy", ["auto", "shared", "Worker", pytest.param("fused", marks=HOST)]
 )
 def test_different_models(group: Group, other: str, strategy: str) -> None:
     """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has
@@ -224,17 +224,6 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
     )
     before = model.state()
 
-    def make() -> object:
-        if strategy in ("DataParallel", "shared"):
-            return DataParallel(model, group, "auto" if strategy == "DataParallel" else strategy)
-        fused = True if strategy == "fused" else None
-        return Worker(
-            model,
-            optim.SGD(model.storage, lr=0.1),
-            group,
-            exchange=GradientExchange(fused_update=fused),
-        )
-
     same = name_ranks(rank for rank in range(group.size) if rank != 1) + (
         " has" if group.size == 2 else " have"
     )
@@ -244,8 +233,8 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
     )
     if other == "padded alike":
         assert len(set(group.gather(model.storage.data[0].size))) == 1
-    Setting(group).assert_refused(make, CommError, words)
-    assert all(np.array_equal(values, model.state()[name]) for name, values in before.items())
+    Setting(group).assert_refused(lambda: attach(model, group, strategy), words, CommError)
+    np.testing.assert_equal(model.state(), before)
 
 
 @pytest.mark.simulated
@@ -253,25 +242,21 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     """It has values of its own, which nobody would keep equal or update."""
     setting = Setting(group)
     setting.model.replace("3", nn.Linear(7, 3).initialize(dtype="float64"))
-    setting.assert_refused(
-        lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in"
-    )
+    setting.assert_refused(lambda: DataParallel(setting.model, group), "'3.weight' is not in")
 
 
 @pytest.mark.simulated(min_size=2)
-@pytest.mark.parametrize("strategy", ["DataParallel", "Worker", pytest.param("fused", marks=HOST)])
+@pytest.mark.parametrize("strategy", ["auto", "Worker", pytest.param("fused", marks=HOST)])
 def test_a_parameter_frozen_on_one_rank(group: Group, strategy: str) -> None:
     """That rank would keep its weights, and the others theirs."""
     model = nn.Linear(3, 2).initialize(dtype="float64")
     dict(model.named_parameters())["bias"].requires_grad = group.rank > 0
 
-    def make() -> object:
-        if strategy == "DataParallel":
-            return DataParallel(model, group)
-        fused = GradientExchange(fused_update=strategy == "fused")
-        return Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=fused)
-
-    Setting(group).assert_refused(make, CommError, "models: rank 0 has bias (2,) float64, frozen; ")
+    Setting(group).assert_refused(
+        lambda: attach(model, group, strategy),
+        "models: rank 0 has bias (2,) float64, frozen; ",
+        CommError,
+    )
 
 
 def _once(x: Any, y: Any) -> Tensor:
@@ -286,58 +271,53 @@ def sgd(model: Any, **options: Any) -> Any:
     return optim.SGD(model.storage, **{"lr": 0.1, **options})
 
 
-# (model, rank) -> what this rank gives a trainer, and words of the refusal.
-DIFFERENT: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
-    "rule": (
-        lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)},
-        "updates differ: .*Adam",
-    ),
-    "rate": (lambda m, r: {"optimizer": sgd(m, lr=0.1 + r)}, "updates differ: .*lr 1.1"),
-    "option": (
-        lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)},
-        "updates differ: .*momentum 0.5",
-    ),
-    "betas": (
-        lambda m, r: {"optimizer": optim.Adam(m.storage, betas=(0.9, 0.5 * r))},
-        "updates differ: .*betas",
-    ),
-    "decay": (
-        lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)},
-        "updates differ: .*weight decay",
-    ),
-    "clip": (
-        lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)},
-        "updates differ: .*clip 1.0",
-    ),
-    "loss": (
-        lambda m, r: {"loss": "mse" if r else None},
-        "losses differ: .*cross-entropy .*rank 1 has mse",
-    ),
-    "delta": (
-        lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)},
-        "losses differ: .*huber with",
-    ),
-    "function": (
-        lambda m, r: {"loss": _twice if r else _once},
-        "losses differ: .*_once; rank 1 has _twice",
-    ),
-    "seed": (lambda m, r: {"seed": r}, "seeds differ: rank 0 has 0; rank 1 has 1"),
+# By words of the refusal: (model, rank) -> what this rank gives a trainer.
+DIFFERENT: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "Adam": lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)},
+    "lr 1.1": lambda m, r: {"optimizer": sgd(m, lr=0.1 + r)},
+    "momentum 0.5": lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)},
+    "betas": lambda m, r: {"optimizer": optim.Adam(m.storage, betas=(0.9, 0.5 * r))},
+    "weight decay": lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)},
+    "clip 1.0": lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)},
+    "cross-entropy .*rank 1 has mse": lambda m, r: {"loss": "mse" if r else None},
+    "huber with": lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)},
+    "_once; rank 1 has _twice": lambda m, r: {"loss": _twice if r else _once},
+    "rank 0 has seed 0; rank 1 has seed 1": lambda m, r: {"seed": r},
 }
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("words", DIFFERENT)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_that_would_train_differently(group: Group, what: str, asynchronous: bool) -> None:
+def test_ranks_that_would_train_differently(group: Group, words: str, asynchronous: bool) -> None:
     """Replicas would go apart, or wait for one another; the sum of two losses' gradients is that of
     neither.
     """
-    build, words = DIFFERENT[what]
     setting = Setting(group)
-    options = {"optimizer": sgd(setting.model), **build(setting.model, group.rank)}
+    options = {"optimizer": sgd(setting.model), **DIFFERENT[words](setting.model, group.rank)}
     make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=f"options differ: .*{words}"):
         make(setting.model, group=group, **options)
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+def test_ranks_whose_steps_differ(group: Group) -> None:
+    setting = Setting(group)
+    worker, batch = setting.worker(), replace(setting.batch(), first=group.rank)
+    words = "rank 1 has lr 1.1, step 1, 1 microbatches from sample 1"
+    setting.assert_refused(lambda: worker.step(batch, lr=0.1 + group.rank), words)
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+def test_shards_of_other_weights(group: Group) -> None:
+    """A Worker compares seeds, as in stage 3 no rank has all weights. Others are rank 0's."""
+    where = arrange(models.mlp((5,), 3), group, Layout(zero=1))
+    model = where.model.initialize(seed=group.rank, storage=where.storage)
+    with pytest.raises(UsageError, match="rank 0 has initial seed 0; rank 1 has initial seed 1"):
+        Worker(model, sgd(model), group, arrangement=where)
+    ShardedDataParallel(model, group).release()
+    first, other = group.gather(float(model.parameters()[0].data.sum()))
+    assert first == other
 
 
 @pytest.mark.simulated(min_size=2)
@@ -362,15 +342,11 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
 def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
     """Samples need labels."""
     setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    optimizer = sgd(setting.model)
     wrong: Any = Worker
-    setting.assert_refused(
-        lambda: wrong(setting.model, group, optimizer), UsageError, "the optimizer is a"
-    )
+    setting.assert_refused(lambda: wrong(setting.model, group, optimizer), "the optimizer is a")
     worker = wrong(setting.model, optimizer, group)
-    setting.assert_refused(
-        lambda: worker.step(setting.x), UsageError, "step takes a batch of a data.Loader"
-    )
+    setting.assert_refused(lambda: worker.step(setting.x), "step takes a batch of a data.Loader")
     assert optimizer.lr == 0.1
     worker.release()
 
@@ -379,10 +355,10 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
 def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     """It would update what the model does not use."""
     setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    optimizer = sgd(setting.model)
     setting.model.initialize(dtype="float64")
     setting.assert_refused(
-        lambda: Worker(setting.model, optimizer, group), UsageError, "make it for model.storage"
+        lambda: Worker(setting.model, optimizer, group), "make it for model.storage"
     )
 
 
@@ -395,13 +371,7 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
 def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:
     """It would be divided by the number of samples a second time."""
     setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
-    options = {role: loss}
-    setting.assert_refused(
-        lambda: Worker(setting.model, optimizer, group, **grouped(**options)),  # type: ignore[arg-type]
-        UsageError,
-        'reduction="none"',
-    )
+    setting.assert_refused(lambda: setting.worker(**{role: loss}), 'reduction="none"')
 
 
 ONE_HOT = np.eye(2)
@@ -416,17 +386,13 @@ MEANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-@pytest.mark.parametrize(
-    "layout", [Layout(dp=1), Layout(dp=3), Layout(dp=1, pp=2)], ids=["serial", "dp", "pp"]
-)
-def test_one_number_is_no_loss(layout: Layout, name: str) -> None:
+@pytest.mark.parametrize("dp, pp", [(1, 1), (3, 1), (1, 2)])
+def test_one_number_is_no_loss(dp: int, pp: int, name: str) -> None:
     """It may be a mean over this rank's rows, which would be divided a second time."""
     with pytest.raises(
         UsageError, match="returned one number for labels of shape .* one value for each label"
     ):
-        simulate(
-            lambda group: _losses(group, layout, MEANS[name]), (layout.dp or 1) * (layout.pp or 1)
-        )
+        simulate(lambda group: _losses(group, Layout(dp=dp, pp=pp), MEANS[name]), dp * pp)
 
 
 @pytest.mark.simulated
@@ -452,12 +418,8 @@ def _losses(group: Group, layout: Layout, loss: Any) -> list[float]:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     where = arrange(model, group, layout, np.zeros((2, 3)), "float64")
     where.model.initialize(seed=0, dtype="float64")
-    worker = Worker(
-        where.model, optim.SGD(where.model.storage, lr=0.5), group, loss=loss, arrangement=where
-    )
-    loader = Loader(
-        data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0
-    )
+    worker = Worker(where.model, sgd(where.model), group, loss=loss, arrangement=where)
+    loader = Loader(data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64")
     result = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
     worker.release()
     where.free()

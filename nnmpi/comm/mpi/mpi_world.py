@@ -251,11 +251,11 @@ class MpiWorld:
         self.watchdog = Watchdog(self)
         return self.watchdog.close
 
-    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+    def watch(self, warning_s: float, limit_s: float, folder: str | Path | None = None) -> None:
         """Set the time limits of waits for other ranks; see `watchdog`."""
         if self.watchdog is not None:
             self.watchdog.warning_s, self.watchdog.limit_s = warning_s, limit_s
-            self.watchdog.folder = None if folder is None else folder.absolute()
+            self.watchdog.folder = None if folder is None else Path(folder).absolute()
 
 
 def _gather(call: Callable[..., T], local: Buffer | None, into: Buffer, counts: Sequence[int]) -> T:

@@ -91,7 +91,7 @@ class SimulatedWorld:
         """
         return cast(Future[T], SimpleNamespace(done=lambda: True, result=work))
 
-    def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
+    def watch(self, warning_s: float, limit_s: float, folder: str | Path | None = None) -> None:
         """Do nothing: the scheduler reports a deadlock at once."""
 
     def now(self) -> float:

@@ -116,7 +116,7 @@ class ShardedDataParallel(Replicas):
             model.forward = self._forward  # type: ignore[method-assign]
 
     def _start_equal(self) -> None:
-        broadcast_state(self.model, self.group, parameters=False)
+        broadcast_state(self.model, self.group, parameters=self.storage.is_whole)
 
     # ---- forward ----
 
