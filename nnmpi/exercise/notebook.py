@@ -18,10 +18,8 @@ def find(name: str) -> Exercise:
         'Every rank gets the sum of all buffers, around a ring.'
     """
     if name not in EXERCISES:
-        near = suggest(name, EXERCISES)
-        raise UsageError(
-            f"there is no exercise {name!r}{near}; python -m nnmpi.exercise lists them"
-        )
+        near = suggest(name, EXERCISES) or "; python -m nnmpi.exercise lists them"
+        raise UsageError(f"there is no exercise {name!r}{near}")
     return EXERCISES[name]
 
 
