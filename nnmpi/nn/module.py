@@ -151,7 +151,7 @@ class Module:
             result = self.forward(
                 *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
             )
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, GraphError) as error:
             if not inputs or inputs[0] is not None:
                 raise
             raise GraphError(

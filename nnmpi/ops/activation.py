@@ -18,7 +18,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import flattened, rectify, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
-from nnmpi.tensor.operand import in_float32, require_floating
+from nnmpi.tensor.operand import checked_axes, in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -306,7 +306,7 @@ class SoftmaxFunction(Function):
 
     def forward(self, x: Array) -> Array:
         xp = self.xp
-        kernels = kernels_for(x, "softmax") if self.axis % x.ndim == x.ndim - 1 else None
+        kernels = kernels_for(x, "softmax") if self.axis == x.ndim - 1 else None
         y: Array
         if kernels is not None:
             y = kernels.softmax(xp, x)
@@ -355,9 +355,9 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    _check(x, axis)
-    apply = partial(with_kernels, "softmax") if axis % x.ndim == x.ndim - 1 else in_float32
-    return apply(SoftmaxFunction(axis), require_floating("softmax", x))
+    at = _checked_axis("softmax", x, axis)
+    apply = partial(with_kernels, "softmax") if at == x.ndim - 1 else in_float32
+    return apply(SoftmaxFunction(at), x)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -366,10 +366,11 @@ def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    _check(x, axis)
-    return in_float32(LogSoftmax(axis), require_floating("log_softmax", x))
+    return in_float32(LogSoftmax(_checked_axis("log_softmax", x, axis)), x)
 
 
-def _check(x: Tensor, axis: int) -> None:
-    if not -x.ndim <= axis < x.ndim or x.shape[axis] == 0:
-        raise ShapeError(f"softmax along axis {axis} of shape {x.shape} has no elements")
+def _checked_axis(name: str, x: Tensor, axis: int) -> int:
+    (at,) = checked_axes(require_floating(name, x).data.ndim, axis)
+    if x.shape[at] == 0:
+        raise ShapeError(f"{name} along axis {axis} of shape {x.shape} has no elements")
+    return at

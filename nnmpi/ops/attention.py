@@ -278,6 +278,7 @@ def attention(
     """
     if heads < 1:
         raise UsageError(f"attention needs at least 1 head, not {heads}")
+    packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(
             f"attention with {heads} heads needs (batch, time, 3 * features) with features a"
@@ -288,7 +289,6 @@ def attention(
             "attention's dropout must be a probability in [0, 1), with a mask_key and without a"
             f" cache, not {dropout}"
         )
-    packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     kind = DroppedAttention if dropout else PackedAttention
     function = kind(
         heads, causal, attention_for(packed.data), before, dropout, mask_key if dropout else None
@@ -318,6 +318,7 @@ def scaled_dot_product_attention(
         ShapeError: when the shapes do not fit together, or there are no keys or features.
         DtypeError: when the inputs are not floating point, or differ in dtype.
     """
+    reads = read_as("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ShapeError(
@@ -335,7 +336,6 @@ def scaled_dot_product_attention(
         )
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
-    reads = read_as("attention", require_floating("attention", q), k, v)
     q, k, v = (converted(item, reads) for item in (q, k, v))
     kernels = attention_for(q.data)
     return with_kernels("attend", Attention(causal, kernels), q, k, v)

@@ -104,6 +104,7 @@ def dropout(
     Raises:
         UsageError: for p outside [0, 1), or a missing key.
     """
+    require_floating("dropout", x)
     number("dropout's p", p, 1)
     if not callable(key) and not isinstance(key, tuple):
         raise UsageError(
@@ -114,4 +115,4 @@ def dropout(
         return x
     mask_key = key if callable(key) else lambda: (key, first_row)
     function = DropoutFunction(float(p), mask_key)
-    return with_kernels("dropout", function, require_floating("dropout", x))
+    return with_kernels("dropout", function, x)

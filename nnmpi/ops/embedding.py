@@ -11,7 +11,7 @@ from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
+from nnmpi.tensor.operand import read_as, refuse_parts, values_of, whole_values
 from nnmpi.tensor.placement import Placement, is_sharded, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -79,6 +79,7 @@ def embedding(
         ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
+    dtype = read_as("embedding", table)
     values = indices.data if is_sharded(indices) else whole_values("embedding", indices)
     if not is_array(values):
         values = np.asarray(values)  # checked on the host, also for a table on the device
@@ -88,10 +89,11 @@ def embedding(
         raise ShapeError(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
-    if kernels_for(table.data, "embedding") is None or type(values) is np.ndarray:
+    rows = values_of(table)
+    if kernels_for(rows, "embedding") is None or type(values) is np.ndarray:
         record_call(_check_indices, values, table.shape[0] if entries is None else entries)
-        values = namespace(table.data).asarray(values)
-    return make(read_as("embedding", table))(table, indices if is_sharded(indices) else values)
+        values = namespace(rows).asarray(values)
+    return make(dtype)(table, indices if is_sharded(indices) else values)
 
 
 def _check_indices(indices: Array, entries: int) -> None:

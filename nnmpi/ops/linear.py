@@ -13,7 +13,7 @@ from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.ops.planes import rectify, rectify_grad
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import converted, in_float32, read_as, refuse_parts
+from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -220,12 +220,13 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
 
     Same errors as `linear`.
     """
+    reads = read_as("linear_transposed", x, weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and"
             " (out, in)"
         )
-    return multiply(TransposedLinearFunction, read_as("linear_transposed", x, weight), x, weight)
+    return multiply(TransposedLinearFunction, reads, x, weight)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -284,6 +285,7 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> D
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.
     """
+    reads = read_as(name, x, weight, *given(bias))
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
@@ -297,4 +299,4 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> D
             f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs"
             f" {weight.shape[1:]}"
         )
-    return read_as(name, x, weight, bias)
+    return reads

@@ -327,6 +327,7 @@ def lstm(
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
+    may_meet("lstm", require_floating("lstm", x), weight, recurrent, bias, *state or ())
     features = recurrent.shape[0]
     expected = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
     if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != expected:
@@ -335,24 +336,13 @@ def lstm(
             f" {bias.shape} needs (batch, time, in), (in, 4 features), (features, 4 features) and"
             " (4 features,)"
         )
-    h, c = (None, None) if state is None else state
     for item in state or ():
         if tuple(item.shape) != (x.shape[0], features):
             raise ShapeError(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
-    may_meet("lstm", x, weight, recurrent, bias, h, c)
-    function = LSTMFunction(reverse, ends)
-    return in_float32(
-        function,
-        require_floating("lstm", x),
-        weight,
-        recurrent,
-        bias,
-        h,
-        c,
-        _checked(lengths, x.shape),
-    )
+    inputs = x, weight, recurrent, bias, *(state or (None, None))
+    return in_float32(LSTMFunction(reverse, ends), *inputs, _checked(lengths, x.shape))
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:

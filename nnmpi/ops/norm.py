@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, Shape, namespace, ones
+from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
@@ -498,12 +498,12 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
         ShapeError: when scale or shift do not fit x, or the groups do not divide the channels.
         DtypeError: when x, scale and shift differ in dtype.
     """
-    _check("group_norm", x, scale, shift, x.shape[-1:])
+    _check("group_norm", x, scale, shift)
     groups = whole("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
     function = GroupNormFunction(scale.size // groups, float(eps))
-    return in_float32(function, require_floating("group_norm", x), scale, shift)
+    return in_float32(function, x, scale, shift)
 
 
 def batch_norm(
@@ -535,9 +535,9 @@ def batch_norm(
         ShapeError: when scale or shift do not fit x.
         DtypeError: when x, scale and shift differ in dtype.
     """
-    _check("batch_norm", x, scale, shift, x.shape[-1:])
+    _check("batch_norm", x, scale, shift)
     function = BatchNormFunction(float(eps), all_reduce, observe)
-    y = in_float32(function, require_floating("batch_norm", x), scale, shift)
+    y = in_float32(function, x, scale, shift)
     statistics = function.statistics
     del function.statistics  # the tape should hold only what backward needs
     return y, *statistics
@@ -556,14 +556,16 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
         ShapeError: when scale or shift do not fit the last axes of x.
         DtypeError: when x, scale and shift differ in dtype.
     """
-    _check("layer_norm", x, scale, shift, x.shape[x.ndim - scale.ndim :])
+    _check("layer_norm", x, scale, shift, None)
     function = LayerNormFunction(float(eps))
-    return with_kernels("layer_norm", function, require_floating("layer_norm", x), scale, shift)
+    return with_kernels("layer_norm", function, x, scale, shift)
 
 
-def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, shape: Shape) -> None:
-    if x.ndim < 1 or prod(shape) == 0 or not shape or not scale.shape == shift.shape == shape:
+def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, axes: int | None = 1) -> None:
+    """Refuse what does not fit; `axes` are normalized, or those of the scale (None)."""
+    may_meet(name, require_floating(name, x), scale, shift)
+    shape = x.shape[x.ndim - (scale.ndim if axes is None else axes) :]
+    if prod(shape) == 0 or not shape or not scale.shape == shift.shape == shape:
         raise ShapeError(
             f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}"
         )
-    may_meet(name, x, scale, shift)

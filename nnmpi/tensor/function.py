@@ -316,9 +316,9 @@ class Function:
             values.append(x)
             needs.append(needed)
         if first is None:
+            name = type(self).__name__.removesuffix("Function")
             raise GraphError(
-                "an operation needs at least one Tensor among its inputs; wrap the array in"
-                " nnmpi.Tensor"
+                f"{name} needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor"
             )
         if part is not None:
             return part.apply(self, inputs)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
-from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.kernels import cast
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
@@ -35,8 +35,10 @@ class AsType(Elementwise):
 
 
 def converted(x: Any, dtype: Dtype) -> Any:
-    """Convert a tensor to a dtype as an operation of the graph; return one of that dtype as is."""
-    return x if x.data.dtype == dtype else AsType(dtype)(x)
+    """Convert a tensor, as an operation of the graph, or an array; return one of the dtype as is."""
+    if isinstance(x, Variable):
+        return x if x.data.dtype == dtype else AsType(dtype)(x)
+    return cast(namespace(x), x, dtype)
 
 
 def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
@@ -61,9 +63,8 @@ def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
 
 
 def _raised(x: Any) -> Any:
-    if isinstance(x, Variable):
-        return converted(x, FLOAT32) if is_low(x.data.dtype) else x
-    return to_float32(namespace(x), x) if is_result(x) else x
+    is_low_array = (isinstance(x, Variable) or is_result(x)) and is_low(_dtype(x))
+    return converted(x, FLOAT32) if is_low_array else x
 
 
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
@@ -91,7 +92,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
                     f"{name} of {dtype_a} and {dtype_b} would change a dtype silently; use astype"
                     " on one"
                 )
-            a, b = (converted(x, FLOAT32) if isinstance(x, Variable) else x for x in (a, b))
+            a, b = converted(a, FLOAT32), converted(b, FLOAT32)
         # shards show the full shapes here; the operation's `placed` compares their placements
         check_broadcast(name, a.shape, b.shape)
         return a, b
@@ -167,9 +168,7 @@ def require_floating(name: str, x: Variable) -> Variable:
         GraphError: when x is no tensor.
     """
     if not isinstance(x, Variable):
-        raise GraphError(
-            f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
-        )
+        raise _no_tensor(name, x)
     if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
         raise DtypeError(
             f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')"
@@ -177,26 +176,34 @@ def require_floating(name: str, x: Variable) -> Variable:
     return x
 
 
-def same_dtype(name: str, *inputs: Any) -> None:
-    """Refuse tensors and arrays of different dtypes; None stands for a missing input.
+def given(x: Any) -> tuple[Any, ...]:
+    """Return an optional input as a tuple: empty for None."""
+    return () if x is None else (x,)
+
+
+def may_meet(name: str, *inputs: Any) -> Dtype:
+    """Return the operands' first dtype; refuse other ones, except by mixed precision (see `mixes`).
+
+    Operations call it before they read shapes: what is no operand has none.
 
     Raises:
         DtypeError: naming the operation and the dtypes.
+        GraphError: for an input that is neither a tensor nor an array.
     """
-    dtypes = [_dtype(x) for x in inputs if x is not None]
-    if dtypes.count(dtypes[0]) != len(dtypes):
+    dtypes = [_dtype(x) for x in inputs]
+    for i, dtype in enumerate(dtypes):  # `in` would not do: NumPy's float64 equals None
+        if dtype is None:
+            raise _no_tensor(name, inputs[i])
+    if dtypes.count(dtypes[0]) != len(dtypes) and not mixes(*dtypes):
         words = ", ".join(map(str, dtypes))
         raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
+    return dtypes[0]
 
 
-def may_meet(name: str, *inputs: Any) -> None:
-    """Refuse operands of different dtypes unless mixed precision allows them (see `mixes`).
-
-    Raises:
-        DtypeError: naming the operation and the dtypes.
-    """
-    if not mixes(*(_dtype(x) for x in inputs if x is not None)):
-        same_dtype(name, *inputs)
+def _no_tensor(name: str, x: Any) -> GraphError:
+    return GraphError(
+        f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
+    )
 
 
 def mixes(*dtypes: Any) -> bool:
@@ -208,25 +215,21 @@ def mixes(*dtypes: Any) -> bool:
 def read_as(name: str, *inputs: Any) -> Dtype:
     """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
 
-    Args:
-        inputs: tensors and arrays; None stands for a missing input.
-
     Raises:
-        DtypeError: naming the operation and the dtypes, when they may not be combined.
+        DtypeError, GraphError: for inputs that may not be combined (see `may_meet`).
         UsageError: for tf32 with NumPy arrays: NumPy has no tf32 products.
     """
     mode = precision()
     if mode != "float32":
         low = low_dtype(mode)
-        if low is not None and all(_dtype(x) in (low, FLOAT32) for x in inputs if x is not None):
+        if low is not None and mixes(*map(_dtype, inputs)):
             return low
         if mode == "tf32" and isinstance(values_of(inputs[0]), np.ndarray):
             raise UsageError(
                 f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
                 " cupy on a CUDA device"
             )
-    same_dtype(name, *inputs)
-    return _dtype(inputs[0])
+    return may_meet(name, *inputs)
 
 
 def _plain(x: Any) -> Any:
@@ -246,4 +249,22 @@ def values_of(x: Any) -> Any:
 
 
 def _dtype(x: Any) -> Any:
-    return getattr(values_of(x), "dtype", None)
+    return x.data.dtype if isinstance(x, Variable) else getattr(x, "dtype", None)
+
+
+def checked_axes(ndim: int, *axes: Any) -> tuple[int, ...]:
+    """Return axes as non-negative numbers.
+
+    Raises:
+        ShapeError: for an axis that the array does not have, or something else than an integer.
+    """
+    result: list[int] = []
+    for axis in axes:
+        try:
+            result.append(range(ndim)[axis])
+        except (IndexError, TypeError):
+            raise ShapeError(
+                f"axis {axis!r} does not fit an array of {ndim} dimensions; give one of its axes, a"
+                " whole number"
+            ) from None
+    return tuple(result)

@@ -34,10 +34,18 @@ from nnmpi.backend.array import (
     namespace,
     ones,
 )
-from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
 from nnmpi.backend.recording import refuse
-from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
+from nnmpi.errors import (
+    DtypeError,
+    GraphError,
+    LayoutError,
+    ShapeError,
+    UsageError,
+    shortened,
+    whole,
+)
 from nnmpi.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
@@ -45,9 +53,10 @@ from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import (
     AsType,
     check_broadcast,
+    checked_axes,
     converted,
     in_float32,
-    mixes,
+    may_meet,
     operands,
     read_as,
     refuse_parts,
@@ -366,7 +375,8 @@ class Tensor(Variable):
         refuse("argmax")
         # not every array library implements argmax of bfloat16
         values: Any = to_float32(namespace(self.data), self.data)
-        return values.argmax(axis=axis, keepdims=keepdims)
+        at = None if axis is None else checked_axes(values.ndim, axis)[0]
+        return values.argmax(axis=at, keepdims=keepdims)
 
     def exp(self) -> Tensor:
         """Return e to the power of the elements."""
@@ -401,11 +411,11 @@ class Tensor(Variable):
         """
         if low is None and high is None:
             raise UsageError("clip needs at least one of low and high")
-        if low is not None and high is not None and low > high:
-            raise UsageError(f"clip has low {low} above high {high}; exchange them")
         bounds = [
             None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)
         ]
+        if low is not None and high is not None and low > high:
+            raise UsageError(f"clip has low {low} above high {high}; exchange them")
         return in_float32(Clip(*bounds), self)
 
     def astype(self, dtype: Any) -> Tensor:
@@ -460,6 +470,7 @@ class Tensor(Variable):
 
     def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""
+        start = whole("flatten's start", start, -self.ndim)
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
     def permute(self, *axes: int | Sequence[int]) -> Tensor:
@@ -491,7 +502,7 @@ class Tensor(Variable):
             ShapeError: for an axis that the tensor does not have.
         """
         order = list(range(self.data.ndim))
-        first, second = _checked_axes(self, first, second)
+        first, second = checked_axes(len(order), first, second)
         order[first], order[second] = second, first
         return Transpose(tuple(order))(self)
 
@@ -505,11 +516,14 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there is not one non-negative pair per axis.
         """
-        pairs = tuple((int(a), int(b)) for a, b in widths)
+        try:
+            pairs = tuple((index(a), index(b)) for a, b in widths)
+        except (TypeError, ValueError):
+            pairs = ((-1, -1),)
         if len(pairs) != self.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
             raise ShapeError(
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
-                f" not {pairs}"
+                f" not {widths!r}"
             )
         return Pad(pairs, value)(self) if pairs else self  # NumPy's pad refuses an empty list
 
@@ -551,30 +565,27 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
         DtypeError: for dtypes that differ.
     """
-    if not tensors:
-        raise ShapeError("concatenate of no tensors has no shape")
-    shapes, dtypes = [x.shape for x in tensors], {x.dtype for x in tensors}
-    ndim = len(shapes[0])
-    if len(dtypes) > 1 and mixes(*dtypes):
+    _check_items("concatenate", tensors)
+    shapes = [x.shape for x in tensors]
+    (at,) = checked_axes(len(shapes[0]), axis)
+    if len({x.dtype for x in tensors}) > 1:
         tensors = [converted(x, FLOAT32) for x in tensors]
-    elif len(dtypes) > 1:
-        raise DtypeError(
-            f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype"
-        )
-    if (
-        not -ndim <= axis < ndim
-        or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1
-    ):
+    if len({s[:at] + s[at + 1 :] + (len(s),) for s in shapes}) > 1:
         raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")
-    return Concatenate(axis % ndim)(*tensors)
+    return Concatenate(at)(*tensors)
 
 
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return tensors of one shape along a new axis. Same errors as `concatenate`."""
-    if not tensors or not -(ndim := tensors[0].data.ndim) - 1 <= axis <= ndim:
-        raise ShapeError(f"stack of {len(tensors)} tensors along axis {axis} does not fit")
-    at = axis % (ndim + 1)
+    _check_items("stack", tensors)
+    (at,) = checked_axes(len(tensors[0].shape) + 1, axis)
     return concatenate([x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors], at)
+
+
+def _check_items(name: str, tensors: Sequence[Tensor]) -> None:
+    if not isinstance(tensors, Sequence) or not tensors:
+        raise ShapeError(f"{name} needs a list of tensors, not {shortened(repr(tensors))}")
+    may_meet(name, *tensors)
 
 
 def _sum(function: Function, a: Any, b: Any) -> Tensor:
@@ -620,14 +631,7 @@ def _product(a: Any, b: Any) -> Tensor:
         )
     reads = read_as("matmul", a, b)
     if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
-        a, b = (
-            (
-                converted(item, reads)
-                if isinstance(item, Variable)
-                else cast(namespace(item), item, reads)
-            )
-            for item in (a, b)
-        )
+        a, b = converted(a, reads), converted(b, reads)
     try:
         return in_float32(reduce.MatMul(), a, b) if type(x) is np.ndarray else reduce.MatMul()(a, b)
     except LayoutError:
@@ -659,23 +663,10 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
         if isinstance(axis, tuple | list)
         else (axis,)
     )
-    result = _checked_axes(x, *given)
+    result = checked_axes(ndim, *given)
     if len(set(result)) != len(result):
         raise ShapeError(f"axis {axis} names an axis twice")
     return result
-
-
-def _checked_axes(x: Tensor, *axes: int) -> reduce.Axes:
-    """Return axes as non-negative numbers.
-
-    Raises:
-        ShapeError: for an axis that the array does not have.
-    """
-    ndim = x.data.ndim
-    for axis in axes:
-        if not -ndim <= axis < ndim:
-            raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
-    return tuple(axis % ndim for axis in axes)
 
 
 def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:

@@ -249,7 +249,9 @@ def error(function, apart=0.0):
             target = x + np.where(np.signbit(target), -apart, apart) + np.clip(target, -1, 1)
         if draw(st.booleans()):
             return Case(lambda a, b: function(a, b, reduction), [x, target])
-        return Case(lambda a: function(a, target.astype(a.dtype), reduction), [x])
+        return Case(
+            lambda a: function(a, target.astype(getattr(a, "dtype", float)), reduction), [x]
+        )
 
     return build
 

@@ -5,6 +5,7 @@ from it.
 import inspect
 import operator
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from hypothesis import given, settings
 import nnmpi.ops
 import nnmpi.tensor
 from nnmpi import tensor
-from nnmpi.errors import DtypeError
+from nnmpi.errors import DtypeError, NnmpiError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.tensor.check import check_gradients
 from nnmpi.tensor.elementwise import RULES, Pointwise
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, kind_of
 from nnmpi.tensor.tensor import Tensor
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
@@ -31,6 +32,11 @@ WITHOUT_DERIVATIVE = {
     "tensor.enable_grad",
     "tensor.no_grad",
     "tensor.recording",
+}
+OF_TWO = {
+    *(f"tensor.{name}-both" for name in ("add", "subtract", "multiply", "divide", "power")),
+    *(f"tensor.{name}-{kind}" for name in ("maximum", "minimum") for kind in ("both", "number")),
+    *("tensor.matmul-all", "tensor.concatenate-any", "tensor.stack-any"),
 }
 OF_RANKS = {
     "ops.all_reduce",
@@ -139,6 +145,28 @@ def test_dtypes_do_not_mix(row):
             leaves[odd] = Tensor(case.inputs[odd].astype("float32"))
             with pytest.raises(DtypeError, match="float32"):
                 case.function(*leaves)
+
+    refused()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in TABLE if row.public.startswith("ops.") or row.name in OF_TWO],
+    ids=lambda row: row.name,
+)
+@pytest.mark.parametrize("odd", [[1.0, 2.0], None, "text", np.ones], ids=kind_of)
+def test_what_is_no_tensor_is_refused(row, odd):
+    """Whichever input it is; some inputs may be missing (None) or a list."""
+
+    @settings(max_examples=3)
+    @given(row.cases)
+    def refused(case):
+        for i in range(len(case.inputs)):
+            inputs: list = tensors(case.inputs)
+            inputs[i] = odd
+            optional = odd is None or isinstance(odd, list)
+            with (suppress if optional else pytest.raises)(NnmpiError):
+                case.function(*inputs)
 
     refused()
 

@@ -46,7 +46,7 @@ from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.function import Function, Grads, recording
-from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.operand import given, may_meet, read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
@@ -264,7 +264,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
     Raises:
         DtypeError: when x, weight and bias differ in dtype, and the precision does not allow it.
     """
-    dtype = read_as("conv2d", x, weight, bias)
+    dtype = read_as("conv2d", x, weight, *given(bias))
     return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
 
 
@@ -292,6 +292,7 @@ def checked_spec(
     groups: int,
 ) -> ConvSpec:
     """Return the specification of `conv2d`'s arguments; errors are its own."""
+    may_meet("conv2d", x, weight, *given(bias))
     steps = pair("stride", stride, 1)
     border = pair("padding", padding, 0)
     spread = pair("dilation", dilation, 1)

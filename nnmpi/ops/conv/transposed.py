@@ -18,7 +18,7 @@ from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import in_float32, may_meet, require_floating
+from nnmpi.tensor.operand import given, in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -85,7 +85,7 @@ def conv_transpose2d(
         UsageError: for options out of range.
         DtypeError: when x, weight and bias differ in dtype.
     """
-    may_meet("conv_transpose2d", x, weight, bias)
+    may_meet("conv_transpose2d", require_floating("conv_transpose2d", x), weight, *given(bias))
     steps = pair("stride", stride, 1)
     border = pair("padding", padding, 0)
     spread = pair("dilation", dilation, 1)
@@ -120,9 +120,5 @@ def conv_transpose2d(
             f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
         )
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-    y = in_float32(
-        ConvTranspose2dFunction(spec, (rows, columns)),
-        require_floating("conv_transpose2d", x),
-        weight,
-    )
+    y = in_float32(ConvTranspose2dFunction(spec, (rows, columns)), x, weight)
     return y if bias is None else y + bias
