@@ -200,11 +200,19 @@ class Module:
         """Yield the modules directly below this one, with their names here."""
         yield from self._members(Module)
 
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and its descendants with full names, parents first, as defined."""
+    def named_modules(
+        self, prefix: str = "", above: tuple[Module, ...] = ()
+    ) -> Iterator[tuple[str, Module]]:
+        """Yield this module and its descendants with full names, parents first, as defined.
+
+        Raises:
+            UsageError: when it is one of the modules `above`, which contain it.
+        """
+        if self in above:
+            raise UsageError(f"module {prefix!r} contains itself; remove that attribute")
         yield prefix, self
         for name, child in self.children():
-            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
+            yield from child.named_modules(f"{prefix}.{name}".strip("."), (*above, self))
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield parameters with full names in definition order; shared ones once, by first name."""

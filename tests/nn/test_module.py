@@ -240,6 +240,24 @@ def test_a_forgotten_return_is_named():
         Linear(2, 2).initialize()(None)
 
 
+def test_a_module_that_contains_itself_is_refused():
+    """Directly, or through another one; the sentence has its name."""
+
+    class Chain(Module):
+        def __init__(self, *parts):
+            self.parts = [*parts]
+
+    outer, inner = Chain(Linear(2, 2)), Chain()
+    outer.parts.append(inner)
+    for parts, name in ((inner.parts, "parts.1.parts.0"), (outer.parts, "parts.2")):
+        parts.append(outer)
+        for use in (Module.initialize, repr, Module.parameters):
+            with pytest.raises(UsageError, match=f"module '{name}' contains itself; remove that"):
+                use(outer)
+        parts.pop()
+    assert len(outer.initialize().parameters()) == 2
+
+
 def test_residual():
     """relu(body(x) + shortcut(x)); without a shortcut, x itself; shapes must fit."""
     body, shortcut = Linear(2, 2), Linear(2, 2)

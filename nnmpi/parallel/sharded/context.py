@@ -239,9 +239,11 @@ class Redistributed(Module):
         self.inner = inner
         self._before, self._after = before, after
 
-    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    def named_modules(
+        self, prefix: str = "", above: tuple[Module, ...] = ()
+    ) -> Iterator[tuple[str, Module]]:
         """Yield the inner module under this one's name, and all modules below it."""
-        yield from self.inner.named_modules(prefix)
+        yield from self.inner.named_modules(prefix, above)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the inner module's children."""
