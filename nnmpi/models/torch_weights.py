@@ -104,7 +104,10 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
                     )
                 matches[module.path] = image
 
-    x = namespace(next(iter(model.parameters())).data).asarray(sample)
+    parameters = model.parameters()
+    if not parameters:
+        return matches  # no layer has weights, and no array tells the library
+    x = namespace(parameters[0].data).asarray(sample)
     with enable_grad(), observed(observe):
         model(Tensor(x, requires_grad=x.dtype.kind == "f"))
     return matches

@@ -105,6 +105,12 @@ def test_a_normalized_flattened_image_is_refused(kind: Any) -> None:
         to_torch(model, IMAGES[:1])
 
 
+def test_a_model_without_parameters_has_an_empty_state(tmp_path: Path) -> None:
+    model, sample = nn.Sequential(nn.Flatten(), nn.ReLU()), np.ones((1, 2, 2), "float32")
+    assert to_torch(model, sample) == {} == from_torch(torch_weights(model, sample), {})
+    assert write_torch(tmp_path / "empty.safetensors", model, sample) == 0
+
+
 def test_what_cannot_be_written_is_told_as_the_system_does(tmp_path: Path) -> None:
     """The library raises an error of its own, which names a temporary file; the end of a run looks
     for the system's.
