@@ -48,6 +48,21 @@ DEFECTS = {
         CommError,
         r"different collectives.*(rank 1 in gather\(root 0\) \(p\.py:7\)|bcast).*p\.py:[79]",
     ),
+    "a number for a reduction": (
+        "comm.allreduce(rank, op=5)",
+        SystemExit,
+        r"p\.py.*TypeError: 5 is no reduction of MPI; give one of SUM, PROD.*\(on rank",
+    ),
+    "a list for a reduction": (
+        "comm.Reduce(np.zeros(1), np.zeros(1), op=[])",
+        SystemExit,
+        r"TypeError: \[\] is no reduction of MPI; give",
+    ),
+    "nobody completes a request": (
+        "MPI.Request.Waitany([comm.irecv(source=0)])",
+        CommError,
+        r"deadlock.*rank \d waits for something to become complete.*p\.py:6",
+    ),
     "different roots": (
         "comm.bcast(1, root=rank % 2)",
         CommError,
@@ -187,6 +202,11 @@ RIGHT = {
                 number, done, got = MPI.Request.testany(requests)
             print(rank, number, got)
         print(rank, MPI.Request.Testany(requests) == (MPI.UNDEFINED, True))
+        requests = [comm.irecv(source=right, tag=tag) for tag in (1, 2)]
+        for tag in (2, 1):
+            comm.Barrier(); comm.send(tag * 10, left, tag)
+            print(rank, MPI.Request.waitany(requests, status), status.Get_tag())
+        print(rank, MPI.Request.Waitany(requests) == MPI.UNDEFINED)
         """
     ),
     "arguments by their names": (

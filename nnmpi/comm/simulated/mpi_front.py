@@ -207,6 +207,12 @@ def _fold(combine, values):
     return values[0]
 
 
+def _find_function(op):
+    if op not in [*OPS]:  # (a list: `op` may be no key)
+        raise TypeError(f"{op!r} is no reduction of MPI; give one of {', '.join(OPS)}")
+    return getattr(np, OPS[op])
+
+
 class Request:
     """A started operation, with the requests that it waits for: none if nothing was to be done."""
 
@@ -261,6 +267,21 @@ class Request:
             if request and request._is_over():
                 return number, True, request.wait(status)
         return UNDEFINED, not any(requests), None
+
+    @staticmethod
+    def Waitany(requests, status=None):
+        """Return the number of one that is complete, or UNDEFINED if none is awaited."""
+        return Request.waitany(requests, status)[0]
+
+    @staticmethod
+    def waitany(requests, status=None):
+        """Return the received object, too."""
+        awaited = [item for item in requests if item]
+        if awaited:
+            awaited[0]._wire.world.wait_until(
+                lambda: any(item._started[0].complete for item in awaited)
+            )
+        return Request.testany(requests, status)[::2]
 
     @staticmethod
     def Waitall(requests, statuses=None):
@@ -432,18 +453,19 @@ class Intracomm:
         return result[0] if name in ROOT_SENDS else result or None
 
     def _combine(self, name, sendobj, op="SUM", root=0):
+        combine = np.frompyfunc(op, 2, 1) if callable(op) else _find_function(op)
         result = self._objects(name, sendobj, root, getattr(op, "__name__", op))
-        combine = np.frompyfunc(op, 2, 1) if callable(op) else getattr(np, OPS[op])
         total = (
             result and _fold(combine, [np.array([item, None], object)[:1] for item in result])[0]
         )
         return bool(total) if op in ("LAND", "LOR") and result else total
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
+        function = _find_function(op)
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
         result = self._exchange(name, root, lambda parts: [data], op, data.size, data.dtype)
         if result:
-            total = _fold(getattr(np, OPS[op]), [item for item, _ in result]).astype(data.dtype)
+            total = _fold(function, [item for item, _ in result]).astype(data.dtype)
             if "scatter" in name:
                 total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[
                     self.rank
