@@ -15,7 +15,7 @@ import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels
@@ -276,8 +276,7 @@ def attention(
             `before`.
         DtypeError: when qkv is not floating point.
     """
-    if heads < 1:
-        raise UsageError(f"attention needs at least 1 head, not {heads}")
+    whole("attention's heads", heads)
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(

@@ -11,7 +11,7 @@ from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import read_as, refuse_parts, values_of, whole_values
+from nnmpi.tensor.operand import read_as, refuse_parts, values_of
 from nnmpi.tensor.placement import Placement, is_sharded, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -80,7 +80,7 @@ def embedding(
             no matrix.
     """
     dtype = read_as("embedding", table)
-    values = indices.data if is_sharded(indices) else whole_values("embedding", indices)
+    values = values_of(indices)
     if not is_array(values):
         values = np.asarray(values)  # checked on the host, also for a table on the device
     if values.dtype.kind not in "iu":

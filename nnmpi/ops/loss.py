@@ -14,10 +14,10 @@ from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, ste
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import DtypeError, ShapeError, UsageError, number
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
-from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values
+from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating, whole_values
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -269,8 +269,7 @@ def checked_labels(
     Same errors as `cross_entropy`.
     """
     check_reduction(reduction)
-    if not 0 <= label_smoothing < 1:
-        raise UsageError(f"label_smoothing must be a fraction in [0, 1), not {label_smoothing}")
+    number("label_smoothing", label_smoothing, 1)
     given = whole_values("cross_entropy", labels)
     values = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
@@ -396,10 +395,7 @@ def _error(
     values = target.data if isinstance(target, Variable) else namespace(x.data).asarray(target)
     if values.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {values.shape}: they must be the same")
-    if values.dtype != x.dtype and not mixes(values.dtype, x.dtype):
-        raise DtypeError(
-            f"{name} of {x.dtype} and a target of {values.dtype}; convert one with astype"
-        )
+    may_meet(name, x, values)
     return in_float32(
         Error(reduction, evaluate),
         x,

@@ -656,13 +656,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
             f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)"
         )
     ndim = x.data.ndim
-    given = (
-        tuple(range(ndim))
-        if axis is None
-        else tuple(axis)
-        if isinstance(axis, tuple | list)
-        else (axis,)
-    )
+    given = range(ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     result = checked_axes(ndim, *given)
     if len(set(result)) != len(result):
         raise ShapeError(f"axis {axis} names an axis twice")
