@@ -250,7 +250,7 @@ def build_optimizer(
         config.optimizer,
         storage,
         lr=config.lr,
-        momentum=config.momentum or None,
+        momentum=config.momentum if config.optimizer == "muon" else config.momentum or None,
         weight_decay=config.weight_decay,
         eps=None if config.optimizer == "sgd" else eps,
     )

@@ -77,7 +77,8 @@ def check_idle(section: Any, option: str) -> None:
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
         fits = (
-            name not in non_defaults(section)
+            not getattr(section, name)
+            or name not in non_defaults(section)
             or has in values
             or (name == "context" and is_custom(has))
         )
@@ -469,8 +470,8 @@ class OptimizationConfig:
     """
     lr: float = 3e-3
     """Learning rate, the peak of the schedule."""
-    momentum: float = 0.0
-    """Momentum of --optimizer sgd, rmsprop and muon (muon's default is 0.95)."""
+    momentum: float | None = None
+    """Momentum of --optimizer sgd, rmsprop (default 0) and muon (default 0.95)."""
     weight_decay: float | None = None
     """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
     lr_schedule: str = "cosine"
@@ -506,7 +507,7 @@ class OptimizationConfig:
     def state_arrays(self) -> int:
         """The number of arrays of each parameter's size in the optimizer's state."""
         fixed = {"sgd": 0, "rmsprop": 1, "adagrad": 1}.get(self.optimizer, 2)
-        return fixed + int(self.momentum > 0 and self.optimizer != "muon")
+        return fixed + (bool(self.momentum) and self.optimizer != "muon")
 
     def rows(self, samples: int) -> int:
         """Return the rows of a batch from a training set of this size."""

@@ -14,6 +14,7 @@ from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
 from nnmpi.optim.adaptive import Adam, AdamW
+from nnmpi.optim.muon import Muon
 from nnmpi.optim.updates import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
@@ -64,6 +65,11 @@ def test_optimizers_get_their_options() -> None:
     adam = build.build_optimizer(OptimizationConfig(optimizer="adam"), storage)
     assert isinstance(adam, Adam)
     assert adam.weight_decay == (0.0,)
+    for momentum, expected in ((None, 0.95), (0.0, 0.0), (0.5, 0.5)):
+        options = OptimizationConfig(optimizer="muon", momentum=momentum)
+        muon = build.build_optimizer(options, storage)
+        assert isinstance(muon, Muon)
+        assert muon.momentum == expected
 
 
 def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
