@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 import nnmpi.clock as clock
 import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks
+from nnmpi.errors import CommError, NnmpiError, group_ranks, name_ranks, whole
 
 
 class Communicator:
@@ -70,9 +70,7 @@ class Communicator:
         Raises:
             UsageError: for a negative color.
         """
-        if color < 0:
-            raise UsageError(f"color {color} is negative; number the groups from 0")
-        return type(self)(self.comm.split(color, key), private=True)
+        return type(self)(self.comm.split(whole("color", color, 0), key), private=True)
 
     def node(self) -> Self:
         """Return the group of the ranks that share this node's memory, in rank order."""

@@ -40,7 +40,7 @@ from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collec
 from nnmpi.comm.machine import INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
 from nnmpi.custom import call_user
-from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.errors import ScheduleError, number, whole
 
 ITEM_BYTES = 4  # of an element
 # Up to this many ranks, unequal links are simulated message by message; above it, symmetric phases
@@ -77,10 +77,8 @@ def simulate_collective(
         UsageError: for no ranks, or a machine with another number of them.
         ScheduleError: for a deadlock.
     """
-    if size < 1 or nbytes < 0:
-        raise UsageError(
-            f"{size} ranks with {nbytes} bytes cannot be simulated; give at least 1 and 0"
-        )
+    whole("size", size)
+    number("nbytes", nbytes)
     seconds = _Seconds(machine, machine.nodes_of(size), -(-nbytes // ITEM_BYTES))
     clocks = [0.0] * size
     for phase in as_collective(collective).phases:

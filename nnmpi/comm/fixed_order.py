@@ -35,7 +35,7 @@ import numpy as np
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError, name_ranks
+from nnmpi.errors import CommError, UsageError, name_ranks, whole
 from nnmpi.shard import split
 
 # Bytes of one round of the exchange: long enough to make latency small, short enough for a cache.
@@ -69,9 +69,7 @@ class SumTree:
     """
 
     def __init__(self, leaves: int) -> None:
-        if leaves < 1:
-            raise UsageError(f"a sum of {leaves} leaves is empty; give at least 1")
-        self.leaves = leaves
+        self.leaves = whole("a sum's leaves", leaves)
         self._blocks: dict[TreeBlock, Buffer] = {}
 
     @property

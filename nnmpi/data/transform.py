@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, whole
 
 
 def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:
@@ -164,8 +164,7 @@ class Shift(Augmentation):
     pixels: int = 2
 
     def __post_init__(self) -> None:
-        if self.pixels < 0:
-            raise UsageError(f"a shift by {self.pixels} pixels is not possible; give 0 or more")
+        whole("a shift's pixels", self.pixels, 0)
 
     def change(self, x: Array, draw: Draw) -> Array:
         """Return the shifted images."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.custom import call_user, name_of
-from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.errors import ScheduleError, UsageError, whole
 from nnmpi.schedule.schedule import (
     Home,
     Instruction,
@@ -299,8 +299,7 @@ def make(
         ("microbatches", microbatches),
         ("virtual stages per rank", virtual),
     ):
-        if number < 1:
-            raise UsageError(f"a schedule cannot have {number} {noun}; give at least 1")
+        whole(f"a schedule's number of {noun}", number)
     home = home or home_of(name)
     more = (
         {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())

@@ -91,7 +91,7 @@ def test_shift_moves_whole_images_to_all_places() -> None:
 def test_shifts_at_the_edge() -> None:
     np.testing.assert_array_equal(Shift(0)(images(), np.arange(24), 0, 0), images())
     assert Shift(9)(images(side=2), np.arange(24), 0, 0).shape == (24, 2, 2, 3)
-    with pytest.raises(UsageError, match="shift by -1"):
+    with pytest.raises(UsageError, match="a shift's pixels is -1; give"):
         Shift(-1)
 
 

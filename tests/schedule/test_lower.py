@@ -103,9 +103,9 @@ def test_stages_live_on_ranks_in_turn() -> None:
             ("2f2b", 2, 2, 1),
             "no schedule '2f2b'; choose one of naive, gpipe, 1f1b, interleaved, zero-bubble",
         ),
-        (("1f1b", 0, 2, 1), "cannot have 0 ranks; give at least 1"),
-        (("1f1b", 2, -1, 1), "cannot have -1 microbatches"),
-        (("interleaved", 2, 2, 0), "cannot have 0 virtual stages per rank"),
+        (("1f1b", 0, 2, 1), "number of ranks is 0; give a whole number of at least 1"),
+        (("1f1b", 2, -1, 1), "number of microbatches is -1; give"),
+        (("interleaved", 2, 2, 0), "number of virtual stages per rank is 0"),
         (
             ("gpipe", 2, 2, 2),
             "gpipe has one stage on each rank, not 2; for several choose interleaved",

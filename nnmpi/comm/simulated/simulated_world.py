@@ -30,7 +30,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
-from nnmpi.errors import CommError, UsageError, whole
+from nnmpi.errors import CommError, number, whole
 
 T = TypeVar("T")
 # Context variables that ranks inherit from the caller: its kernels and precision.
@@ -161,9 +161,7 @@ def simulate(
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
     ranks = whole("ranks", ranks)
-    if not 0 <= cpu_factor < float("inf"):
-        raise UsageError(f"cpu_factor is {cpu_factor}; give a finite number, 0 or more")
-    scheduler = Scheduler(ranks, seed, cpu_factor, faults)
+    scheduler = Scheduler(ranks, seed, number("cpu_factor", cpu_factor), faults)
     return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
 
 

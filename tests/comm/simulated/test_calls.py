@@ -302,8 +302,10 @@ def test_groups_of_nodes() -> None:
 )
 def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> None:
     """With a sentence."""
-    named = f"ranks is {ranks}; give a whole" if ranks < 1 else f"is {cpu_factor}; give a finite"
-    with pytest.raises(UsageError, match=f"{named} number"):
+    named = (
+        f"ranks is {ranks}; give a whole" if ranks < 1 else f"cpu_factor is {cpu_factor}; give a"
+    )
+    with pytest.raises(UsageError, match=f"^{named} number"):
         simulate(lambda group: None, ranks, cpu_factor=cpu_factor)
 
 
