@@ -252,11 +252,18 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
             and not paths & {*NAMES}
         )
         if before != given[name] and not has_moved:
-            flag = all_options()[name].flag
+            option = all_options()[name]
+            was, now = (
+                f"{option.flag} {shown(value)}"
+                if not isinstance(value, bool)
+                else option.flag
+                if value
+                else option.negation
+                for value in (before, given[name])
+            )
             raise UsageError(
-                f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot"
-                f" change to {shown(given[name])}; leave {flag} out, or start a new run with"
-                " another --out"
+                f"--resume {given['resume']}: the run has {was}, which cannot change to {now};"
+                " leave it out, or start a new run with another --out"
             )
     outer = [
         (item["outer_lr"], item["outer_momentum"]) != (1, 0)

@@ -244,12 +244,16 @@ def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str)
         "--seed 3",
         "--batch-size 64",
         "--optimizer sgd",
+        "--no-normalize",
     ],
 )
 def test_a_resumed_run_keeps_what_its_weights_hang_on(tmp_path: Path, words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(flatten(Config())))
-    with pytest.raises(UsageError, match=f"which cannot change to {words.split()[1]}"):
+    with pytest.raises(UsageError, match=f"which cannot change to {words}; leave it out"):
         parse(["--resume", str(tmp_path), *words.split()])
+    (tmp_path / "config.json").write_text(json.dumps({"normalize": False}))
+    with pytest.raises(UsageError, match="has --no-normalize, which cannot change to --normalize;"):
+        parse(["--resume", str(tmp_path), "--normalize"])
 
 
 def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
     )
     for other in ("there/b.csv", "iris"):
         with pytest.raises(
-            UsageError, match=f"--dataset here/a.csv, which cannot change to {other}"
+            UsageError, match=f"--dataset here/a.csv, which cannot change to --dataset {other}"
         ):
             parse(["--resume", str(tmp_path), "--dataset", other])
 

@@ -207,7 +207,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
     ("words", "text"),
     [
         ("--resume absent", "--resume absent: there is no run"),
-        ("--resume run --model cnn", "the run has --model mlp, which cannot change to cnn"),
+        ("--resume run --model cnn", "the run has --model mlp, which cannot change to --model cnn"),
         (
             "--resume run --sync bsp",
             "the run is trained by DiLoCo, and cannot change; leave --sync, --outer-lr and",
