@@ -101,7 +101,7 @@ def scale(grads: Sequence[Array], factor: float) -> None:
         namespace(grad).multiply(grad, float(factor), out=grad)
 
 
-def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
+def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     """Scale gradients in place to a global norm of at most max_norm; return the norm before.
 
     Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013),

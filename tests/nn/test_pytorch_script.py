@@ -66,7 +66,7 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
             with nn.training(step=optimizer.steps):
                 loss = criterion(model(x), y)
             loss.backward()
-            norm = optim.clip_by_global_norm(model.parameters(), 1e-3)  # type: ignore[arg-type]
+            norm = optim.clip_by_global_norm(model.parameters(), 1e-3)
             assert 0.99e-3 < optim.clip_by_global_norm(model.storage.grads, 1.0) < 1e-3 < norm
             optimizer.step()
     other.load_state_dict(model.state_dict())
