@@ -134,6 +134,21 @@ def wholes(name: str, values: object) -> tuple[int, ...]:
     return tuple(whole(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
+def expect(call: str, *pairs: tuple[object, type]) -> None:
+    """Refuse an argument that is not of its type.
+
+    Args:
+        call: the right one, for the error.
+        pairs: of an argument and its type.
+
+    Raises:
+        UsageError: "NoneType is no Module; call CALL".
+    """
+    for value, kind in pairs:
+        if not isinstance(value, kind):
+            raise UsageError(f"{type(value).__name__} is no {kind.__name__}; call {call}")
+
+
 @contextmanager
 def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[None]:
     """Turn an OSError of the body into another error: "WHAT (the system's reason); ADVICE"."""

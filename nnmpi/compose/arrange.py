@@ -31,7 +31,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.custom import name_of
-from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.errors import DeviceError, LayoutError, expect
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
@@ -225,6 +225,8 @@ def arrange(
         >>> nnmpi.simulate(program, ranks=2)
         [(2, 1.059), (2, 1.059)]
     """
+    call = "nnmpi.arrange(model, group, layout)"
+    expect(call, (model, Module), (group, Group), (layout, Layout))
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)

@@ -47,7 +47,7 @@ from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DivergenceError, UsageError
+from nnmpi.errors import DivergenceError, UsageError, expect
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
@@ -379,6 +379,7 @@ class AsynchronousWorker(Trainer):
         super().__init__(
             model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow
         )
+        expect("nnmpi.AsynchronousWorker(model, optimizer, group, sync)", (sync, Sync))
         if not sync.asynchronous:
             raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
         if self.precision == "fp16":
@@ -394,7 +395,7 @@ class AsynchronousWorker(Trainer):
             )
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
-            check_free(model)
+            check_free(model, group)
         broadcast_state(model, group)
         self.coupling = COUPLINGS[sync.mode](self, sync)
         self.reporters = self.coupling.reporters

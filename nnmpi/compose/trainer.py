@@ -37,7 +37,7 @@ from nnmpi.compose.losses import LabelLoss, SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, expect
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -196,7 +196,13 @@ class Trainer(Training, ABC):
         slow: Slow = NOT_SLOW,
         arrangement: Arrangement | None = None,
     ) -> None:
-        check_optimizer(model, optimizer)
+        call = f"nnmpi.{type(self).__name__}(model, optimizer, group, ...)"
+        expect(call, (model, Module), (optimizer, Optimizer), (group, Group))
+        if optimizer.storage is not model.storage:
+            raise UsageError(
+                "the optimizer's arrays are not the model's; make it for model.storage, after the"
+                " last model.initialize()"
+            )
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
         self.loss = named_loss(loss, arrangement)
         self.evaluation_loss = (
@@ -291,24 +297,6 @@ class Trainer(Training, ABC):
 def require_same_options(group: Group, options: Sequence[str]) -> None:
     """Refuse options that differ between ranks. Collective."""
     require_equal(group, options, "the ranks' options differ", "give all the same", UsageError)
-
-
-def check_optimizer(model: Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of other arrays than the model's.
-
-    Raises:
-        UsageError: with the remedy.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(optimizer).__name__}; call nnmpi.Worker(model, optimizer,"
-            " group)"
-        )
-    if optimizer.storage is not model.storage:
-        raise UsageError(
-            "the optimizer's arrays are not the model's; make it for model.storage, after the last"
-            " model.initialize()"
-        )
 
 
 def check_numerics(trainer: Trainer) -> None:

@@ -156,7 +156,7 @@ class Worker(Trainer):
         mesh = self.arrangement.mesh
         self._is_sharded = max(mesh.tp.size, mesh.sp.size) > 1
         check_pairs(self, arrangement, exchange.fused_update)
-        check_free(model)  # before the exchange moves parameters into its own storage
+        check_free(model, group)  # before the exchange moves parameters into its own storage
         self.exchange = make_exchange(self, exchange)
         self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
         self.passes = Passes(self, self.exchange, synchronous_sends)

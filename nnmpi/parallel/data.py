@@ -246,7 +246,7 @@ class DataParallel(Replicas):
         overlap: bool | None = None,
         runs_backward: bool = True,
     ) -> None:
-        check_free(model)
+        check_free(model, group)
         storage = model.storage
         check_same_model(group, storage)
         self._shared, self.notice = _share_gradients(storage, group, allreduce)

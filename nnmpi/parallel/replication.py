@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, expect
 from nnmpi.nn.module import Module
 from nnmpi.tensor.parameter import FlatStorage
 
@@ -42,12 +42,14 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     )
 
 
-def check_free(model: Module) -> None:
+def check_free(model: Module, group: Group) -> None:
     """Refuse a model that already has a strategy, or parameters whose gradients stay unsummed.
 
     Raises:
-        UsageError: in both cases; the message says what to do.
+        UsageError: in both cases; the message says what to do. Also for other types.
     """
+    call = "DataParallel or ShardedDataParallel with (model, group)"
+    expect(call, (model, Module), (group, Group))
     stored = {span.parameter for span in model.storage.spans}
     strange = [name for name, parameter in model.named_parameters() if parameter not in stored]
     if strange:

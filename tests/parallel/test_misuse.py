@@ -344,7 +344,20 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
     setting = Setting(group)
     optimizer = sgd(setting.model)
     wrong: Any = Worker
-    setting.assert_refused(lambda: wrong(setting.model, group, optimizer), "the optimizer is a")
+    known = {"Module": setting.model, "Optimizer": optimizer, "Group": group}
+    known |= {"Sync": Sync("asp"), "Layout": Layout()}
+    calls: tuple[tuple[Any, str], ...] = (
+        (Worker, "Module Optimizer Group"),
+        (AsynchronousWorker, "Module Optimizer Group Sync"),
+        (arrange, "Module Group Layout"),
+        (DataParallel, "Module Group"),
+        (ShardedDataParallel, "Module Group"),
+    )
+    for call, kinds in calls:
+        for missing in kinds.split():
+            given = [None if kind == missing else known[kind] for kind in kinds.split()]
+            text = f"NoneType is no {missing}; call "
+            setting.assert_refused(partial(call, *given), text)
     worker = wrong(setting.model, optimizer, group)
     setting.assert_refused(lambda: worker.step(setting.x), "step takes a batch of a data.Loader")
     assert optimizer.lr == 0.1

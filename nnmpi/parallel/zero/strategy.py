@@ -98,7 +98,7 @@ class ShardedDataParallel(Replicas):
         unit_bytes: int | None = None,
         runs_backward: bool = True,
     ) -> None:
-        check_free(model)
+        check_free(model, group)
         check_same_model(group, model.storage)
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
