@@ -43,11 +43,9 @@ class Planes:
         Args:
             planes: (positions, size).
             h: out, (size,).
-            winner: out, (size,) of `dtype`, or None.
+            winner: (size,) of `dtype`, or None; holds the position that wins a window of -infinity.
         """
         xp = self._xp
-        if winner is not None:
-            xp.copyto(winner, 0)
         if len(planes) == 1:
             xp.copyto(h, planes[0])
         for k in range(1, len(planes)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.windows import Pair, bordered, out_size, pair, windows
 from nnmpi.errors import ShapeError, UsageError
@@ -54,6 +54,14 @@ class PoolWindows(NamedTuple):
         """Return, per position in the window, a view (n, out_h, out_w, c) of padded images."""
         view = self.positions(x)
         return [view[position] for position in np.ndindex(*self.kernel)]
+
+    def firsts(self, out: Pair) -> Array:
+        """Return each window's first position that is not the border's, (out_h, out_w, 1)."""
+        rows, columns = (
+            np.maximum(border - step * np.arange(n), 0)
+            for border, step, n in zip(self.padding, self.stride, out, strict=True)
+        )
+        return (rows[:, None] * self.kernel[1] + columns)[..., None]
 
     def inside(self, x: Array) -> Array:
         """Return a view of images without their border."""
@@ -95,6 +103,9 @@ class MaxPool2dFunction(Pool2dFunction):
         winner = xp.empty(y.shape, planes.dtype) if self.needs[0] else None
         if y.size:
             view = over.positions(x)
+            if winner is not None:  # of a window that is -infinity alone
+                first = over.firsts((rows, columns)).astype(winner.dtype)
+                xp.copyto(winner, namespace(x).asarray(first))
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])

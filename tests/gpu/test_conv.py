@@ -16,6 +16,7 @@ from nnmpi.backend.windows import windows
 from nnmpi.errors import ShapeError
 from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.tensor import Tensor
 
 # the second is float32 with arrays of float64
@@ -134,6 +135,20 @@ def test_convolution(
         monkeypatch.setattr(im2col, "DEVICE_BYTES", most)
         for ours, host in zip(on_device(device, FUNCTIONS[name], case, mode), right, strict=True):
             np.testing.assert_array_equal(ours, host)
+
+
+@pytest.mark.parametrize("way", [(2, 1, 1), (3, 2, 1), (4, 3, 2)])
+def test_windows_of_minus_infinity(device: Backend, way: tuple[int, int, int]) -> None:
+    """The border gets no gradient from a pooling: it reaches the host's pixels."""
+    grads = []
+    for backend in (device, numpy_backend()):
+        x = Tensor(backend.asarray(np.full((2, 5, 4, 3), -np.inf, np.float32)), requires_grad=True)
+        y = max_pool2d(x, *way)
+        y.backward(backend.asarray(np.arange(y.size, dtype=np.float32).reshape(y.shape)))
+        assert x.grad is not None
+        grads.append(backend.to_host(x.grad))
+    np.testing.assert_array_equal(*grads)
+    assert grads[1].sum() == np.arange(y.size).sum()
 
 
 def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:

@@ -82,6 +82,21 @@ def test_the_border_never_wins():
     assert (max_pool2d(x * np.inf, 3, 1, 1).data == -np.inf).all()
 
 
+@pytest.mark.parametrize("kernel, stride", [(2, 1), (2, 2), (3, 1), (3, 2), (4, 3)])
+def test_a_window_of_minus_infinity_has_a_gradient(kernel, stride):
+    """Its first pixel inside the image gets it, as in PyTorch."""
+    padding = kernel // 2
+    x = Tensor(np.full((2, 5, 4, 3), -np.inf, "float32"), requires_grad=True)
+    y = max_pool2d(x, kernel, stride, padding)
+    grad = np.arange(1, y.size + 1, dtype="float32").reshape(y.shape)
+    y.backward(grad)
+    expected = np.zeros(x.shape, "float32")
+    for i, j in np.ndindex(*y.shape[1:3]):
+        expected[:, max(i * stride - padding, 0), max(j * stride - padding, 0)] += grad[:, i, j]
+    np.testing.assert_array_equal(y.data, -np.inf)
+    np.testing.assert_array_equal(x.grad, expected)
+
+
 def test_infinite_gradient():
     """It reaches the largest element alone."""
     x = Tensor(np.array([1.0, 2, 3, 4]).reshape(1, 1, 4, 1), requires_grad=True)

@@ -42,8 +42,12 @@ __device__ __forceinline__ void largest(const T* x, T* y, void* winner, int byte
             left = (int)(pixel - line * out_w) * (int)f.stride_w - (int)f.pad_w;
         const T* from = x + (long long)image * h * w * f.c + (long long)lane * N;
         A best[N];
-        unsigned place[N] = {};
-        for (int k = 0; k < N; ++k) best[k] = -infinity();
+        unsigned place[N];
+        // the first pixel inside the image wins a window of -infinity
+        for (int k = 0; k < N; ++k) {
+            best[k] = -infinity();
+            place[k] = (unsigned)((top < 0 ? -top * kernel_w : 0) + (left < 0 ? -left : 0));
+        }
         for (int i = 0; i < kernel_h; ++i)
             for (int j = 0; j < kernel_w; ++j) {
                 if (top + i < 0 || top + i >= h || left + j < 0 || left + j >= w) continue;

@@ -413,10 +413,10 @@ class Im2colReluPool(Algorithm):
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
                 strip.multiply(xp, _parts(kernel, columns), z.reshape(strip.pixels, o))
                 won = None if winner is None else winner[start : start + size]
+                if won is not None:
+                    xp.copyto(won, 0)
                 if places > 1:
                     planes.largest(z, h, won)
-                elif won is not None:
-                    xp.copyto(won, 0)
                 planes.bias_relu(biases, h, won)
         return winner
 

@@ -126,6 +126,8 @@ class WinogradNumpy(Algorithm):
             part = None if saved is None else flattened(saved[images])
             if spec.pool != NO_POOL:
                 pooled = flattened(tiles.pooled)
+                if part is not None:
+                    xp.copyto(part, 0)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
                 tiles.planes.bias_relu(biases, pooled, part)
                 xp.copyto(whole_pixels(y[images]).transpose(1, 2, 0), whole_pixels(tiles.pooled))
