@@ -300,11 +300,11 @@ class Tensor(Variable):
                 return View(parts)(self)
             function = GetItem(parts)
             if not isinstance(self.data, np.ndarray):
-                function.check(self.data.shape)
+                function.check(self.shape)
             return in_float32(function, self)
         except IndexError as error:
             raise ShapeError(
-                f"index {key!r} does not fit shape {self.data.shape}: {error}"
+                f"index {key!r} does not fit shape {self.shape}: {error}"
             ) from None
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
