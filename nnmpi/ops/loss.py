@@ -392,16 +392,12 @@ def _error(
     check_reduction(reduction)
     require_floating(name, x)
     refuse_parts(name, x, target)
-    values = target.data if isinstance(target, Variable) else namespace(x.data).asarray(target)
-    if values.shape != x.shape:
-        raise ShapeError(f"{name} of shapes {x.shape} and {values.shape}: they must be the same")
-    may_meet(name, x, values)
-    return in_float32(
-        Error(reduction, evaluate),
-        x,
-        target if isinstance(target, Variable) else values,
-        narrow=False,
-    )
+    if not isinstance(target, Variable):
+        target = namespace(x.data).asarray(target)
+    if target.shape != x.shape:
+        raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
+    may_meet(name, x, target)
+    return in_float32(Error(reduction, evaluate), x, target, narrow=False)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

@@ -353,17 +353,8 @@ class Function:
         The array is a parameter's slice of the flat gradients. A backward that computes into it and
         returns it saves a copy.
         """
-        edges = self.edges
-        if edges is None:
-            return None
-        edge = edges[i]
-        if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not None:
-            return None
-        # a leaf at two inputs gets two gradients, which cannot share a buffer
-        for j, other in enumerate(edges):
-            if other is edge and j != i:
-                return None
-        return edge.buffer
+        leaf = self._leaf(i)
+        return None if leaf is None or leaf.grad is not None else leaf.buffer
 
     def sum_into(self, i: int) -> tuple[Array | None, bool]:
         """Return the buffer for input i's gradient, or None, and whether to add to it.
@@ -371,15 +362,22 @@ class Function:
         A backward whose product can accumulate (beta = 1 of BLAS) returns the buffer after adding
         to it; `add_grad` then skips its own addition.
         """
-        target = self.into(i)
-        edge = None if target is not None or self.edges is None else self.edges[i]
-        if not isinstance(edge, Variable) or edge.buffer is None or edge.grad is not edge.buffer:
-            return target, False
-        if sum(other is edge for other in self.edges or ()) != 1:
-            return None, False
-        if edge.guard is not None:
-            edge.guard()  # here, since `add_grad` calls it only after the sum has changed
-        return edge.buffer, True
+        leaf = self._leaf(i)
+        if leaf is None or leaf.grad is not leaf.buffer:
+            return self.into(i), False
+        if leaf.guard is not None:
+            leaf.guard()  # here, since `add_grad` calls it only after the sum has changed
+        return leaf.buffer, True
+
+    def _leaf(self, i: int) -> Variable | None:
+        """Return input i's leaf if it has a buffer, and is no other input: two gradients cannot
+        share one.
+        """
+        edges = self.edges or (None,) * (i + 1)
+        leaf = edges[i]
+        if not isinstance(leaf, Variable) or leaf.buffer is None:
+            return None
+        return leaf if sum([edge is leaf for edge in edges]) == 1 else None
 
     def add_grad(self, grad: Array, xp: Any) -> None:
         """Accumulate one use's contribution to the output's gradient.

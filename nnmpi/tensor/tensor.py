@@ -303,9 +303,7 @@ class Tensor(Variable):
                 function.check(self.shape)
             return in_float32(function, self)
         except IndexError as error:
-            raise ShapeError(
-                f"index {key!r} does not fit shape {self.shape}: {error}"
-            ) from None
+            raise ShapeError(f"index {key!r} does not fit shape {self.shape}: {error}") from None
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise UsageError(
@@ -546,11 +544,9 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
         ShapeError: when the three do not broadcast.
     """
     values = values_of(condition)
-    if not hasattr(values, "dtype") or values.dtype.kind != "b":
-        raise DtypeError(
-            "where needs a boolean condition, not"
-            f" {getattr(values, 'dtype', type(values).__name__)}"
-        )
+    kind = getattr(values, "dtype", f"a {type(values).__name__}")
+    if kind != "bool":
+        raise DtypeError(f"where needs a boolean condition, not {kind}")
     a, b = operands("where", a, b)
     if any(map(is_sharded, (condition, a, b))):  # `placed` of the operation compares the placements
         return in_float32(Where(), condition, a, b)
@@ -630,10 +626,11 @@ def _product(a: Any, b: Any) -> Tensor:
             " differ"
         )
     reads = read_as("matmul", a, b)
-    if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
+    on_host = type(x) is np.ndarray
+    if is_low(reads) if on_host else is_floating(reads):
         a, b = converted(a, reads), converted(b, reads)
     try:
-        return in_float32(reduce.MatMul(), a, b) if type(x) is np.ndarray else reduce.MatMul()(a, b)
+        return in_float32(reduce.MatMul(), a, b) if on_host else reduce.MatMul()(a, b)
     except LayoutError:
         raise
     except ValueError as error:

@@ -296,7 +296,7 @@ class DeviceKernels(KernelLauncher):
         y = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
-        numbers = (width, *x.shape, *y.shape[1:3], *over.kernel, *over.stride, *over.padding)
+        numbers = (width, *x.shape, *y.shape[1:3], *sum(over, ()))
         self.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
         return y, winner
 
@@ -307,9 +307,7 @@ class DeviceKernels(KernelLauncher):
             winner.dtype.itemsize,
             *shape,
             *grad.shape[1:3],
-            *over.kernel,
-            *over.stride,
-            *over.padding,
+            *sum(over, ()),
         )
         args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
