@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -144,7 +144,7 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
     rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)
     is_classes = run.signature.predicts != "quantities" and not run.signature.target_shape
     if kind == "json":
-        samples: list[dict[str, Any]] = [{"values": row.tolist()} for row in answers]
+        samples = [{"values": row.tolist()} for row in answers]
         if is_classes:
             samples = [
                 {"class": names[i], "probabilities": row.tolist()}

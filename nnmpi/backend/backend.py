@@ -39,7 +39,7 @@ class Backend:
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         """Return the values as an array on this device, without a copy if possible."""
-        return self.xp.asarray(values, dtype=dtype)
+        return self.xp.asarray(values, dtype)
 
     def to_host(self, array: Array) -> Array:
         """Return an array as a NumPy array in host memory; itself if it is one."""

@@ -50,7 +50,7 @@ def cupy_backend(local_rank: int) -> Backend:
     problem = device_problem()
     if problem is not None:
         raise DeviceError(f"backend cupy cannot be used: {problem}")
-    cupy: ModuleType = importlib.import_module("cupy")
+    cupy = importlib.import_module("cupy")
     number = local_rank % cupy.cuda.runtime.getDeviceCount()
     try:
         cupy.cuda.Device(number).use()

@@ -63,7 +63,7 @@ def bordered(x: Array, padding: Pair, value: float, xp: Any) -> Array:
     if rows == 0 and columns == 0:
         return x
     n, h, w, c = x.shape
-    result = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, dtype=x.dtype)
+    result = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, x.dtype)
     xp.copyto(result[:, rows : rows + h, columns : columns + w], x)
     return result
 
@@ -99,7 +99,7 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
         channel,
     )
     if prod(shape) == 0:
-        return namespace(x).zeros(shape, dtype=x.dtype)
+        return namespace(x).zeros(shape, x.dtype)
     return namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
 
 

@@ -51,7 +51,7 @@ def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
         dtype: of the elements.
     """
     kind = np.dtype(dtype)
-    result: Array = np.frombuffer(
+    result = np.frombuffer(
         cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize
     )
     return result.view(kind)
@@ -239,6 +239,6 @@ def from_host(host: Array, xp: ModuleType) -> Array:
     """Return the values as an array of module `xp`; with NumPy, `host` itself."""
     if xp is np:
         return host
-    array: Array = xp.empty(host.shape, dtype=host.dtype)
+    array = xp.empty(host.shape, host.dtype)
     put(host, array)
     return array

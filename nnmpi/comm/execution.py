@@ -215,7 +215,7 @@ def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     MPI has no dependable sum of such numbers, and sums in 16 bits would round at every rank on the
     way.
     """
-    wide: Array = namespace(array).empty(array.shape, dtype=np.float32)
+    wide = namespace(array).empty(array.shape, np.float32)
     return Stages([partial(_copy, array, wide), bind(wide), partial(_copy, wide, array)])
 
 
@@ -248,7 +248,7 @@ class Execution(Stages):
             (sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0
         )
         # one scratch for all steps: only one step is in flight
-        scratch = xp.empty(longest, dtype=array.dtype)
+        scratch = xp.empty(longest, array.dtype)
         stages: list[Stage] = []
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))

@@ -101,7 +101,7 @@ class Fit:
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
-        fit: Fit = rebuilt(cls, {name: item for name, item in value.items() if name != "format"})
+        fit = rebuilt(cls, {name: item for name, item in value.items() if name != "format"})
         if fit.ranks < 1 or len(fit.facts["nodes"]) != fit.ranks:
             raise ValueError(f"it is of {fit.ranks} ranks on the nodes {fit.facts['nodes']}")
         return fit

@@ -173,7 +173,7 @@ def compare(
     """
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
-    drawn: Sequence[int] = sorted({*range(2, DRAWN + 1), ranks})
+    drawn = sorted({*range(2, DRAWN + 1), ranks})
     curve = machine.link(machine.nodes is not None).one_way
     return {
         "operation": collectives[first].contract.name,

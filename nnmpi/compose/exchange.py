@@ -33,7 +33,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import namespace
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict_traffic
 from nnmpi.compose.arrange import Arrangement
@@ -181,7 +181,7 @@ class Exchange:
             tie.parameter.finish_gradient()
             grad = tie.parameter.grad
             assert grad is not None
-            total: Array = namespace(grad).ascontiguousarray(grad)
+            total = namespace(grad).ascontiguousarray(grad)
             tie.group.all_reduce(total.reshape(-1), check=False)
             grad[...] = total
 

@@ -93,7 +93,7 @@ class SumError:
             return squared_errors(outputs, targets)
         xp = namespace(outputs)
         values = to_float32(xp, outputs).reshape(targets.shape)
-        hits: Array = xp.equal(values > 0, targets > 0.5).sum()
+        hits = xp.equal(values > 0, targets > 0.5).sum()
         return hits / prod(targets.shape[1:])
 
 
@@ -281,7 +281,7 @@ def count_correct(logits: Array, batch: Batch) -> Array | float:
         return float("nan")
     # not every library finds the largest of bfloat16
     values = to_float32(namespace(logits), logits)
-    equal: Array = values.argmax(axis=-1) == y
+    equal = values.argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 

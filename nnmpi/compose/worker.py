@@ -404,7 +404,7 @@ class Worker(Trainer):
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""
-        more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
+        more = {"staleness": fmean(report.staleness)} if report.staleness else {}
         more |= self.ledger.peaks_by_name()
         if self.scaling is not None:
             more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}

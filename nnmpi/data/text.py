@@ -350,7 +350,7 @@ class Text(Samples):
         positions = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         positions = np.minimum(positions, self._stops[-1] - 1)
         positions += self._offsets[np.searchsorted(self._stops, positions, side="right")]
-        result: Integers = self._tokens[positions].astype(np.int64)
+        result = self._tokens[positions].astype(np.int64)
         result[np.arange(width) >= counts[:, None]] = padding
         return result
 

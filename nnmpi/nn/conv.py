@@ -235,7 +235,7 @@ class AdaptiveAvgPool2d(Module):
         n, h, w, c = _images("AdaptiveAvgPool2d", x)
         require_floating("AdaptiveAvgPool2d", x)
         by_rows, by_columns = (
-            Tensor(namespace(x.data).asarray(_windows(size, count), dtype=x.dtype))
+            Tensor(namespace(x.data).asarray(_windows(size, count), x.dtype))
             for size, count in zip((h, w), self.output_size, strict=True)
         )
         y = (by_rows @ x.reshape(n, h, w * c)).reshape(n, len(by_rows), w, c)

@@ -55,7 +55,7 @@ class _Draws(dict[str, Array]):
 
     def __missing__(self, name: str) -> Array:
         drawn = self._parameters[name].draw(stream(self._seed, "init", name))
-        return self._backend.asarray(np.asarray(drawn, dtype=self.dtype))
+        return self._backend.asarray(np.asarray(drawn, self.dtype))
 
 
 class Buffer:
@@ -72,7 +72,7 @@ class Buffer:
 
     def __init__(self, shape: Shape, value: float, region: Region | None = None) -> None:
         self.shape, self.value, self.region = shape, value, region
-        self.data: Array = np.full(shape, value, dtype=np.float32)
+        self.data: Array = np.full(shape, value, np.float32)
 
 
 def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
@@ -287,7 +287,7 @@ class Module:
         parameters = dict(self.named_parameters())
         values = _Draws(parameters, seed, np.dtype(dtype), backend)
         for _, buffer in self.named_buffers():
-            buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype=dtype))
+            buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         self.storage.seed = seed
         if group is not None:

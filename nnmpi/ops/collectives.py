@@ -49,7 +49,7 @@ CATEGORY = "tensor"  # of these collectives' events in a timeline
 def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
     """Return the sum of the ranks' arrays, of one shape, in `out` if given."""
     if out is None:
-        out = namespace(array).empty(array.shape, dtype=array.dtype)
+        out = namespace(array).empty(array.shape, array.dtype)
     out[...] = array
     return sum_in_place(group, out)
 
@@ -103,7 +103,7 @@ class _Regions:
                 " this size"
             )
         xp = namespace(part)
-        full = xp.empty(self.shape, dtype=part.dtype)
+        full = xp.empty(self.shape, part.dtype)
         local = xp.ascontiguousarray(part).reshape(-1)
         if not getattr(local.flags, "writeable", True):  # broadcast; MPI needs a writable buffer
             local = local.copy()

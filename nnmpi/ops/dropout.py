@@ -66,7 +66,7 @@ class DropoutFunction(Function):
             xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
         )
         mask = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
-        factor = mask * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
+        factor = mask * xp.asarray(1 / (1 - self.rate), x.dtype)
         self.saved = (None, factor)
         return x * factor
 

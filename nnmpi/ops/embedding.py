@@ -50,7 +50,7 @@ class EmbeddingFunction(Function):
         if kernels is not None:
             return kernels.embedding_grad(xp, grad, indices, shape, dtype, target, add), None
         wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, dtype=wide) if target is None or wide != dtype else target
+        spread: Array = xp.zeros(shape, wide) if target is None or wide != dtype else target
         if spread is target and not add:
             spread[...] = 0
         add_rows(xp, spread, indices, cast(xp, grad, wide))

@@ -172,7 +172,7 @@ def _measure(
         variance /= max(local, 1)
     else:
         ours = mean.astype(xp.float64)
-        total = all_reduce(xp.concatenate([xp.full(1, local, dtype=xp.float64), local * ours]))
+        total = all_reduce(xp.concatenate([xp.full(1, local, xp.float64), local * ours]))
         count = float(total[0]) if xp.__name__ == "numpy" else total[0]
         wide_mean = total[1:] / at_least_one(count)
         variance[...] = all_reduce(variance + local * (ours - wide_mean) ** 2) / at_least_one(count)

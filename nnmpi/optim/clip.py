@@ -138,7 +138,7 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     On a device the total is a 0-d array, for which the host need not wait yet.
     """
     xp, flat, limit = namespace(grad), grad.reshape(-1), block_elements(grad)
-    total: Array | float = 0.0 if xp is np else xp.zeros((), "float64")
+    total = 0.0 if xp is np else xp.zeros((), "float64")
     for start in range(0, flat.size, limit):
         block = flat[start : start + limit].astype(dtype, copy=False)  # copies one block at most
         if xp is np:

@@ -194,7 +194,7 @@ class Replicas:
     def _sum_statistics(self, array: Array) -> Array:
         # Three small sums per layer and step: the price of results that do not depend on the
         # number of ranks.
-        total: Array = namespace(array).ascontiguousarray(array)
+        total = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))
         return total

@@ -509,7 +509,7 @@ class CommonRoot(Function):
         self.grads = tuple(grads)
 
     def forward(self, *inputs: Array) -> Array:
-        return namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
+        return namespace(inputs[0]).zeros((), inputs[0].dtype)
 
     def backward(self, grad: Array) -> Grads:
         return self.grads

@@ -369,7 +369,7 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     Raises:
         LayoutError: when the sharded axis is among `axes`.
     """
-    shard: Shard = x.shard
+    shard = x.shard
     if shard.axis in (axis % x.ndim for axis in axes):
         raise shard.refuse(function, why)
     return shard.placement
@@ -389,7 +389,7 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
 
 def moved(x: Any, axis: int) -> Placement:
     """Return a shard's placement, with the sharded axis renumbered."""
-    placement: Placement = x.shard.placement
+    placement = x.shard.placement
     return replace(placement, axis=axis)
 
 
@@ -408,7 +408,7 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
         LayoutError: for other inputs.
     """
     first = first_shard(inputs)
-    shard: Shard = first.shard
+    shard = first.shard
     behind = first.ndim - shard.axis  # the axis counted from the end, as broadcasting aligns axes
     shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
     for x, shape in zip(inputs, shapes, strict=True):

@@ -157,7 +157,7 @@ class GetItem(Function):
     def backward(self, grad: Array) -> Grads:
         shape, dtype = self.saved
         xp = namespace(grad)
-        spread = xp.zeros(shape, dtype=dtype)
+        spread = xp.zeros(shape, dtype)
         xp.add.at(spread, self.key, grad)
         return (spread,)
 

@@ -693,7 +693,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
                 "a tensor cannot be made of tensors; join them with nnmpi.tensor.stack or"
                 " concatenate"
             )
-        array = np.asarray(data, dtype=dtype)
+        array = np.asarray(data, dtype)
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):
             array = array.astype(np.float32)
     if array.dtype.kind not in "fiub" and not is_floating(array.dtype):

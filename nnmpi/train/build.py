@@ -265,7 +265,7 @@ def build_layout(config: Config) -> Layout:
     given, arrays = config.parallel, config.optimization.state_arrays
     dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (given.dp, given.pp, given.tp))
     schedule = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    shared: dict[str, Any] = {name: getattr(given, name) for name in SHARED.split()}
+    shared = {name: getattr(given, name) for name in SHARED.split()}
     layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=arrays, **shared)
     return choose_attention(layout, config.model)
 

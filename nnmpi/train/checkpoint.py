@@ -873,8 +873,7 @@ class TensorFile:
         """
         # The file is opened for each array: an open one would stay on the disk when removed.
         with open_arrays(self.file, CheckpointError) as opened:
-            array: Array = opened.get_tensor(name)
-        return array
+            return opened.get_tensor(name)
 
 
 def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:

@@ -351,7 +351,7 @@ class Loop:
         names = (*PARTS, "wall_s", "hidden_s")
         by_rank = group.gather_floats([getattr(totals, name) for name in names]).tolist()
         times = dict(zip(names, zip(*by_rank, strict=True), strict=True))
-        means: dict[str, Any] = {name: sum(times[name]) / group.size for name in names}
+        means = {name: sum(times[name]) / group.size for name in names}
         text, computing_s = f"; mean over {group.size} ranks", times["compute_s"]
         if self._trainer.in_step:
             slowest = computing_s.index(max(computing_s))

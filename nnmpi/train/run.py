@@ -123,7 +123,7 @@ class Run:
             values = logits.reshape(len(x), *self.signature.target_shape)
             if self.signature.predicts == "quantities":
                 return values
-            yes: Array = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
+            yes = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
             return yes if self.signature.target_shape else np.stack([1 - yes, yes], axis=-1)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return shifted / shifted.sum(axis=-1, keepdims=True)

@@ -162,7 +162,7 @@ class ModelSignature:
                 f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
-        result: Array = x.astype(dtype)
+        result = x.astype(dtype)
         if x.dtype == np.uint8:
             result *= np.asarray(self.scale, dtype)
         return self.normalized(result)

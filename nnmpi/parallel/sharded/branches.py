@@ -53,18 +53,14 @@ class FromRank(Function):
         """
         self.saved = tuple((x.shape, x.dtype) for x in inputs)
         xp = namespace(inputs[0] if value is None else value)
-        y: Array = (
-            xp.empty(self._shape, dtype=self._dtype)
-            if value is None
-            else xp.ascontiguousarray(value)
-        )
+        y = xp.empty(self._shape, self._dtype) if value is None else xp.ascontiguousarray(value)
         with self.group.collective("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
             self.group.broadcast(y, self.root)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         xp = namespace(grad)
-        nothing = (xp.broadcast_to(xp.zeros((), dtype=dtype), shape) for shape, dtype in self.saved)
+        nothing = (xp.broadcast_to(xp.zeros((), dtype), shape) for shape, dtype in self.saved)
         zeros = (
             zero if needed else None for zero, needed in zip(nothing, self.needs[1:], strict=True)
         )

@@ -94,14 +94,14 @@ class Halo(Function):
 
     def forward(self, x: Array) -> Array:
         n, _, w, c = x.shape
-        y: Array = namespace(x).full((n, len(self.needed), w, c), self.value, dtype=x.dtype)
+        y = namespace(x).full((n, len(self.needed), w, c), self.value, x.dtype)
         for some, values in self._exchange(x, self.owned, self.lent, self.borrowed):
             _rows(y, some, self.needed)[...] = values
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         n, _, w, c = grad.shape
-        to_x: Array = namespace(grad).zeros((n, len(self.owned), w, c), dtype=grad.dtype)
+        to_x = namespace(grad).zeros((n, len(self.owned), w, c), grad.dtype)
         for some, values in self._exchange(grad, self.needed, self.borrowed, self.lent):
             _rows(to_x, some, self.owned)[...] += values
         return (to_x,)

@@ -45,7 +45,7 @@ class PartCrossEntropy(CrossEntropy):
         rows = xp.flatnonzero((labels >= classes.start) & (labels < classes.stop))
         columns = labels[rows] - classes.start
         powers = logits - self._largest(logits)[:, None]
-        exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
+        exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), logits.dtype)
         exchanged[1][rows] = powers[rows, columns]
         if self.smoothing:
             exchanged[2] = powers.sum(axis=1)
@@ -63,7 +63,7 @@ class PartCrossEntropy(CrossEntropy):
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """See `CrossEntropy`; for this rank's classes."""
         probabilities, rows, columns, saved = residuals
-        result: Array = probabilities.copy()
+        result = probabilities.copy()
         result[rows, columns] -= 1 - self.smoothing
         if self.smoothing:
             result -= self.smoothing / self.classes
@@ -75,16 +75,11 @@ class PartCrossEntropy(CrossEntropy):
     def _largest(self, rows: Array) -> Array:
         """Return each row's largest logit, over all classes."""
         xp = namespace(rows)
-        tops = (
-            rows.max(axis=1)
-            if rows.shape[1]
-            else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
-        )
+        tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), rows.dtype)
         tops = xp.ascontiguousarray(tops)
         with self.group.collective("all-reduce (max)", None, CATEGORY, {"bytes": tops.nbytes}):
             by_rank = self.group.all_gather_v(tops, [len(tops)] * self.group.size)
-        result: Array = xp.stack(by_rank).max(axis=0)
-        return result
+        return xp.stack(by_rank).max(axis=0)
 
 
 def cross_entropy(

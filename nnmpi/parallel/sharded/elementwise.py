@@ -15,7 +15,6 @@ layer norm    features sharded     gets full activations, by an exchange before 
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
@@ -85,9 +84,7 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(layer.weight.size)
     names = "weight", "bias", "running_mean", "running_variance"
-    arrays: dict[str, Any] = {
-        name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names
-    }
+    arrays = {name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names}
     return part_of(layer, PartBatchNorm, **arrays), placement
 
 
