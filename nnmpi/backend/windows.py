@@ -19,15 +19,16 @@ pooling's windows:
 
 from math import prod
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import UsageError
 
 Pair = tuple[int, int]  # rows, columns
+PairLike: TypeAlias = int | Pair  # one number for both
 
 
-def pair(name: str, value: int | Pair, least: int) -> Pair:
+def pair(name: str, value: PairLike, least: int) -> Pair:
     """Convert an integer or a pair of integers to a pair; check both.
 
     Args:

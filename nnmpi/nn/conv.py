@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 
 from nnmpi.backend.array import Shape, namespace
-from nnmpi.backend.windows import Pair, pair
+from nnmpi.backend.windows import Pair, PairLike, pair
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
@@ -40,10 +40,10 @@ class Conv2d(Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | Pair,
-        stride: int | Pair = 1,
-        padding: int | Pair | Literal["same"] = 0,
-        dilation: int | Pair = 1,
+        kernel_size: PairLike,
+        stride: PairLike = 1,
+        padding: PairLike | Literal["same"] = 0,
+        dilation: PairLike = 1,
         groups: int = 1,
         bias: bool = True,
         init: Initializer | None = None,
@@ -136,13 +136,13 @@ class ConvTranspose2d(Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | Pair,
-        stride: int | Pair = 1,
-        padding: int | Pair = 0,
-        output_padding: int | Pair = 0,
+        kernel_size: PairLike,
+        stride: PairLike = 1,
+        padding: PairLike = 0,
+        output_padding: PairLike = 0,
         groups: int = 1,
         bias: bool = True,
-        dilation: int | Pair = 1,
+        dilation: PairLike = 1,
         init: Initializer | None = None,
     ) -> None:
         in_channels, out_channels, groups = _channels(
@@ -188,7 +188,7 @@ class Pool2d(Module):
     """
 
     def __init__(
-        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+        self, kernel_size: PairLike, stride: PairLike | None = None, padding: PairLike = 0
     ) -> None:
         self.over = pool_windows(kernel_size, stride, padding)
 
@@ -227,7 +227,7 @@ class AdaptiveAvgPool2d(Module):
         output_size: rows and columns of the result; one number for both.
     """
 
-    def __init__(self, output_size: int | Pair) -> None:
+    def __init__(self, output_size: PairLike) -> None:
         self.output_size = pair("output_size", output_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class Upsample(Module):
         scale_factor: for rows and columns, integers; one number for both.
     """
 
-    def __init__(self, scale_factor: int | Pair) -> None:
+    def __init__(self, scale_factor: PairLike) -> None:
         self.scale_factor = pair("scale_factor", scale_factor, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -307,7 +307,6 @@ class SoftmaxFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = self.xp
         kernels = kernels_for(x, "softmax") if self.axis == x.ndim - 1 else None
-        y: Array
         if kernels is not None:
             y = kernels.softmax(xp, x)
         else:

@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.windows import Pair, bordered, out_size, pair, windows
+from nnmpi.backend.windows import Pair, PairLike, bordered, out_size, pair, windows
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes, flattened
@@ -91,7 +91,6 @@ class MaxPool2dFunction(Pool2dFunction):
 
     def forward(self, x: Array) -> Array:
         xp, over, kernels, shape = self.xp, self.over, kernels_for(x, "max_pool"), x.shape
-        y: Array
         if kernels is not None:
             y, winner = kernels.max_pool(xp, x, over, self.needs[0])
             self.saved = (winner, shape, kernels)
@@ -163,7 +162,7 @@ class AvgPool2dFunction(Pool2dFunction):
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+    x: Tensor, kernel_size: PairLike, stride: PairLike | None = None, padding: PairLike = 0
 ) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
@@ -183,7 +182,7 @@ def max_pool2d(
 
 
 def avg_pool2d(
-    x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+    x: Tensor, kernel_size: PairLike, stride: PairLike | None = None, padding: PairLike = 0
 ) -> Tensor:
     """Return each window's mean, (batch, out_height, out_width, channels).
 
@@ -200,7 +199,7 @@ def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tens
 
 
 def _checked(
-    name: str, x: Tensor, kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
+    name: str, x: Tensor, kernel_size: PairLike, stride: PairLike | None, padding: PairLike
 ) -> PoolWindows:
     require_floating(name, x)
     over = pool_windows(kernel_size, stride, padding)
@@ -221,9 +220,7 @@ def _checked(
     return over
 
 
-def pool_windows(
-    kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
-) -> PoolWindows:
+def pool_windows(kernel_size: PairLike, stride: PairLike | None, padding: PairLike) -> PoolWindows:
     """Return the geometry of windows from a layer's arguments.
 
     Raises:

@@ -35,7 +35,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import cast, compiled_kernels
 from nnmpi.backend.precision import FLOAT32
-from nnmpi.backend.windows import Pair, out_size, pair
+from nnmpi.backend.windows import PairLike, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
@@ -167,9 +167,9 @@ def conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: PairLike = 1,
+    padding: PairLike = 0,
+    dilation: PairLike = 1,
     groups: int = 1,
 ) -> Tensor:
     """Return the two-dimensional convolution of images with a bank of kernels.
@@ -207,9 +207,9 @@ def conv_relu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: PairLike = 1,
+    padding: PairLike = 0,
+    dilation: PairLike = 1,
     groups: int = 1,
 ) -> Tensor:
     """Return relu(conv2d(x, weight, bias, stride, padding, dilation, groups)) as one operation.
@@ -223,11 +223,11 @@ def conv_relu_pool(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: PairLike = 1,
+    padding: PairLike = 0,
+    dilation: PairLike = 1,
     groups: int = 1,
-    pool: int | Pair = 2,
+    pool: PairLike = 2,
 ) -> Tensor:
     """Return max_pool2d(relu(conv2d(...)), pool) as one operation.
 
@@ -286,9 +286,9 @@ def checked_spec(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: int | Pair,
-    padding: int | Pair,
-    dilation: int | Pair,
+    stride: PairLike,
+    padding: PairLike,
+    dilation: PairLike,
     groups: int,
 ) -> ConvSpec:
     """Return the specification of `conv2d`'s arguments; errors are its own."""

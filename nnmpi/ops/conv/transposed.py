@@ -12,7 +12,7 @@ learning", 2016, section 4.
 """
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.windows import Pair, pair
+from nnmpi.backend.windows import Pair, PairLike, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
@@ -61,10 +61,10 @@ def conv_transpose2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Pair = 1,
-    padding: int | Pair = 0,
-    output_padding: int | Pair = 0,
-    dilation: int | Pair = 1,
+    stride: PairLike = 1,
+    padding: PairLike = 0,
+    output_padding: PairLike = 0,
+    dilation: PairLike = 1,
     groups: int = 1,
 ) -> Tensor:
     """Transposed convolution: (n, h, w, c) -> (n, H, W, o).
