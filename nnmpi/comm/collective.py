@@ -79,7 +79,10 @@ class Step:
                 )
 
 
-Algorithm: TypeAlias = Callable[[int, int], tuple[Step, ...]]
+Steps: TypeAlias = tuple[Step, ...]
+"""The steps of one rank, in order."""
+
+Algorithm: TypeAlias = Callable[[int, int], Steps]
 """`algorithm(rank, size)` returns that rank's steps; a pure function, with no steps at size 1."""
 
 
@@ -184,7 +187,7 @@ class Collective:
 
         return preformat(render(self, DRAWN_IN_NOTEBOOKS))
 
-    def __call__(self, rank: int, size: int) -> tuple[Step, ...]:
+    def __call__(self, rank: int, size: int) -> Steps:
         """Return the steps of this rank; none for a single one.
 
         Raises:

@@ -29,6 +29,7 @@ from nnmpi.comm.collective import (
     Collective,
     Contract,
     Step,
+    Steps,
     as_collective,
     count,
     runs,
@@ -231,7 +232,7 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
 
 
 @cache
-def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], ...]:
+def proved_steps(collective: Collective, size: int) -> tuple[Steps, ...]:
     """Return a collective's steps by rank after proving them, once for each number of ranks.
 
     Real ranks run exactly the proved steps, so that they cannot hang. A user's function called a

@@ -40,6 +40,7 @@ from nnmpi.schedule.schedule import (
     SENDS,
     Home,
     Instruction,
+    Instructions,
     Kind,
     Schedule,
     parts,
@@ -72,7 +73,7 @@ class Program(NamedTuple):
         weight: the cost of the instructions, in forward passes of a stage.
     """
 
-    items: tuple[tuple[Instruction, ...], ...]
+    items: tuple[Instructions, ...]
     receives: Mapping[tuple[Kind, int], tuple[int, ...]]
     schedule: Schedule
     weight: float

@@ -25,6 +25,7 @@ from nnmpi.schedule.schedule import (
     TRANSFERS,
     Fused,
     Instruction,
+    Instructions,
     Item,
     Kind,
     Schedule,
@@ -54,7 +55,7 @@ _TRANSFERS_OF = MappingProxyType(
 def add_transfers(schedule: Schedule) -> Schedule:
     """Add a receive before each use and a send after each result that crosses ranks."""
 
-    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def change(program: Instructions) -> Iterator[Instruction]:
         for op in program:
             receive, send = _TRANSFERS_OF.get(op.kind, (None, None))
             before, after = schedule.is_cut(op.stage - 1), schedule.is_cut(op.stage)
@@ -90,7 +91,7 @@ def receive_early(schedule: Schedule) -> Schedule:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
 
-    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def change(program: Instructions) -> Iterator[Instruction]:
         receives = [(begin_s.get(send_of(op), 0.0), op) for op in program if op.kind in RECEIVES]
         receives.sort(key=lambda pair: pair[0])
         for op in program:
@@ -108,7 +109,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
     If the generator has updates of its own (one per microbatch), each gets a reduction before it.
     """
 
-    def change(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def change(program: Instructions) -> Iterator[Instruction]:
         last = {op.stage: op for op in program if op.kind in BACKWARD}
         updates = not any(op.kind is Kind.STEP for op in program)
         for op in program:
@@ -125,7 +126,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
 def fuse(schedule: Schedule) -> Schedule:
     """Post adjacent transfers together, as nothing happens between them."""
 
-    def change(program: tuple[Instruction, ...]) -> Iterator[Item]:
+    def change(program: Instructions) -> Iterator[Item]:
         for transfers, run in groupby(program, lambda item: item.kind in TRANSFERS):
             items = tuple(run)
             yield from [Fused(items)] if transfers and len(items) > 1 else items

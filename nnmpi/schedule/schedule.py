@@ -92,11 +92,15 @@ class Instruction:
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
 
+Instructions: TypeAlias = tuple[Instruction, ...]
+"""A program without fused transfers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fused:
     """Transfers that are posted and awaited together."""
 
-    parts: tuple[Instruction, ...]
+    parts: Instructions
 
     def __str__(self) -> str:
         """Return the text form, such as "(0SEND_ACT1 0RECV_GRAD0)"."""
@@ -112,7 +116,7 @@ Program: TypeAlias = tuple[Item, ...]
 N = TypeVar("N", int, float)
 
 
-def parts(item: Item) -> tuple[Instruction, ...]:
+def parts(item: Item) -> Instructions:
     """Return the instructions of an item: itself, or the transfers that are posted together."""
     return item.parts if isinstance(item, Fused) else (item,)
 
@@ -234,9 +238,7 @@ class Schedule:
         for item in self.programs[rank]:
             yield from parts(item)
 
-    def map_instructions(
-        self, change: Callable[[tuple[Instruction, ...]], Iterable[Item]]
-    ) -> "Schedule":
+    def map_instructions(self, change: Callable[[Instructions], Iterable[Item]]) -> "Schedule":
         """Return the schedule with each rank's instructions replaced by `change(instructions)`."""
         programs = (change(tuple(self.instructions(rank))) for rank in range(self.ranks))
         return replace(self, programs=tuple(map(tuple, programs)))

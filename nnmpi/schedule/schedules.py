@@ -15,6 +15,7 @@ from nnmpi.errors import ScheduleError, UsageError, whole
 from nnmpi.schedule.schedule import (
     Home,
     Instruction,
+    Instructions,
     Kind,
     Schedule,
     around,
@@ -25,7 +26,7 @@ from nnmpi.schedule.there_and_back import fastest
 from nnmpi.shard import split
 
 
-def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def naive(rank: int, ranks: int, microbatches: int) -> Instructions:
     """Naive pipeline: one microbatch at a time, forward and back, all ranks but one idle.
 
         python -m nnmpi.schedule --pipeline naive --stages 3 --microbatches 2
@@ -40,7 +41,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return tuple(kind.at(rank, m) for m in range(microbatches) for kind in (Kind.F, Kind.B))
 
 
-def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def gpipe(rank: int, ranks: int, microbatches: int) -> Instructions:
     """GPipe: all forward passes fill the pipeline, then all backward passes drain it.
 
         python -m nnmpi.schedule --pipeline gpipe --stages 4 --microbatches 6
@@ -60,7 +61,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 
 def inference(
     rank: int, ranks: int, microbatches: int, virtual: int = 1, home: Home = around
-) -> tuple[Instruction, ...]:
+) -> Instructions:
     """Inference: forwards only, one microbatch after the other.
 
         python -m nnmpi.schedule --pipeline inference --stages 4 --microbatches 6
@@ -80,7 +81,7 @@ def inference(
     return tuple(Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_)
 
 
-def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Instructions:
     """1F1B: each backward pass as early as possible, alternating with forward passes.
 
         python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 6
@@ -104,12 +105,12 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
 
 def _in_turns(
     forwards: Sequence[Instruction], backwards: Sequence[Instruction], warm_up: int
-) -> tuple[Instruction, ...]:
+) -> Instructions:
     turns = zip_longest(forwards[warm_up:], backwards)
     return (*forwards[:warm_up], *(item for turn in turns for item in turn if item is not None))
 
 
-def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def pipedream(rank: int, ranks: int, microbatches: int) -> Instructions:
     """PipeDream: 1F1B without a flush; every stage updates after each backward pass.
 
         python -m nnmpi.schedule --pipeline pipedream --stages 4 --microbatches 6
@@ -134,7 +135,7 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ..
     return tuple(program)
 
 
-def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple[Instruction, ...]:
+def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> Instructions:
     """Interleaved 1F1B: several thin stages per rank, so filling and draining take less.
 
     With R ranks and V virtual stages on each, microbatches go in rounds of R, or a few more: the
@@ -164,7 +165,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
     return _in_turns(forwards, backwards, 2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]))
 
 
-def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def zero_bubble(rank: int, ranks: int, microbatches: int) -> Instructions:
     """Zero bubble (ZB-H1): the deferrable half of split backward passes fills the bubble.
 
     I gives the gradient of the input, for which the previous stage waits; W gives the gradients of
@@ -186,7 +187,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     return tuple(fastest(ranks, microbatches, ranks, 1)[rank])
 
 
-def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def zb_v(rank: int, ranks: int, microbatches: int) -> Instructions:
     """ZB-V: stages in V order; busy throughout with 1F1B's activations.
 
         python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 3
@@ -205,7 +206,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return tuple(fastest(ranks, microbatches, 2 * ranks)[rank])
 
 
-def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def v_half(rank: int, ranks: int, microbatches: int) -> Instructions:
     """V-Half: as ZB-V, with half of 1F1B's activations, and with M >= R at most half of its bubble.
 
     python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
@@ -220,7 +221,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return tuple(fastest(ranks, microbatches, min(ranks + 2, 2 * ranks))[rank])
 
 
-def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+def v_min(rank: int, ranks: int, microbatches: int) -> Instructions:
     """V-Min: as ZB-V, with a third of 1F1B's activations, and at most two thirds of its bubble.
 
         python -m nnmpi.schedule --pipeline v-min --stages 3 --microbatches 2
@@ -240,7 +241,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 INTERLEAVED, INFERENCE = "interleaved", "inference"
 TURNING = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
 
-SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyType(
+SCHEDULES: Mapping[str, Callable[..., Instructions]] = MappingProxyType(
     {
         "naive": naive,
         "gpipe": gpipe,

@@ -23,10 +23,10 @@ byte gamma:
 Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
 """
 
-from nnmpi.comm.collective import Chunks, Step
+from nnmpi.comm.collective import Chunks, Step, Steps
 
 
-def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
+def bruck_all_gather(rank: int, size: int) -> Steps:
     """Return the ceil(log2 size) steps after which every rank has everybody's chunk."""
     return tuple(
         Step(
@@ -39,7 +39,7 @@ def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:
     )
 
 
-def bruck_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
+def bruck_reduce_scatter(rank: int, size: int) -> Steps:
     """Return the ceil(log2 size) steps after which each rank has the sum of its own chunk."""
     return tuple(
         Step(to=step.from_, send=step.recv, from_=step.to, recv=step.send, reduce=True)

@@ -24,10 +24,10 @@ Source: Lian et al., Can decentralized algorithms outperform centralized algorit
 Boyd, Fast linear iterations for distributed averaging, 2004, for the weights.
 """
 
-from nnmpi.comm.collective import Step
+from nnmpi.comm.collective import Step, Steps
 
 
-def gossip(rank: int, size: int) -> tuple[Step, ...]:
+def gossip(rank: int, size: int) -> Steps:
     """Return this rank's steps: pass the buffer right, then the sum left, adding arrivals."""
     everything = range(size)
     right, left = (rank + 1) % size, (rank - 1) % size

@@ -29,10 +29,10 @@ of the N chunks, the bytes of the halving and of the doubling can each be up to 
 Source: Rabenseifner, Optimization of collective reduction operations, 2004.
 """
 
-from nnmpi.comm.collective import Step
+from nnmpi.comm.collective import Step, Steps
 
 
-def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
+def halving_doubling(rank: int, size: int) -> Steps:
     """Return this rank's steps: fold to a power of two, halve, double, unfold."""
     power = 1 << size.bit_length() - 1
     folded = size - power  # pairs (0, 1), (2, 3) ... that become one rank
@@ -49,7 +49,7 @@ def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:
     return inner
 
 
-def _butterfly(position: int, power: int, folded: int, size: int) -> tuple[Step, ...]:
+def _butterfly(position: int, power: int, folded: int, size: int) -> Steps:
     """Return the halving and the doubling of one of the remaining ranks, at `position` 0..power-1.
 
     The first `folded` of these are the even ranks of the pairs.

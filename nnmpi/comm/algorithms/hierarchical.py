@@ -27,13 +27,13 @@ from math import isqrt
 
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
-from nnmpi.comm.collective import Chunks, Step
+from nnmpi.comm.collective import Chunks, Step, Steps
 from nnmpi.comm.machine import blocks
 from nnmpi.errors import group_ranks
 from nnmpi.shard import part
 
 
-def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tuple[Step, ...]:
+def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> Steps:
     """Return this rank's steps.
 
     Args:
@@ -63,9 +63,7 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
     return group_ranks(enumerate(nodes))
 
 
-def _among(
-    ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]
-) -> tuple[Step, ...]:
+def _among(ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]) -> Steps:
     """Return steps with their ranks 0, 1 ... replaced by `ranks`, and chunks by `share(chunks)`."""
     return tuple(
         Step(

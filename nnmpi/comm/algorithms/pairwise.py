@@ -18,10 +18,10 @@ Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication
 MPICH, 2005, section 3.4.
 """
 
-from nnmpi.comm.collective import Step
+from nnmpi.comm.collective import Step, Steps
 
 
-def pairwise(rank: int, size: int) -> tuple[Step, ...]:
+def pairwise(rank: int, size: int) -> Steps:
     """Return the size - 1 steps after which a rank has every other rank's chunk for it."""
     return tuple(
         Step(to=to, send=(rank * size + to,), from_=source, recv=(source * size + rank,))

@@ -23,20 +23,20 @@ the many latencies. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce alg
 of workstations, 2009.
 """
 
-from nnmpi.comm.collective import Step
+from nnmpi.comm.collective import Step, Steps
 
 
-def ring(rank: int, size: int) -> tuple[Step, ...]:
+def ring(rank: int, size: int) -> Steps:
     """Return this rank's 2(size-1) steps; each sends one chunk right and receives one from left."""
     return ring_reduce_scatter(rank, size) + ring_all_gather(rank, size)
 
 
-def ring_reduce_scatter(rank: int, size: int) -> tuple[Step, ...]:
+def ring_reduce_scatter(rank: int, size: int) -> Steps:
     """Return the size-1 steps after which this rank has the sum of chunk `rank`."""
     return tuple(_pass_on(rank, size, chunk=rank - 1 - i, reduce=True) for i in range(size - 1))
 
 
-def ring_all_gather(rank: int, size: int) -> tuple[Step, ...]:
+def ring_all_gather(rank: int, size: int) -> Steps:
     """Return the size-1 steps after which every rank has every rank's chunk."""
     return tuple(_pass_on(rank, size, chunk=rank - i, reduce=False) for i in range(size - 1))
 

@@ -42,15 +42,15 @@ more ranks. Source: van de Geijn, On global combine operations, 1994; Barnett et
 collective communication library (InterCom), 1994.
 """
 
-from nnmpi.comm.collective import Step
+from nnmpi.comm.collective import Step, Steps
 
 
-def tree(rank: int, size: int) -> tuple[Step, ...]:
+def tree(rank: int, size: int) -> Steps:
     """Return this rank's steps: reduce the children's sums to the parent, then broadcast down."""
     return tree_reduce(rank, size) + tree_broadcast(rank, size)
 
 
-def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
+def tree_reduce(rank: int, size: int) -> Steps:
     """Return the steps that reduce to rank 0: add the children's sums, pass the sum up."""
     steps = tuple(
         Step(from_=child, recv=range(size), reduce=True) for child in _children(rank, size)
@@ -58,13 +58,13 @@ def tree_reduce(rank: int, size: int) -> tuple[Step, ...]:
     return steps if rank == 0 else (*steps, Step(to=_parent(rank), send=range(size)))
 
 
-def tree_broadcast(rank: int, size: int) -> tuple[Step, ...]:
+def tree_broadcast(rank: int, size: int) -> Steps:
     """Return the steps that broadcast rank 0's buffer: receive from the parent, pass it down."""
     steps = tuple(Step(to=child, send=range(size)) for child in reversed(_children(rank, size)))
     return steps if rank == 0 else (Step(from_=_parent(rank), recv=range(size)), *steps)
 
 
-def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
+def tree_scatter(rank: int, size: int) -> Steps:
     """Return the steps that scatter rank 0's buffer, a chunk to each rank."""
     # this rank receives chunks rank..rank+reach-1
     reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank
@@ -119,7 +119,7 @@ def levels(N: int) -> int:
 # with one server.
 
 
-def star(rank: int, size: int) -> tuple[Step, ...]:
+def star(rank: int, size: int) -> Steps:
     """Return this rank's steps: 2(size-1) at the server, one send and one receive at a worker."""
     everything, workers = range(size), range(1, size)
     if rank > 0:
