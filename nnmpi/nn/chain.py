@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, stash
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, NamedModules
 from nnmpi.tensor.parameter import Parameter
 
 Stashed: TypeAlias = dict[str, Any]
@@ -147,7 +147,7 @@ class ModelPart(Module):
         self._full = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._full}
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def children(self) -> NamedModules:
         """Yield the layers' modules with their full names, once per layer that calls them."""
         for layer in self.layers:
             yield from layer.members

@@ -22,7 +22,7 @@ torchgpipe's (Kim et al., "torchgpipe: on-the-fly pipeline parallelism for train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from nnmpi.nn.activation import GELU, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, NamedModules
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import linear_gelu, relu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
@@ -138,7 +138,7 @@ class Sequential(Module):
         self.layers = list(layers)
         self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def children(self) -> NamedModules:
         """Yield the modules with their numbers."""
         for i, layer in enumerate(self.layers):
             yield str(i), layer

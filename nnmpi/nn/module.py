@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
+
+NamedModules: TypeAlias = "Iterator[tuple[str, Module]]"
 
 
 class _Draws(dict[str, Array]):
@@ -196,13 +198,11 @@ class Module:
             [f"{lines[0]} parameters" if rows[0][1] and not rows[0][2] else lines[0], *lines[1:]]
         )
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def children(self) -> NamedModules:
         """Yield the modules directly below this one, with their names here."""
         yield from self._members(Module)
 
-    def named_modules(
-        self, prefix: str = "", above: tuple[Module, ...] = ()
-    ) -> Iterator[tuple[str, Module]]:
+    def named_modules(self, prefix: str = "", above: tuple[Module, ...] = ()) -> NamedModules:
         """Yield this module and its descendants with full names, parents first, as defined.
 
         Raises:

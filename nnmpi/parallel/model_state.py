@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -64,6 +64,9 @@ class ArraySpec:
 
     def __str__(self) -> str:
         return f"shape {self.shape} and {self.dtype}"
+
+
+ArraySpecs: TypeAlias = Mapping[str, ArraySpec]  # by the arrays' names
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,7 @@ def shard_maps(
     return {name: maps[name] for name in order}
 
 
-def check_fit(
-    specs: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object
-) -> None:
+def check_fit(specs: ArraySpecs, expected: ArraySpecs, source: object) -> None:
     """Check that a file's arrays have the model's names, shapes and dtypes.
 
     Args:
@@ -320,9 +321,7 @@ class ModelState:
                     phase.attempt(write, name, full)
         phase.agree()
 
-    def check(
-        self, given: Mapping[str, ArraySpec] | None, source: object = "the checkpoint"
-    ) -> None:
+    def check(self, given: ArraySpecs | None, source: object = "the checkpoint") -> None:
         """Compare names, shapes and dtypes on rank 0 with those of the ranks' arrays. Collective.
 
         Raises:
@@ -337,7 +336,7 @@ class ModelState:
     def scatter(
         self,
         read: Callable[[str], Array],
-        given: Mapping[str, ArraySpec] | None = None,
+        given: ArraySpecs | None = None,
         source: object = "the checkpoint",
     ) -> None:
         """Scatter the full arrays that rank 0 reads, in order. Collective.

@@ -64,7 +64,7 @@ from nnmpi.mesh import AXES, Mesh
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ArraySpec, ModelState
+from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -521,7 +521,7 @@ def _training(loop: Loop) -> Iterator[Training]:
 
 def source_of(
     file: TensorFile | None,
-) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
+) -> tuple[Callable[[str], Array], ArraySpecs | None, Path | None]:
     """Return the arguments of `ModelState.scatter`: on rank 0 a reader, specs and name."""
     if file is None:
         return dict[str, Array]().__getitem__, None, None
@@ -713,9 +713,7 @@ class CheckpointWriter:
             shutil.rmtree(leftover, ignore_errors=True)
         self._temporary.mkdir()
 
-    def open(
-        self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def open(self, name: str, specs: ArraySpecs, metadata: Mapping[str, str] | None = None) -> None:
         """Open the next file of arrays."""
         self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
 
@@ -802,7 +800,7 @@ class TensorWriter:
     """
 
     def __init__(
-        self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None
+        self, file: Path, specs: ArraySpecs, metadata: Mapping[str, str] | None = None
     ) -> None:
         self._file = file
         header = _header(file, specs, metadata or {})
@@ -876,7 +874,7 @@ class TensorFile:
             return opened.get_tensor(name)
 
 
-def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:
+def _header(file: Path, specs: ArraySpecs, metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, spec in specs.items():

@@ -8,14 +8,14 @@ another, the rule puts an exchange before the layer:
     to_parts                     each rank's part                            scatter
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Buffer, Module, NamedModules
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.collectives import PartExchange, redistribute, scatter
 from nnmpi.shard import Region
@@ -239,13 +239,11 @@ class Redistributed(Module):
         self.inner = inner
         self._before, self._after = before, after
 
-    def named_modules(
-        self, prefix: str = "", above: tuple[Module, ...] = ()
-    ) -> Iterator[tuple[str, Module]]:
+    def named_modules(self, prefix: str = "", above: tuple[Module, ...] = ()) -> NamedModules:
         """Yield the inner module under this one's name, and all modules below it."""
         yield from self.inner.named_modules(prefix, above)
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def children(self) -> NamedModules:
         """Yield the inner module's children."""
         yield from self.inner.children()
 
