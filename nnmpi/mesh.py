@@ -49,6 +49,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nnmpi.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -164,27 +167,14 @@ class Mesh:
         """
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is not one of {self} = {self.size} ranks")
-        rest, t = divmod(self._ranks.index(rank), self.tp)
-        rest, s = divmod(rest, self.sp)
-        return Coordinates(*divmod(rest, self.pp), t, s)
+        ((d, p, s, t),) = np.argwhere(self._ranks == rank).tolist()
+        return Coordinates(d, p, t, s)
 
-    def rank_at(self, d: int, p: int, t: int, s: int = 0) -> int:
-        """Return the rank at these coordinates.
-
-        Args:
-            d: the replica.
-            p: the position in the pipeline.
-            t: the tensor shard.
-            s: the part of the sequences.
-
-        Raises:
-            LayoutError: for coordinates outside the mesh.
-        """
-        if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp and 0 <= s < self.sp):
-            raise LayoutError(
-                f"{Coordinates(d, p, t, s)} is not in {self}; coordinates count from 0"
-            )
-        return self._ranks[((d * self.pp + p) * self.sp + s) * self.tp + t]
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return the ranks of each group along some axes: `groups(DP, SP)` is the replicas."""
+        last = [(DP, PP, SP, TP).index(axis) for axis in axes]
+        rows = np.moveaxis(self._ranks, last, range(-len(axes), 0))
+        return rows.reshape(-1, prod(rows.shape[-len(axes) :])).tolist()
 
     def bind(self, group: Group) -> BoundMesh:
         """Return the mesh with this rank's group of each axis. Collective.
@@ -197,39 +187,38 @@ class Mesh:
         """
         if group.size != self.size:
             raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
-        d, p, t, s = coordinates = self.coordinates(group.rank)
-        # this rank's part of the model, and the number of its replica
-        part, replica = p * self.tp + t, d * self.sp + s
         made = [] if self.size == 1 else [group.split(group.rank)]
 
-        def along(size: int, color: int, key: int) -> Group:
-            if size == self.size and self._ranks == tuple(range(size)):
+        def along(*axes: str) -> Group:
+            groups = self.groups(*axes)
+            if groups == [[*range(group.size)]]:
                 return group
-            if size > 1:
-                made.append(group.split(color, key))
-            return made[0 if size == 1 else -1]
+            if len(groups[0]) == 1:
+                return made[0]
+            ((color, key),) = np.argwhere(np.array(groups) == group.rank).tolist()
+            made.append(group.split(color, key))
+            return made[-1]
 
-        dp = along(self.dp, part * self.sp + s, d)
+        dp = along(DP)
         return BoundMesh(
             self,
             group,
-            coordinates,
+            self.coordinates(group.rank),
             dp=dp,
-            pp=along(self.pp, replica * self.tp + t, p),
-            tp=along(self.tp, replica * self.pp + p, t),
-            sp=along(self.sp, part * self.dp + d, s),
-            model=along(self.pp * self.tp, replica, part),
-            replicas=dp if self.sp == 1 else along(self.dp * self.sp, part, replica),
+            pp=along(PP),
+            tp=along(TP),
+            sp=along(SP),
+            model=along(PP, TP),
+            replicas=dp if self.sp == 1 else along(DP, SP),
             made=made,
         )
 
     @cached_property
-    def _ranks(self) -> tuple[int, ...]:
-        """The rank at each position; positions are numbered with t fastest and d slowest."""
-        if self.nodes is None:
-            return tuple(range(self.size))
-        firsts = [self.nodes.index(node) for node in self.nodes]  # so rank 0 comes first
-        return tuple(sorted(range(self.size), key=firsts.__getitem__))
+    def _ranks(self) -> NDArray[np.int64]:
+        """The rank at (d, p, s, t): in order, but by node first, and rank 0's node before others."""
+        nodes = self.nodes or (0,) * self.size
+        ranks = sorted(range(self.size), key=lambda rank: nodes.index(nodes[rank]))
+        return np.reshape(ranks, (self.dp, self.pp, self.sp, self.tp))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 bound to MPI's ranks.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -18,28 +16,21 @@ from tests.harness.refusals import told
 axis = st.integers(1, 5)
 
 
-def groups_of(mesh: Mesh, *axes: str) -> list[list[int]]:
-    """Return the ranks that differ on these axes alone, in the order of the axes."""
-    result = defaultdict(list)
-    for place in product(*map(range, mesh.shape)):
-        result[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(
-            mesh.rank_at(*place)
-        )
-    return list(result.values())
-
-
 def on_one_node(mesh: Mesh, *axes: str) -> int:
     """Return how many groups of some axes lie on one node."""
     nodes = mesh.nodes or (0,) * mesh.size
-    return sum(len({nodes[rank] for rank in group}) == 1 for group in groups_of(mesh, *axes))
+    return sum(len({nodes[rank] for rank in group}) == 1 for group in mesh.groups(*axes))
 
 
 def check(mesh: Mesh) -> None:
     """Every rank has one place."""
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size
-    assert [mesh.rank_at(*place) for place in places] == list(range(mesh.size))
     assert places[0] == (0, 0, 0, 0)
+    for axes in ("d", "p", "t", "s", "ds", "pt"):
+        for group in mesh.groups(*(f"{axis}p" for axis in axes)):
+            assert group == sorted(group, key=lambda rank: [getattr(places[rank], a) for a in axes])
+            assert len({places[rank]._replace(**dict.fromkeys(axes, 0)) for rank in group}) == 1
 
 
 @given(axis, axis, axis, st.integers(1, 3))
@@ -47,9 +38,7 @@ def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
     mesh = Mesh(dp, pp, tp, sp=sp)
     check(mesh)
     places = map(mesh.coordinates, range(mesh.size))
-    assert all(
-        mesh.rank_at(d, p, t, s) == ((d * pp + p) * sp + s) * tp + t for d, p, t, s in places
-    )
+    assert all(rank == ((d * pp + p) * sp + s) * tp + t for rank, (d, p, t, s) in enumerate(places))
     assert mesh == Mesh.of(dp * pp * tp * sp, dp, pp, tp, sp=sp)
 
 
@@ -63,10 +52,7 @@ def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
     )
     mesh = Mesh(dp, pp, tp, nodes, sp)
     check(mesh)
-    placed = [
-        mesh.rank_at(d, p, t, s)
-        for d, p, s, t in product(range(dp), range(pp), range(sp), range(tp))
-    ]
+    (placed,) = mesh.groups("dp", "pp", "sp", "tp")
     assert placed == [
         rank for node in dict.fromkeys(nodes) for rank in range(size) if nodes[rank] == node
     ]
@@ -78,14 +64,14 @@ def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int,
     item = replicas * pp * tp
     nodes = tuple(node for node in range(many) for _ in range(item))
     mesh = Mesh(replicas * many, pp, tp, nodes)
-    assert groups_of(mesh, "pp", "tp") == groups_of(Mesh(replicas * many, pp, tp), "pp", "tp")
+    assert mesh.groups("pp", "tp") == Mesh(replicas * many, pp, tp).groups("pp", "tp")
 
 
 def test_ranks_dealt_in_turn_are_sorted_by_node() -> None:
     """Also the replicas: those of one node stand together, as a ring over them wants it."""
-    assert groups_of(Mesh(4, 1, 1, (0, 1, 0, 1)), "dp") == [[0, 2, 1, 3]]
-    assert groups_of(Mesh(1, 4, 1, (0, 1, 0, 1)), "pp") == [[0, 2, 1, 3]]
-    assert groups_of(Mesh(1, 2, 2, (5, 4, 5, 4)), "tp") == [[0, 2], [1, 3]]
+    assert Mesh(4, 1, 1, (0, 1, 0, 1)).groups("dp") == [[0, 2, 1, 3]]
+    assert Mesh(1, 4, 1, (0, 1, 0, 1)).groups("pp") == [[0, 2, 1, 3]]
+    assert Mesh(1, 2, 2, (5, 4, 5, 4)).groups("tp") == [[0, 2], [1, 3]]
 
 
 def test_thousands_of_ranks() -> None:
@@ -95,9 +81,7 @@ def test_thousands_of_ranks() -> None:
     check(mesh)
     assert on_one_node(mesh, "tp") == 1024
     assert on_one_node(mesh, "pp", "tp") == 0
-    assert all(
-        len({nodes[rank] for rank in replica}) == 2 for replica in groups_of(mesh, "pp", "tp")
-    )
+    assert all(len({nodes[rank] for rank in replica}) == 2 for replica in mesh.groups("pp", "tp"))
     assert Mesh.of(7919).shape == (7919, 1, 1, 1)
 
 
@@ -164,7 +148,6 @@ def test_what_fits_is_complete(world: int) -> None:
         (lambda: Mesh(2, 1, 1, (0,)), "nodes are given for 1 ranks, but dp 2 x pp 1 x tp 1 has 2"),
         (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
         (lambda: Mesh(2).coordinates(-1), "rank -1"),
-        (lambda: Mesh(2, 3).rank_at(1, 3, 0), "d1 p3 t0 is not in dp 2 x pp 3 x tp 1"),
     ],
 )
 def test_what_does_not_exist(make, words: str) -> None:
@@ -199,7 +182,7 @@ def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
                 wrong.append("replicas")
             for axis, mine in zip((*AXES, "pp tp"), (*groups, bound.model), strict=True):
                 expected = next(
-                    ranks for ranks in groups_of(mesh, *axis.split()) if group.rank in ranks
+                    ranks for ranks in mesh.groups(*axis.split()) if group.rank in ranks
                 )
                 if mine.gather(group.rank) != expected or expected[mine.rank] != group.rank:
                     wrong.append(axis)

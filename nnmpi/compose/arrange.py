@@ -35,7 +35,7 @@ from nnmpi.errors import DeviceError, LayoutError, expect
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
-from nnmpi.mesh import BoundMesh, Mesh
+from nnmpi.mesh import PP, TP, BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
@@ -437,9 +437,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     if limit is None or largest[0] <= limit:
         return
     worst = needs.index(largest[0])
-    full = sum(
-        needs[mesh.mesh.rank_at(0, p, t)] for p in range(mesh.pp.size) for t in range(mesh.tp.size)
-    )
+    full = sum(needs[rank] for rank in mesh.mesh.groups(PP, TP)[0])
     ways = max(-(-full // limit), mesh.pp.size * mesh.tp.size + 1)
     even = (
         ", or cut it more evenly, as split auto does"
