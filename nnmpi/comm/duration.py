@@ -139,19 +139,17 @@ class _Seconds(Engine):
         self._machine, self._nodes = machine, nodes
         # elements of a chunk; the first `_longer` chunks have one more
         self._short, self._longer = divmod(elements, len(nodes))
-        self._links = Links(nodes)
+        self._links = Links(machine, len(nodes))
         size, count = len(nodes), len(set(nodes))
         # Whether symmetric steps have equal clocks, or nearly. Links are equal on one node, and
         # with a node per rank. Where some chunks are empty (`_short` 0) the clocks differ.
         self.may_be_in_lock_step = (count in (1, size) and self._short > 0) or size > EXACT_RANKS
-        self._sent, self._message = cache(self._find_sent), cache(machine.message)
-        self.of_all = cache(self._find_step)
+        self._sent, self.of_all = cache(self._find_sent), cache(self._find_step)
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
         """Return the arrival of the last message."""
-        across = self._nodes[sender] != self._nodes[receiver]
-        costs = self._message(across, (_is_both(out), _is_both(into)), self._sent(out.send))
-        return self._links.carry(sender, receiver, ready, *costs)
+        both = _is_both(out), _is_both(into)
+        return self._links.carry(sender, receiver, ready, self._sent(out.send), both)
 
     def turn(self, ready: float) -> int:
         return round(ready / INSTANT_S)
@@ -184,9 +182,9 @@ class _Seconds(Engine):
         messages = tuple(longest * chunks for chunks in sent)
         source, target = np.array(self._nodes), np.roll(self._nodes, -to)
         crossing = source != target
-        seconds = 0.0 if crossing.all() else sum(self._message(False, (True,), messages))
+        seconds = 0.0 if crossing.all() else sum(self._machine.message(False, (True,), messages))
         if crossing.any():
-            latency_s, wire_s = self._message(True, (True,), messages)
+            latency_s, wire_s = self._machine.message(True, (True,), messages)
             busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
             # a latency passes under the bytes of others
             seconds = max(seconds, latency_s + wire_s, wire_s * busiest)

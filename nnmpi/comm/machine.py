@@ -15,8 +15,10 @@ where messages outgrow the caches. Hence the piecewise `Curve`.
 
 import math
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 from nnmpi.errors import UsageError
@@ -163,6 +165,23 @@ class Machine:
         """Return the link between nodes or inside one."""
         return self.across if across and self.across is not None else self.inside
 
+    def parts(self, groups: Iterable[Sequence[int]], size: int) -> list["Machine"]:
+        """Return the machine for each group of ranks, equal ones once.
+
+        All groups communicate at once: those on the same nodes share the nodes' links.
+        """
+        nodes, link = self.nodes_of(size), self.link(across=True)
+        placed = Counter(tuple(nodes[rank] for rank in ranks) for ranks in groups)
+        result = {
+            replace(
+                self,
+                nodes=tuple(map(on.index, on)),
+                across=Link(link.one_way.shared(count), link.both_ways.shared(count)),
+            ): None
+            for on, count in placed.items()
+        }
+        return list(result)
+
     def message(
         self, across: bool, both: Iterable[bool], lengths: Sequence[int]
     ) -> tuple[float, float]:
@@ -188,44 +207,59 @@ def blocks(size: int, per_node: int) -> tuple[int, ...]:
     return tuple(rank // per_node for rank in range(size))
 
 
-# Contention for the links of nodes.
+# Contention for links.
 #
-# A link carries one message out and one message in at a time, for the time of its bytes (not during
-# its latency). Messages get it in the order in which they become ready:
+# Each node has a link, and inside a node each pair of ranks has one. A link carries one message out
+# and one message in at a time, for the time of its bytes (not during its latency). Messages get it
+# in the order in which they become ready:
 #
 #     ready      a    b c                        a, b and c leave the same node
 #     link out   |-- a --|-- b --|-- c --|
 #     arrival             .a      .b      .c     each its latency after its last byte has left
 #
-# A message waits until both links are free: its source's and its target's. Both simulations use
-# these links: collectives (`duration`) and simulated ranks (`simulated.simulated_comm`).
+# A message between nodes waits until both links are free: its source's and its target's. All three
+# simulations use these links: collectives (`duration`), simulated ranks (`simulated_comm`) and
+# pipelines (`schedule.simulate`).
 
 # Times closer than this are equal: rounding must not decide the order of messages.
 INSTANT_S = 1e-12
 
 
 class Links:
-    """The links of nodes, all free at first.
+    """The links of nodes and of pairs inside a node, all free at first.
 
     Args:
-        nodes: the node of each rank.
+        machine: the costs of messages, and the nodes.
+        size: number of ranks, if the machine has no nodes.
     """
 
-    def __init__(self, nodes: Sequence[int]) -> None:
-        self._nodes = nodes
-        self._out_free_s, self._in_free_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
+    def __init__(self, machine: Machine, size: int = 0) -> None:
+        self._nodes = machine.nodes or machine.nodes_of(size)
+        self._message = cache(machine.message)
+        self._free_s: defaultdict[tuple[int | str, int], float] = defaultdict(float)
 
     def carry(
-        self, sender: int, receiver: int, ready_s: float, latency_s: float, wire_s: float
+        self,
+        sender: int,
+        receiver: int,
+        ready_s: float,
+        lengths: tuple[int, ...],
+        both: tuple[bool, ...] = (False,),
     ) -> float:
-        """Occupy the links for a message between two ranks; return its arrival in seconds.
+        """Occupy the links for messages from one rank to another; return the last one's arrival.
 
-        A message between nodes occupies both links for `wire_s`. While it waits for the target's
-        link it blocks its source's: messages behind it wait too, even those to free nodes
-        (head-of-line blocking).
+        While a message waits for the target's link it blocks its source's: messages behind it wait
+        too, even those to free nodes (head-of-line blocking).
+
+        Args:
+            sender, receiver: the ranks.
+            ready_s: the earliest start.
+            lengths, both: see `Machine.message`.
         """
         source, target = self._nodes[sender], self._nodes[receiver]
-        if source != target:
-            ready_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])
-            self._out_free_s[source] = self._in_free_s[target] = ready_s + wire_s
+        latency_s, wire_s = self._message(source != target, both, lengths)
+        pair, free_s = (sender, receiver), self._free_s
+        out, into = (pair, pair) if source == target else (("out", source), ("in", target))
+        ready_s = max(ready_s, free_s[out], free_s[into])
+        free_s[out] = free_s[into] = ready_s + wire_s
         return ready_s + (latency_s + wire_s)

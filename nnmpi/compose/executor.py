@@ -38,6 +38,7 @@ from nnmpi.schedule.schedule import (
     COMPUTE,
     RECEIVES,
     SENDS,
+    USES,
     Home,
     Instruction,
     Instructions,
@@ -335,8 +336,8 @@ class Executor:
         for item in self._now.items:
             for op in item:
                 kind, stage, microbatch = op.kind, op.stage, op.microbatch
-                if self._boundaries and kind in _USES and microbatch is not None:
-                    self._wait_for_message(_USES[kind], stage, microbatch)
+                if self._boundaries and kind in USES and microbatch is not None:
+                    self._wait_for_message(USES[kind], stage, microbatch)
                 if watched:
                     record_call(self._begin, kind)
                 self._actions[kind](stage, microbatch)
@@ -537,7 +538,6 @@ class Executor:
 # multiplies one.
 _WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 _LAST = (Kind.B, Kind.I)
-_USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
 _STYLES = {
     Kind.F: ("forward", timeline.COMPUTE),
     **dict.fromkeys((Kind.B, Kind.I, Kind.W), ("backward", timeline.COMPUTE)),

@@ -59,12 +59,13 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
+from nnmpi.mesh import PP, BoundMesh
 from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
-from nnmpi.schedule.simulate import measured_costs, simulate_schedule
+from nnmpi.schedule.simulate import carrier, measured_costs, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
@@ -332,14 +333,12 @@ class Passes(Caller):
             return [planned.describe()]
         if not self._passes:
             return []
-        group = self._arrangement.mesh.pp
         passes = [pass_.passed for pass_ in self._passes if pass_.passed is not None]
         # an epoch's short last batch may have fewer microbatches: leave its pass out
         most = max(pass_.microbatches for pass_ in passes)
         lines = [
             _forecast(
-                self.world,
-                group,
+                self._arrangement.mesh,
                 self.executor.plan(most),
                 [pass_ for pass_ in passes if pass_.microbatches == most],
             )
@@ -348,7 +347,7 @@ class Passes(Caller):
         self._passes.clear()
         if self.updates:
             # only schedules that update within a pass, such as pipedream, use old weights
-            stale = group.gather(old)
+            stale = self._arrangement.mesh.pp.gather(old)
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
         return lines
 
@@ -592,33 +591,35 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     }
 
 
-def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
+def _forecast(mesh: BoundMesh, schedule: Schedule, reports: Sequence[PassReport]) -> str:
     """Return measured and simulated times of a schedule's passes, as text.
 
     The time of a pass is the largest of the ranks' medians. The bubble is the share of the ranks'
     time without computation. Collective over the pipeline's ranks.
     """
+    group, machine = mesh.pp, mesh.world.machine
     times = [
         [item.kind, item.stage, seconds] for report in reports for item, seconds in report.samples
     ]
-    machine = world.machine
-    if machine is not None:
-        nodes, ranks = machine.nodes_of(world.size), group.comm.members
-        for op, lengths in reports[-1].sent:
-            other = op.stage + (1 if op.kind is Kind.SEND_ACT else -1)
-            across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
-            times.append([op.kind, op.stage, sum(machine.message(across, [False], lengths))])
+    sent = [[op.kind, op.stage, lengths] for op, lengths in reports[-1].sent]
     totals = [
         median(report.total_s for report in reports),
         median(report.compute_s for report in reports),
     ]
-    by_rank = group.gather([times, totals, max(report.peak_live for report in reports)])
+    by_rank = group.gather([times, totals, max(report.peak_live for report in reports), sent])
     samples = [
-        (Kind(kind).at(stage), seconds) for costs, _, _ in by_rank for kind, stage, seconds in costs
+        (Kind(kind).at(stage), seconds) for costs, *_ in by_rank for kind, stage, seconds in costs
     ]
-    simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
-    measured_s = max(total_s for _, (total_s, _), _ in by_rank)
-    busy_s = sum(compute_s for _, (_, compute_s), _ in by_rank)
+    carry = None
+    if machine is not None:
+        lengths = {
+            (kind, stage): tuple(sizes) for *_, sent in by_rank for kind, stage, sizes in sent
+        }
+        here, *_ = machine.parts(mesh.mesh.groups(PP), mesh.world.size)
+        carry = carrier(here, lambda send: lengths[send.kind, send.stage])
+    simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples), carry)
+    measured_s = max(total_s for _, (total_s, _), *_ in by_rank)
+    busy_s = sum(compute_s for _, (_, compute_s), *_ in by_rank)
     stage_s = [0.0] * schedule.stages
     for op, seconds in samples:
         if op.kind in COMPUTE:
@@ -629,5 +630,5 @@ def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[
         f" ms{'' if machine else ' without messages, for which there is no fit'}; bubble"
         f" {bubble:.0%}, simulated {simulation.bubble:.0%}; ms per microbatch and stage:"
         f" {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; activations kept:"
-        f" {', '.join(str(peak) for _, _, peak in by_rank)}"
+        f" {', '.join(str(peak) for _, _, peak, _ in by_rank)}"
     )

@@ -16,13 +16,13 @@ wait forever. For these `receive_early` posts each receive when its message is s
 
 from collections.abc import Iterator
 from itertools import groupby
-from types import MappingProxyType
 
 from nnmpi.schedule.schedule import (
     BACKWARD,
     RECEIVES,
     SENDS,
     TRANSFERS,
+    USES,
     Fused,
     Instruction,
     Instructions,
@@ -43,28 +43,20 @@ def lower(schedule: Schedule) -> Schedule:
     return fuse(place_reductions(receive_early(with_transfers)))
 
 
-_TRANSFERS_OF = MappingProxyType(
-    {
-        Kind.F: (Kind.RECV_ACT, Kind.SEND_ACT),
-        Kind.B: (Kind.RECV_GRAD, Kind.SEND_GRAD),
-        Kind.I: (Kind.RECV_GRAD, Kind.SEND_GRAD),
-    }
-)
-
-
 def add_transfers(schedule: Schedule) -> Schedule:
     """Add a receive before each use and a send after each result that crosses ranks."""
 
     def change(program: Instructions) -> Iterator[Instruction]:
         for op in program:
-            receive, send = _TRANSFERS_OF.get(op.kind, (None, None))
+            receive = USES.get(op.kind)
+            send = Kind.SEND_ACT if op.kind is Kind.F else Kind.SEND_GRAD
             before, after = schedule.is_cut(op.stage - 1), schedule.is_cut(op.stage)
             if op.kind is not Kind.F:
                 before, after = after, before
             if receive and before:
                 yield receive.at(op.stage, op.microbatch)
             yield op
-            if send and after:
+            if receive and after:
                 yield send.at(op.stage, op.microbatch)
 
     return schedule.map_instructions(change)

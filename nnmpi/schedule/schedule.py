@@ -68,6 +68,10 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
+USES: Mapping[Kind, Kind] = MappingProxyType(
+    {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
+)
+"""By kind of computation, the receive whose message it uses."""
 SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
 RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
 TRANSFERS = SENDS | RECEIVES

@@ -6,26 +6,31 @@
 The sender of an eager send continues at once, and the message arrives after its transfer time. A
 rendezvous send holds its sender until the receive is posted and the message has arrived.
 
-Every rank has one clock, and does its program in order. Messages of one channel follow one another.
-Ranks do not compete for resources. This is the only interpretation of schedules: `check` uses it to
-find deadlocks, `lower` to find where receives must be posted early, `simulate_schedule` to get
-times, from modelled or measured costs.
+Every rank has one clock, and does its program in order. Messages of one channel follow one another,
+or those of all ranks share a machine's links (`carrier`). This is the only interpretation of
+schedules: `check` uses it to find deadlocks, `lower` to find where receives must be posted early,
+`simulate_schedule` to get times, from modelled or measured costs.
 
 (Collectives have an engine of their own, `comm.prove`: a step ends there with both of its messages,
 so no message is in flight while its rank does something else, and thousands of ranks must be fast.)
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
 from statistics import median
 from typing import TypeAlias
 
+from nnmpi.comm.machine import Links, Machine
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.schedule import (
     COMPUTE,
+    RECEIVES,
     SENDS,
     TRANSFERS,
+    USES,
     Channel,
     Instruction,
     Item,
@@ -43,6 +48,9 @@ Costs: TypeAlias = Mapping[Kind, Sequence[float]]
 """Kind -> seconds for each stage; other kinds take no time. A message's time is its send's, such as
 latency + bytes x seconds per byte.
 """
+
+Carry: TypeAlias = Callable[[Instruction, Channel, float], float]
+"""(send, its channel, seconds of its start) -> seconds of the arrival; starts come in order."""
 
 
 def even_costs(
@@ -80,6 +88,17 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
     }
 
 
+def carrier(machine: Machine, lengths: Callable[[Instruction], tuple[int, ...]]) -> Carry:
+    """Return the carriage of messages over links.
+
+    Args:
+        machine: with the node of each rank of the pipeline; see `Machine.parts`.
+        lengths: send -> bytes of its messages, which are posted together.
+    """
+    links = Links(machine)
+    return lambda send, channel, ready_s: links.carry(*channel[:2], ready_s, lengths(send))
+
+
 # ---- the run ----
 
 
@@ -95,13 +114,11 @@ class TimedInstruction:
 
 @dataclass(slots=True)
 class _Post:
-    """A posted transfer; `over_s` is None until its message's times are decided."""
+    """A posted transfer; `end_s` is infinite until its message's times are decided."""
 
     transfer: Instruction
-    is_send: bool
-    posted_s: float
-    begin_s: float = 0.0
-    over_s: float | None = None
+    begin_s: float  # of a receive, when it was posted
+    end_s: float = inf
 
 
 @dataclass(slots=True)
@@ -128,13 +145,20 @@ class ScheduleRun:
         spans: the instructions with their times, unordered.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, rendezvous: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        rendezvous: bool = False,
+        carry: Carry | None = None,
+    ) -> None:
         """Run.
 
         Args:
             schedule: with messages; `lower` adds them.
             costs: the seconds of instructions.
             rendezvous: whether a send waits for its receive.
+            carry: carries messages, instead of their seconds in `costs`.
         """
         self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[TimedInstruction] = []
@@ -143,11 +167,15 @@ class ScheduleRun:
         self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)
         # the end of a channel's last message
         self._free_s: defaultdict[Channel, float] = defaultdict(float)
-        self._todo = deque(self.ranks)
+        self._carry = carry or self._follow
+        # (clock, rank): the earliest first, so that messages start in the order of time
+        self._todo = [(0.0, progress.rank) for progress in self.ranks]
         while self._todo:
-            progress = self._todo.popleft()
-            while self._advance(progress):
-                pass
+            clock_s, rank = heappop(self._todo)
+            progress = self.ranks[rank]
+            # a rank that was woken twice may have gone on
+            if clock_s == progress.clock_s and self._advance(progress):
+                heappush(self._todo, (progress.clock_s, rank))
 
     @property
     def stuck(self) -> list[RankProgress]:
@@ -156,7 +184,7 @@ class ScheduleRun:
 
     def waiting(self, progress: RankProgress) -> list[Instruction]:
         """Return the transfers that a stuck rank waits for."""
-        return [post.transfer for post in progress.posts if self._end(post) is None]
+        return [post.transfer for post in progress.posts if post.end_s == inf]
 
     def _seconds(self, instruction: Instruction) -> float:
         times = self._costs.get(instruction.kind, ())
@@ -174,11 +202,14 @@ class ScheduleRun:
         else:
             if not progress.posts:
                 progress.posts = [self._post(progress, transfer) for transfer in parts(item)]
-            ends_s = [end_s for post in progress.posts if (end_s := self._end(post)) is not None]
-            if len(ends_s) < len(progress.posts):
+            if self.waiting(progress):
                 return False
-            self.spans += [_span(progress.rank, post) for post in progress.posts]
-            progress.clock_s = max(ends_s)
+            for post in progress.posts:
+                self.spans.append(
+                    TimedInstruction(progress.rank, post.transfer, post.begin_s, post.end_s)
+                )
+                if self._rendezvous or post.transfer.kind in RECEIVES:
+                    progress.clock_s = max(progress.clock_s, post.end_s)
             progress.posts = []
         progress.at += 1
         return True
@@ -186,41 +217,24 @@ class ScheduleRun:
     def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
         """Post a transfer, and let the other rank continue if this completes its message."""
         channel, is_send = self._channel_of(transfer), transfer.kind in SENDS
-        post = _Post(transfer, is_send, progress.clock_s)
+        post = _Post(transfer, progress.clock_s)
         posts, partners = self._posts[channel, is_send], self._posts[channel, not is_send]
         posts.append(post)
         other = partners[len(posts) - 1] if len(posts) <= len(partners) else None
         sent, received = (post, other) if is_send else (other, post)
-        if (
-            sent is not None
-            and sent.over_s is None
-            and (received is not None or not self._rendezvous)
-        ):
-            ready_s = (
-                max(sent.posted_s, received.posted_s)
-                if self._rendezvous and received
-                else sent.posted_s
-            )
-            sent.begin_s = max(ready_s, self._free_s[channel])
-            sent.over_s = self._free_s[channel] = sent.begin_s + self._seconds(send_of(transfer))
+        if sent is not None and sent.end_s == inf and (received or not self._rendezvous):
+            sent.begin_s = max(progress.clock_s, self._free_s[channel])
+            sent.end_s = self._carry(send_of(transfer), channel, sent.begin_s)
         if sent is not None and received is not None:
-            received.begin_s, received.over_s = sent.begin_s, sent.over_s
-            self._todo.append(self.ranks[channel[1] if is_send else channel[0]])
+            received.end_s = max(received.begin_s, sent.end_s)
+            partner = channel[1] if is_send else channel[0]
+            heappush(self._todo, (self.ranks[partner].clock_s, partner))
         return post
 
-    def _end(self, post: _Post) -> float | None:
-        """Return the time when a rank continues after a transfer; None until the other posts."""
-        if post.is_send and not self._rendezvous:
-            return post.posted_s
-        return None if post.over_s is None else max(post.posted_s, post.over_s)
-
-
-def _span(rank: int, post: _Post) -> TimedInstruction:
-    """Return a completed transfer's times on its rank."""
-    over_s = post.posted_s if post.over_s is None else post.over_s
-    if post.is_send:
-        return TimedInstruction(rank, post.transfer, post.begin_s, over_s)
-    return TimedInstruction(rank, post.transfer, post.posted_s, max(post.posted_s, over_s))
+    def _follow(self, send: Instruction, channel: Channel, ready_s: float) -> float:
+        """Let messages of a channel follow one another; see `Carry`."""
+        self._free_s[channel] = end_s = ready_s + self._seconds(send)
+        return end_s
 
 
 # ---- results ----
@@ -252,8 +266,18 @@ class Simulation:
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
-def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
-    """Return the times of a lowered schedule's run.
+def _receive_late(program: tuple[Instruction, ...]) -> Iterator[Item]:
+    """Yield each receive at its use, where the executor waits for its message."""
+    received = {op for op in program if op.kind in RECEIVES}
+    for op in program:
+        if op.kind in USES:
+            yield from received & {USES[op.kind].at(op.stage, op.microbatch)}
+        if op.kind not in RECEIVES:
+            yield op
+
+
+def simulate_schedule(schedule: Schedule, costs: Costs, carry: Carry | None = None) -> Simulation:
+    """Return the times of a lowered schedule's run; see `ScheduleRun`.
 
     Raises:
         UsageError: for costs of another number of stages.
@@ -264,7 +288,7 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
         raise UsageError(
             f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}"
         )
-    run = ScheduleRun(schedule, costs)
+    run = ScheduleRun(schedule.map_instructions(_receive_late), costs, carry=carry)
     if run.stuck:
         progress = run.stuck[0]
         raise ScheduleError(

@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "lower: a gradient is not sent",
         "nnmpi/schedule/lower.py",
-        "if send and after:",
-        "if send and after and (one.kind is Kind.F or one.microbatch):",
+        "if receive and after:",
+        "if receive and after and (op.kind is Kind.F or op.microbatch):",
         "tests/schedule",
     ),
     # ---- the engine ----

@@ -43,13 +43,12 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 # The arrival of a message, by the cost model's machine (`comm.machine`).
 #
-# inside a node     ready |-- curve(bytes) --| arrived
-# between nodes     ready |. waits .|-- bytes, alone on both links --|-- latency --| arrived
+# ready |. waits .|-- bytes, alone on their links --|-- latency --| arrived
 #
 # short message     leaves at once, and waits at the receiver for its receive (eager)
 # long message      begins when its send and its receive are posted (rendezvous)
 #
-# Messages that leave or enter a node share its link (`machine.Links`), as in simulated collectives.
+# Messages share links (`machine.Links`) as in simulated collectives.
 
 # Open MPI's limit between ranks of a node; its limits on networks are of the same order.
 EAGER_BYTES = 4096
@@ -265,7 +264,7 @@ class MessageBoard:
         self.scheduler, self.nodes = scheduler, machine.nodes_of(len(scheduler.ranks))
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
         self.sent, self.received = [0] * len(self.nodes), [0] * len(self.nodes)
-        self.machine, self._links = machine, Links(self.nodes)
+        self.machine, self._links = machine, Links(machine, len(self.nodes))
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
@@ -288,9 +287,7 @@ class MessageBoard:
         self.bytes += nbytes
         self.sent[source] += nbytes
         self.received[target] += nbytes
-        across = self.nodes[source] != self.nodes[target]
-        costs = self.machine.message(across, [both_ways], [nbytes])
-        return self._links.carry(source, target, ready_s, *costs)
+        return self._links.carry(source, target, ready_s, (nbytes,), (both_ways,))
 
     def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the predicted seconds from the last rank's arrival to a native collective's end.

@@ -217,7 +217,7 @@ def test_a_short_message_does_not_arrive_before_a_long_one_with_its_tag() -> Non
         comm.wait_all([long])
         return arrived_s
 
-    assert simulate(main, 2, MACHINE, cpu_factor=0)[1] == pytest.approx(LATENCY_S + 8e5 * BYTE_S)
+    assert simulate(main, 2, MACHINE, cpu_factor=0)[1] == pytest.approx(LATENCY_S + 800008 * BYTE_S)
 
 
 def test_nobody_has_a_message_before_it_has_arrived() -> None:
