@@ -157,7 +157,7 @@ class SurveyedSystem:
         ):
             busy_s = local * 3 * sum(layer.flops for layer in part) / self.flops_s
             gradients = sum(layer.parameters for layer in part) * self.facts["bytes"]["gradients"]
-            sums_s = self.network.exchange("all-reduce", range(count), round(gradients))
+            sums_s = self.network.exchange("all-reduce", [range(count)], round(gradients))
             times.append((busy_s, sums_s))
             # of weights and activations: also those of the minibatch in flight
             versions = 2 if count > 1 else 1

@@ -15,7 +15,7 @@ from typing import Any
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.storage import StateBytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, around, stages_of
+from nnmpi.schedule.schedule import Home, stages_of
 from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 
 BACKWARD = 2  # operations over those of a forward: a product for the weights, one for the input
@@ -160,10 +160,10 @@ class DescribedShapes:
         tp: int,
         pp: int,
         virtual: int,
+        home: Home,
         zero: int,
         replicas: int,
-        once: bool,
-        home: Home = around,
+        once: bool = False,
     ) -> tuple[StateBytes, ...]:
         """Return the bytes of each of a pipeline's ranks."""
         cuts = self.cuts(pp, virtual)
@@ -195,7 +195,7 @@ class DescribedShapes:
             (round(full * parameters / count),) * count,
         )
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
+    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
         """Return 0: no stages share parameters."""
         return 0
 
@@ -242,7 +242,7 @@ def profile_of(
 
     # Two all-reduces forward, two backward, and two more if the forward is recomputed: Megatron-LM,
     # figure 4.
-    sums = (("all-reduce", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
+    sums = (("all-reduce", "tp", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
     def saved(shared: int) -> float:
         if not recompute:
@@ -254,7 +254,7 @@ def profile_of(
 
     shares = {
         (1, 1): ShareCost(),
-        (tp, 1): ShareCost(1 / tp, saved(tp) / saved(1), sums if tp > 1 else ()),
+        (tp, 1): ShareCost(1 / tp, saved(tp) / saved(1), sums),
     }
     seconds = rows * times * sum(item.flops for item in layers) / flops_s
     steps = {rows: StepCost(seconds, update_s, rows * saved(1))}

@@ -35,8 +35,8 @@ FAULTS = (
     Fault(
         "price: the gradient of a stage is sent for nothing",
         "nnmpi/train/planner/price.py",
-        "Kind.SEND_GRAD: [0.0, *links_s]",
-        "Kind.SEND_GRAD: [0.0] * len(cuts)",
+        "return (round(self._entering(layer, rows) / candidate.sp),)",
+        "return (round(self._entering(layer, rows)) * (send.kind is Kind.SEND_ACT),)",
         "tests/train/test_planner.py",
     ),
     Fault(
@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "links: what enters a node waits for nothing",
         "nnmpi/comm/machine.py",
-        "ready_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])",
-        "ready_s = max(ready_s, self._out_free_s[source])",
+        "ready_s = max(ready_s, free_s[out], free_s[into])",
+        "ready_s = max(ready_s, free_s[out])",
         "tests/comm/test_duration.py",
     ),
     Fault(

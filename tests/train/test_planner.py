@@ -24,15 +24,11 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
-from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import Kind
-from nnmpi.schedule.schedules import TURNING, make
-from nnmpi.schedule.simulate import simulate_schedule
+from nnmpi.schedule.schedules import TURNING, usual_stages
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
 from nnmpi.train.planner import auto_layout, network, profile
-from nnmpi.train.planner import price as prices
 from nnmpi.train.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.train.planner.network import PlannedNetwork, take_network
 from nnmpi.train.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
@@ -40,19 +36,8 @@ from nnmpi.train.planner.price import plan as search
 from nnmpi.train.planner.profile import Workload, ready, shares_of, take_profile
 
 CONTEXT, TOKENS = 8, 12
-SMALL = [
-    "--model",
-    "mlp",
-    "--hidden",
-    "8",
-    "--dataset",
-    "iris",
-    "--batch-size",
-    "12",
-    "--epochs",
-    "1",
-    "--quiet",
-]
+PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
+SMALL = f"{PLANNED} --epochs 1 --quiet".split()
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +82,9 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
         for rows in (1, batch_size)
     }
     shared = {
-        (tp, sp): ShareCost(1.1 / tp / sp, 1 / tp / sp, (("all-reduce", 32.0, 9),))
+        (tp, sp): ShareCost(
+            1.1 / tp / sp, 1 / tp / sp, (("all-reduce", "tp" if tp > 1 else "sp", 32.0, 9),)
+        )
         for tp, sp in shares_of(ranks)
     }
     return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size)
@@ -177,40 +164,53 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
     for item in (REPLICAS, STAGES, SHARED):
         assert far.price(item).seconds > near.price(item).seconds
-    slower_s = far.network.message(0, 1, 256) - near.network.message(0, 1, 256)
+    slower_s = far.network.exchange("message", [(0, 1)], 256) - near.network.exchange(
+        "message", [(0, 1)], 256
+    )
     # over three links, and back
     assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
     shared = [near.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
     assert shared[0] == pytest.approx(4 * shared[1])
     (state,) = far.shapes.states(*Candidate().division, 0, 1)
     sums = (
-        far.network.exchange("all-reduce", range(4), nbytes) for nbytes in (state.gradients, 40)
+        far.network.exchange("all-reduce", [range(4)], nbytes) for nbytes in (state.gradients, 40)
     )
     assert far.price(REPLICAS).exposed_s == pytest.approx(sum(sums))  # one bucket: nothing hides it
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual"),
-    [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)]
-    + [(name, 2) for name in TURNING],
+    ("name", "dp", "pp", "microbatches"),
+    [("gpipe", 1, 3, 7), ("1f1b", 1, 5, 11), ("interleaved", 1, 3, 9)]
+    + [(name, 1, 3, 7) for name in TURNING]
+    + [("1f1b", 2, 2, 5), ("zero-bubble", 3, 2, 4)],
 )
-def test_a_pipeline_takes_what_its_simulation_takes(
-    name: str, virtual: int, monkeypatch: pytest.MonkeyPatch
+def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
+    name: str, dp: int, pp: int, microbatches: int
 ) -> None:
-    """Between nodes most of it is waiting for messages, in every microbatch."""
-    monkeypatch.setattr(prices, "END_S", 0.0)  # what messages take of the processor
-    element, item = pricer(2, 1), Candidate(1, 2, 1, 1, 0, name, virtual, 8)
-    price, layers = element.price(item), element.profile.layers
-    scale = element.profile.step(2, "seconds") / sum(layer.seconds for layer in layers)
-    stage_s = [
-        scale * sum(layers[i].seconds for i in cut) for cut in element.shapes.cuts(2, virtual)
-    ]
-    times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
-    costs = {kind: [part * seconds for seconds in stage_s] for kind, part in times.items()}
-    message_s = element.network.message(0, 1, 64 * 2)
-    costs |= dict.fromkeys((Kind.SEND_ACT, Kind.SEND_GRAD), [message_s] * len(stage_s))
-    simulated_s = simulate_schedule(lower(make(name, 2, 8, virtual)), costs).makespan_s
-    assert price.computing_s + price.bubble_s == pytest.approx(simulated_s, rel=0.05)
+    """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
+    one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
+    stages, rows = one.pp * one.virtual_stages, 19
+    batch = rows * one.microbatches * one.dp
+    table = Dataset("table", np.ones((batch, 16), np.float32), np.zeros(batch, np.int64), 16)
+    work = workload(batch, table, model="mlp", hidden=[16] * (stages - 1))
+    layers = tuple(  # all linear layers cost the same
+        LayerCost(str(i), 64 * rows, 0, 0, False, False, i % 2, i % 2, i % 2 * 2.0)
+        for i in range(len(open_chain(work.build())))
+    )
+    step_s = 3.0 * stages
+    cost = Profile({rows: StepCost(step_s, 0.0, 0.0)}, {(1, 1): ShareCost()}, layers, rows)
+    link = Link.line(0.2, 2 / (64 * rows))
+    machine = Machine(link, nodes=blocks(one.ranks, one.dp))
+    priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
+    split = tuple(map(len, priced.shapes.cuts(one.pp, one.virtual_stages)))
+    slept = {"slow": f"ms={1e3 * step_s * one.microbatches / one.pp}", "allreduce": "ring"}
+    options = one.options() | slept | {"split": split, "batch_size": batch}
+
+    def run(group: Group) -> float:
+        return auto_layout.time_layout(work, options, group, numpy_backend())
+
+    took_s = simulate(run, one.ranks, machine, cpu_factor=0.0)[0]
+    assert priced.price(one).seconds == pytest.approx(took_s, rel=0.05)
 
 
 @pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
@@ -275,7 +275,7 @@ def test_what_is_found_is_told_in_lines_and_in_options() -> None:
         "activation_memory": "least",
         "split": (2, 2, 1, 1),
     }
-    assert {name: piped[name] for name in text} == text
+    assert text.items() <= piped.items()
 
 
 def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
@@ -318,7 +318,9 @@ def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: s
 def test_a_network_has_the_rate_that_is_said() -> None:
     result = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
     assert result.nodes == (0, 0, 1, 1)
-    assert result.message(0, 2, 2 * 10**9) - result.message(0, 2, 10**9) == pytest.approx(8 / 10)
+    for groups, shared in (([(0, 2)], 1), ([(0, 2), (1, 3)], 2)):
+        seconds = [result.exchange("message", groups, count * 10**9) for count in (1, 2)]
+        assert seconds[1] - seconds[0] == pytest.approx(0.8 * shared)
 
 
 # ---- measuring ----
@@ -448,33 +450,23 @@ def test_a_step_is_compared_with_its_prediction() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--ranks", "0"], "--ranks"),
-        (["--shape", "8", "--dataset", "iris"], "--shape replaces --dataset"),
-        (["--memory", "much"], "much"),
-        (["--dp", "2"], "--dp"),
-        (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
-        (
-            ["--shape", "8", "--context", "4", "--model", "gpt"],
-            "--shape has 8 tokens, but --context is 4; leave",
-        ),
+        ("--ranks 0", "--ranks"),
+        ("--shape 8 --dataset iris", "--shape replaces --dataset"),
+        ("--memory much", "much"),
+        ("--dp 2", "--dp"),
+        ("--shape 8 8 --model gpt", "--shape for --model gpt is one number"),
+        ("--shape 8 --context 4 --model gpt", "--shape has 8 tokens, but --context is 4; leave"),
     ],
 )
-def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> None:
+def test_wrong_words_of_the_plan_are_refused(words: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        plan.parse(words)
+        plan.parse(words.split())
 
 
 def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
-    given = [
-        "--data-dir",
-        "my data; rm",
-        "--dataset",
-        "it's.csv",
-        "--hidden",
-        "3",
-        "4",
-        "--no-normalize",
-    ]
+    given = shlex.split(
+        "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
+    )
     words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
@@ -507,10 +499,10 @@ def test_parts_are_measured_with_the_kernels_that_train(
 @pytest.mark.simulated
 def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
     for words, text in (
-        (["--shape", "4", "--loss", "mse"], "has classes, but --loss mse predicts numbers"),
-        (["--shape", str(10**6), str(10**8)], "32 samples of shape .* do not fit this memory"),
-        ([*SMALL[:-3], "--network", "none", "--ranks", "1"], "network 'none' is not understood"),
-        ([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], "cannot be split evenly over 7 nodes"),
+        ("--shape 4 --loss mse", "has classes, but --loss mse predicts numbers"),
+        ("--shape 1000000 100000000", "32 samples of shape .* do not fit this memory"),
+        (f"{PLANNED} --network none --ranks 1", "network 'none' is not understood"),
+        (f"{PLANNED} --nodes 7 --ranks 1", "cannot be split evenly over 7 nodes"),
     ):
         with pytest.raises(UsageError, match=text):
-            plan.main(words, group)
+            plan.main(words.split(), group)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
+from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import (
     Fit,
@@ -20,12 +20,12 @@ from nnmpi.comm.fit import (
     save_fit,
 )
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Link, Machine
+from nnmpi.comm.machine import Links, Machine
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.errors import UsageError
 
-ALGORITHMS = ("ring", "tree", "halving-doubling")  # the last one is for all-reduce only
+NAMES = ("ring", "tree", "halving-doubling")  # of the algorithms
 FIT_S, QUICK = 6.0, "quick-fit"  # of the planner; `python -m nnmpi.comm fit` measures longer
 
 Say = Callable[[str], None]
@@ -66,51 +66,37 @@ class PlannedNetwork:
         """Whether the fit has the time of an all-reduce of all ranks through shared memory."""
         return self.fit is not None and self.fit.shared is not None and self.ranks == self.fit.ranks
 
-    def message(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the seconds of a message between two ranks."""
-        nodes = self.nodes
-        return self.machine.link(nodes[sender] != nodes[receiver]).one_way(nbytes)
-
-    def exchange(
-        self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1
-    ) -> float:
-        """Return the seconds of a collective by its fastest algorithm on these ranks.
+    def exchange(self, operation: str, groups: Iterable[Sequence[int]], nbytes: int) -> float:
+        """Return the seconds of a collective by its fastest algorithm, in all groups at once.
 
         Args:
-            operation: "all-reduce", "reduce-scatter" or "all-gather".
-            ranks: of the group.
+            operation: such as "all-reduce". Others are a message from each rank to the next one.
+            groups: the ranks of each.
             nbytes: of the full buffer.
-            sharing: the number of groups that use a node's link at once.
         """
-        return (
-            self._exchange(operation, tuple(ranks), nbytes, sharing)
-            if len(ranks) > 1 and nbytes
-            else 0.0
-        )
+        if not nbytes:
+            return 0.0
+        parts = self.machine.parts(groups, self.ranks)
+        return max(self._exchange(operation, machine, nbytes) for machine in parts)
 
-    def _exchange(self, operation: str, ranks: tuple[int, ...], nbytes: int, sharing: int) -> float:
-        machine = self._part(ranks, sharing)
-        result = [
-            price(find_collective(operation, name, machine.nodes), len(ranks), nbytes, machine)
-            for name in ALGORITHMS[: 3 if operation == "all-reduce" else 2]
+    def _exchange(self, operation: str, machine: Machine, nbytes: int) -> float:
+        ranks = len(machine.nodes or ())
+        algorithms = [
+            item
+            for (what, name), item in COLLECTIVES.items()
+            if what == operation and name in NAMES
         ]
-        if operation == "all-reduce" and self.fit is not None and len(ranks) == self.fit.ranks:
+        if not algorithms:
+            links = Links(machine)
+            return max(links.carry((i or ranks) - 1, i, 0.0, (nbytes,)) for i in range(ranks))
+        result = [price(item, ranks, nbytes, machine) for item in algorithms]
+        if operation == "all-reduce" and self.fit is not None and ranks == self.fit.ranks:
             result.append(self.fit.predict(NATIVE, nbytes))
         return min(result)
 
     def shared(self, nbytes: int) -> float:
         """Return an all-reduce's seconds through shared memory, if `has_shared`."""
         return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
-
-    def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
-        """Return the machine of some ranks, with `sharing` groups on each node's link."""
-        nodes = [self.nodes[rank] for rank in ranks]
-        numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        if len(numbers) == 1:
-            return replace(self.machine, nodes=None, across=None)
-        link = self.machine.link(across=True)
-        shared = Link(link.one_way.shared(sharing), link.both_ways.shared(sharing))
-        return replace(self.machine, nodes=tuple(numbers[node] for node in nodes), across=shared)
 
 
 def take_network(

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -43,16 +43,16 @@ from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost, saved_bytes
-from nnmpi.mesh import AXES, Mesh
+from nnmpi.mesh import AXES, DP, PP, SP, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, Kind, peak_saved, stages_of
+from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
-from nnmpi.schedule.simulate import simulate_schedule
+from nnmpi.schedule.simulate import carrier, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 
@@ -247,12 +247,12 @@ class ShareCost:
 
     Attributes:
         seconds, activations: the ratio of a rank's to one rank's; messages are not included.
-        exchanges: (operation, bytes per row, count) of the messages between the ranks.
+        exchanges: (operation, axis, bytes per row, count) of the messages between the ranks.
     """
 
     seconds: float = 1.0
     activations: float = 1.0
-    exchanges: tuple[tuple[str, float, int], ...] = ()
+    exchanges: tuple[tuple[str, str, float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -439,7 +439,7 @@ class Pricer:
             else (self._computing(candidate), 0.0)
         )
         return LayoutPrice(
-            busy_s, bubble_s, self._exposed(candidate, busy_s), self._update_s(candidate)
+            busy_s, bubble_s, self._exposed(candidate, busy_s, bubble_s), self._update_s(candidate)
         )
 
     def _rows(self, candidate: Candidate) -> int:
@@ -462,36 +462,38 @@ class Pricer:
 
     def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
         """Return the busiest rank's seconds of computing in a step, and its seconds of waiting."""
-        pp, cuts = candidate.pp, self.shapes.cuts(candidate.pp, candidate.virtual_stages)
+        schedule, cuts = self._stages(candidate)
         layers, rows = self.profile.layers, self._rows(candidate)
         scale = self._computing(candidate) / (sum(layer.seconds for layer in layers) or 1.0)
         sent_s, forward = self._sent(candidate) / len(cuts), self._forward_part()
-        rank_at = self._mesh(*candidate.axes).rank_at
-        ranks = [rank_at(0, candidate.home(stage, pp), 0) for stage in range(len(cuts))]
         work = [
             scale * sum(layers[i].seconds for i in cut)
             + sent_s
-            + 2 * END_S * sum(near != ranks[stage] for near in ranks[max(stage - 1, 0) : stage + 2])
+            + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
         ]
-        links_s = [
-            self.network.message(*link, self._entering(cut.start, rows) / candidate.sp)
-            for link, cut in zip(pairwise(ranks), cuts[1:], strict=True)
-        ]
         half = (1 - forward) / 2
-        costs = {Kind.SEND_ACT: [*links_s, 0.0], Kind.SEND_GRAD: [0.0, *links_s]}
-        for kind, part in zip("FBIW", (forward, 2 * half, half, half), strict=True):
-            costs[Kind(kind)] = [part * seconds for seconds in work]
-        # a round of pp microbatches after the second takes as long as the second
-        one, two = (
-            simulate_schedule(
-                self._lowered(candidate.schedule, pp, count, candidate.virtual_stages), costs
-            )
-            for count in (pp, 2 * pp)
-        )
-        rounds = candidate.microbatches / pp
-        busy_s = max(one.busy_s) * rounds
-        return busy_s, (rounds - 1) * two.makespan_s - (rounds - 2) * one.makespan_s - busy_s
+        costs = {
+            Kind(kind): [part * seconds for seconds in work]
+            for kind, part in zip("FBIW", (forward, 2 * half, half, half), strict=True)
+        }
+
+        def lengths(send: Instruction) -> tuple[int]:
+            layer = cuts[send.stage + (send.kind is Kind.SEND_ACT)].start
+            return (round(self._entering(layer, rows) / candidate.sp),)
+
+        pipelines = self._mesh(*candidate.axes).groups(PP)
+        runs = [
+            simulate_schedule(schedule, costs, carrier(machine, lengths))
+            for machine in self.network.machine.parts(pipelines, candidate.ranks)
+        ]
+        busy_s = max(runs[0].busy_s)
+        return busy_s, max(run.makespan_s for run in runs) - busy_s
+
+    def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
+        pp, virtual = candidate.pp, candidate.virtual_stages
+        schedule = self._lowered(candidate.schedule, pp, candidate.microbatches, virtual)
+        return schedule, self.shapes.cuts(pp, virtual)
 
     def _update_s(self, candidate: Candidate) -> float:
         """Return the seconds of the update, in proportion to a rank's parameters."""
@@ -509,44 +511,34 @@ class Pricer:
         """Whether each rank updates a slice of the node's parameters, see `parallel.fused`."""
         return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
 
-    def _exposed(self, candidate: Candidate, busy_s: float) -> float:
+    def _exposed(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
         """Return the seconds of messages that no computation hides, except a pipeline's.
 
         With a pipeline, `_pipeline` adds the messages between stages and those of sharded layers.
         """
-        network, result = self.network, 0.0 if candidate.pp > 1 else self._sent(candidate)
+        network, mesh = self.network, self._mesh(*candidate.axes)
+        result = 0.0 if candidate.pp > 1 else self._sent(candidate)
         if not self._fused(candidate):
-            result += network.exchange("all-reduce", range(candidate.ranks), NUMBERS_BYTES)
+            result += network.exchange("all-reduce", mesh.groups(*AXES), NUMBERS_BYTES)
         if candidate.pp > 1:
-            mesh = self._mesh(*candidate.axes)
             # assume that the first and the last stage share them, as embedding and output layer do
-            ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, candidate.pp - 1, 0)
+            ends = [(ranks[0], ranks[-1]) for ranks in mesh.groups(PP)]
             tied = self.shapes.tied_bytes(*candidate.division)
             result += network.exchange("all-reduce", ends, tied)
-        return result + (self._sums(candidate, busy_s) if candidate.replicas > 1 else 0.0)
+        return result + (self._sums(candidate, busy_s, bubble_s) if candidate.replicas > 1 else 0.0)
 
     def _sent(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of messages between the ranks of sharded layers."""
         mesh, result = self._mesh(*candidate.axes), 0.0
-        ranks = [mesh.rank_at(0, 0, t, s) for s in range(candidate.sp) for t in range(candidate.tp)]
-        for what, row_bytes, count in self.profile.shares[candidate.tp, candidate.sp].exchanges:
-            nbytes = round(row_bytes * self._rows(candidate))
-            for operation in ("all-reduce", "all-gather", "reduce-scatter"):
-                if what.startswith(operation):
-                    result += count * self.network.exchange(operation, ranks, nbytes)
-                    break
-            else:
-                result += count * self.network.message(ranks[0], ranks[-1], nbytes)
+        share = self.profile.shares[candidate.tp, candidate.sp]
+        for what, axis, row_bytes, count in share.exchanges:
+            nbytes, groups = round(row_bytes * self._rows(candidate)), mesh.groups(axis)
+            result += count * self.network.exchange(what.partition(" ")[0], groups, nbytes)
         return result
 
-    def _sums(self, candidate: Candidate, busy_s: float) -> float:
+    def _sums(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
         """Return the seconds of summing gradients over replicas and of gathering parameters."""
-        mesh, network, nodes = self._mesh(*candidate.axes), self.network, self.network.nodes
-        ranks = tuple(
-            mesh.rank_at(d, 0, 0, s) for d in range(candidate.dp) for s in range(candidate.sp)
-        )
-        # groups of replicas that use a node's link at once
-        sharing = nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks)
+        network, groups = self.network, self._mesh(*candidate.axes).groups(DP, SP)
         states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
         if candidate.zero:
             gathers, result = (2 if candidate.zero == 3 else 1), 0.0
@@ -554,19 +546,24 @@ class Pricer:
                 if self._through_memory(candidate):  # one shared copy: nothing to gather
                     result += network.shared(nbytes) / 2
                 else:
-                    result += network.exchange("reduce-scatter", ranks, nbytes, sharing)
-                    result += gathers * network.exchange("all-gather", ranks, nbytes, sharing)
+                    result += network.exchange("reduce-scatter", groups, nbytes)
+                    result += gathers * network.exchange("all-gather", groups, nbytes)
             return result
         nbytes = max(state.gradients for state in states)
         if self._through_memory(candidate):
             return network.shared(nbytes)
-        total_s = network.exchange("all-reduce", ranks, nbytes, sharing)
-        if network.on_one_node or candidate.pp > 1:
+        total_s = network.exchange("all-reduce", groups, nbytes)
+        if candidate.pp > 1:
+            # The other stages end earlier, and sum while the pipeline drains.
+            hidden_s, least = bubble_s, groups[: candidate.tp]
+        elif network.on_one_node:
             return total_s
-        # Between nodes, buckets are summed during backward, which may hide all but the last one.
-        last_s = network.exchange("all-reduce", ranks, min(nbytes, BUCKET_BYTES), sharing)
-        hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
-        return max(total_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
+        else:
+            # Buckets are summed during backward, which may hide all but the last one.
+            hidden_s, least = busy_s * (1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))), groups
+            nbytes = min(nbytes, BUCKET_BYTES)
+        least_s = network.exchange("all-reduce", least, nbytes)
+        return max(total_s - (1 - self._forward_part()) * hidden_s, least_s)
 
     # ---- bytes ----
 
@@ -611,10 +608,7 @@ class Pricer:
                 return [round(scale * (values + 2 * most) / share)]
             ratio = self.profile.shares[candidate.tp, candidate.sp].activations
             return [round(ratio * self.profile.step(rows, "activations"))]
-        schedule = make(
-            candidate.schedule, candidate.pp, candidate.microbatches, candidate.virtual_stages
-        )
-        cuts = self.shapes.cuts(candidate.pp, candidate.virtual_stages)
+        schedule, cuts = self._stages(candidate)
         result = []
         for rank in range(candidate.pp):
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}

@@ -41,6 +41,7 @@ from nnmpi.files import cache_folder, read_json, rebuilt, write_json
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.mesh import SP, TP
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -55,7 +56,7 @@ from nnmpi.train.planner.price import ModelShapes, Pricer, Profile, Share, Share
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
-FORMAT = 15  # of the cached profile; part of its key
+FORMAT = 16  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
@@ -245,14 +246,16 @@ def _measure_share(
 ) -> ShareCost | None:
     """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
 
-    def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
+    def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, str, int], int]]:
         options = {"tp": tp, "sp": sp, "batch_size": rows}
         with ready(workload, options, local, backend) as (worker, batches):
             timeline = Timeline()
             with recording(timeline):
                 worker.step(next(batches), lr=0.0)
+            mesh = worker.arrangement.mesh.mesh
+            axis_of = {f"{tuple(ranks)}": axis for axis in (SP, TP) for ranks in mesh.groups(axis)}
             sent = Counter(
-                (e.name, int((e.args or {})["bytes"]))
+                (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))
                 for e in timeline.events
                 if e.category == CATEGORY
             )
@@ -266,7 +269,9 @@ def _measure_share(
     except NnmpiError:
         return None
     (ratio,) = group.max_floats([step_s / max(single_s, 1e-12)])
-    exchanges = tuple((what, nbytes / rows, count) for (what, nbytes), count in sent.items())
+    exchanges = tuple(
+        (what, axis, nbytes / rows, count) for (what, axis, nbytes), count in sent.items()
+    )
     return ShareCost(ratio, activations / max(full, 1), exchanges)
 
 
