@@ -15,6 +15,7 @@ a Worker attaches the rest:
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +27,12 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.comm.agreement import agreed
+from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.custom import name_of
-from nnmpi.errors import DeviceError, LayoutError, expect
+from nnmpi.errors import DeviceError, LayoutError, UsageError, expect
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
@@ -183,6 +184,12 @@ class Arrangement:
         return is_first and self.counts(entry)
 
 
+def require_same_options(group: Group, options: Sequence[str]) -> None:
+    """Refuse options that differ between ranks. Collective."""
+    texts = [re.sub(" at 0x[0-9a-f]+", "", text) for text in options]
+    require_equal(group, texts, "the ranks' options differ", "give all the same", UsageError)
+
+
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
     """Return the arrangement of a full model on every rank of a group. Collective."""
     mesh = Mesh(dp=group.size).bind(group)
@@ -228,6 +235,9 @@ def arrange(
     call = "nnmpi.arrange(model, group, layout)"
     expect(call, (model, Module), (group, Group), (layout, Layout))
     backend = numpy_backend() if backend is None else backend
+    local = "offload", "memory_limit"  # a rank's own folder and memory
+    options = [f"{name} {value}" for name, value in vars(layout).items() if name not in local]
+    require_same_options(group, options)
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
     arrangement = _unsharded(model, layout, bound, backend)

@@ -156,6 +156,9 @@ class LabelLoss:
         self.keywords: dict[str, Any] = getattr(function, "keywords", {})
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
+    def __repr__(self) -> str:
+        return repr(self.function)
+
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         result: object = self.function(logits, labels)
         shape = result.shape if isinstance(result, Tensor) else ()

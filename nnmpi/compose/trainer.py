@@ -22,18 +22,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import index
 from typing import Any, TypeAlias
 
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement, replicate
+from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
 from nnmpi.compose.layout import Numerics
-from nnmpi.compose.losses import LabelLoss, SumLoss, check_loss, named_loss
+from nnmpi.compose.losses import SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
@@ -294,11 +292,6 @@ class Trainer(Training, ABC):
             self.arrangement.free()
 
 
-def require_same_options(group: Group, options: Sequence[str]) -> None:
-    """Refuse options that differ between ranks. Collective."""
-    require_equal(group, options, "the ranks' options differ", "give all the same", UsageError)
-
-
 def check_numerics(trainer: Trainer) -> None:
     """Refuse ranks with different numerics, and impossible precisions. Collective.
 
@@ -315,7 +308,7 @@ def check_numerics(trainer: Trainer) -> None:
         trainer.group,
         [
             f"precision {mode}",
-            *map(_loss_text, (trainer.loss, trainer.evaluation_loss, trainer.options)),
+            *map(repr, (trainer.loss, trainer.evaluation_loss, trainer.options)),
             f"seed {trainer.seed}",
             # replicas of a full model begin with the first one's weights
             f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",
@@ -356,13 +349,3 @@ def _update(trainer: Trainer) -> list[str]:
             )
     texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
     return [type(optimizer).__name__, *texts, f"clip {trainer.clip}"]
-
-
-def _loss_text(loss: Any) -> str:
-    """Return a loss as text: its name and its options, if any."""
-    if isinstance(loss, LabelLoss):
-        return _loss_text(loss.function)
-    if isinstance(loss, partial):
-        return f"{_loss_text(loss.func)} with {loss.keywords}"
-    text = repr(loss)
-    return text if " at 0x" not in text else str(getattr(loss, "__qualname__", type(loss).__name__))

@@ -38,7 +38,7 @@ from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose import refusals
-from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.arrange import Arrangement, require_same_options
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
 from nnmpi.compose.losses import SumLoss, to_device
@@ -49,7 +49,6 @@ from nnmpi.compose.trainer import (
     SegmentReport,
     Trainer,
     TrainingSegment,
-    require_same_options,
 )
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch

@@ -280,8 +280,8 @@ DIFFERENT: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "weight decay": lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)},
     "clip 1.0": lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)},
     "cross-entropy .*rank 1 has mse": lambda m, r: {"loss": "mse" if r else None},
-    "huber with": lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)},
-    "_once; rank 1 has _twice": lambda m, r: {"loss": _twice if r else _once},
+    "huber": lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)},
+    "_once>; rank 1 has <function _twice": lambda m, r: {"loss": _twice if r else _once},
     "rank 0 has seed 0; rank 1 has seed 1": lambda m, r: {"seed": r},
 }
 
@@ -304,8 +304,17 @@ def test_ranks_that_would_train_differently(group: Group, words: str, asynchrono
 def test_ranks_whose_steps_differ(group: Group) -> None:
     setting = Setting(group)
     worker, batch = setting.worker(), replace(setting.batch(), first=group.rank)
-    words = "rank 1 has lr 1.1, step 1, 1 microbatches from sample 1"
-    setting.assert_refused(lambda: worker.step(batch, lr=0.1 + group.rank), words)
+    setting.assert_refused(
+        lambda: worker.step(batch, lr=0.1 + group.rank),
+        "rank 1 has lr 1.1, step 1, 1 microbatches from sample 1",
+    )
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+def test_ranks_whose_layouts_differ(group: Group) -> None:
+    layout = Layout(pp=2, split=(1 + group.rank, 2 - group.rank))
+    with pytest.raises(UsageError, match=r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)"):
+        arrange(models.mlp((5,), 3), group, layout)
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
