@@ -172,15 +172,16 @@ class Machine:
         """
         nodes, link = self.nodes_of(size), self.link(across=True)
         placed = Counter(tuple(nodes[rank] for rank in ranks) for ranks in groups)
-        result = {
-            replace(
-                self,
-                nodes=tuple(map(on.index, on)),
-                across=Link(link.one_way.shared(count), link.both_ways.shared(count)),
-            ): None
-            for on, count in placed.items()
-        }
-        return list(result)
+        return list(
+            {
+                replace(
+                    self,
+                    nodes=tuple(map(on.index, on)),
+                    across=Link(link.one_way.shared(count), link.both_ways.shared(count)),
+                ): None
+                for on, count in placed.items()
+            }
+        )
 
     def message(
         self, across: bool, both: Iterable[bool], lengths: Sequence[int]

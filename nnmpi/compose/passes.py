@@ -333,16 +333,15 @@ class Passes(Caller):
             return [planned.describe()]
         if not self._passes:
             return []
-        passes = [pass_.passed for pass_ in self._passes if pass_.passed is not None]
-        # an epoch's short last batch may have fewer microbatches: leave its pass out
-        most = max(pass_.microbatches for pass_ in passes)
-        lines = [
-            _forecast(
-                self._arrangement.mesh,
-                self.executor.plan(most),
-                [pass_ for pass_ in passes if pass_.microbatches == most],
-            )
+        # without an epoch's short last batch
+        full = max(report.samples for report in self._passes)
+        passes = [
+            report.passed
+            for report in self._passes
+            if report.passed is not None and report.samples == full
         ]
+        plan = self.executor.plan(passes[0].microbatches)
+        lines = [_forecast(self._arrangement.mesh, plan, passes)]
         old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
         if self.updates:

@@ -124,7 +124,7 @@ def test_more_ranks_than_elements() -> None:
 
 
 def test_what_cannot_be_simulated() -> None:
-    with pytest.raises(UsageError, match="0 ranks"):
+    with pytest.raises(UsageError, match="size is 0"):
         price(ALGORITHMS["ring"], 0, 4, UNIFORM)
     with pytest.raises(UsageError, match="places 2 ranks"):
         price(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))

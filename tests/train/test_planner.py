@@ -189,8 +189,8 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
 ) -> None:
     """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
     one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
-    stages, rows = one.pp * one.virtual_stages, 19
-    batch = rows * one.microbatches * one.dp
+    stages, rows = pp * one.virtual_stages, 19
+    batch = rows * microbatches * dp
     table = Dataset("table", np.ones((batch, 16), np.float32), np.zeros(batch, np.int64), 16)
     work = workload(batch, table, model="mlp", hidden=[16] * (stages - 1))
     layers = tuple(  # all linear layers cost the same
@@ -199,12 +199,15 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     )
     step_s = 3.0 * stages
     cost = Profile({rows: StepCost(step_s, 0.0, 0.0)}, {(1, 1): ShareCost()}, layers, rows)
-    link = Link.line(0.2, 2 / (64 * rows))
-    machine = Machine(link, nodes=blocks(one.ranks, one.dp))
+    link = Link.line(0.2, 1.6e-3)
+    machine = Machine(link, nodes=blocks(one.ranks, dp))
     priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
-    split = tuple(map(len, priced.shapes.cuts(one.pp, one.virtual_stages)))
-    slept = {"slow": f"ms={1e3 * step_s * one.microbatches / one.pp}", "allreduce": "ring"}
-    options = one.options() | slept | {"split": split, "batch_size": batch}
+    options = one.options() | {
+        "slow": f"ms={1e3 * step_s * microbatches / pp}",
+        "allreduce": "ring",
+        "split": tuple(map(len, priced.shapes.cuts(pp, one.virtual_stages))),
+        "batch_size": batch,
+    }
 
     def run(group: Group) -> float:
         return auto_layout.time_layout(work, options, group, numpy_backend())

@@ -156,6 +156,14 @@ def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
     assert ending.seconds < 20
 
 
+def test_a_pipeline_takes_what_its_report_says(tmp_path: Path) -> None:
+    """On a slow link; an epoch's short last batch does not count."""
+    words = (
+        "--simulate 2 --model mlp --pp 2 --split 4 2 --network gbit=0.01 --slow ms=40 --epochs 1"
+    )
+    assert re.search(r"pass (.*), simulated \1;", train(tmp_path, words).output)
+
+
 def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each
     step.
