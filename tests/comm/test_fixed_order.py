@@ -125,7 +125,7 @@ def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
 
 
 def test_no_leaves() -> None:
-    with pytest.raises(UsageError, match="a sum of 0 leaves"):
+    with pytest.raises(UsageError, match="leaves is 0; give a whole number of at least 1"):
         SumTree(0)
 
 
