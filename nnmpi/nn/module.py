@@ -32,6 +32,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
+from nnmpi.backend.recording import feed
 from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedError, UsageError
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
@@ -86,7 +87,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """
     now = {buffer: buffer.data for _, buffer in model.named_buffers()}
     if not current().again:
-        read[key] = {buffer: data.copy() for buffer, data in now.items()}
+        read[key] = {buffer: feed(data.copy) for buffer, data in now.items()}
         return run(x, *key)
     _put(read[key])
     result = run(x, *key)

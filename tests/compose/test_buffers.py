@@ -1,5 +1,6 @@
 """Modules of one's own that change a Buffer in forward: the serial run's values, or a sentence."""
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,16 @@ class Careful(Moving):
             self.mean.data += 0.1 * (sums[:-1] / sums[-1] - self.mean.data)
 
 
+class Annealed(Moving):
+    """Reads a buffer that others change between steps."""
+
+    replayable = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a function of x and the buffer whose derivative depends on both."""
+        return (x * Tensor(self.mean.data)).tanh()
+
+
 def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
     """Return the losses and the mean of 6 steps of two microbatches each."""
     rng = np.random.default_rng(0)
@@ -72,7 +83,12 @@ def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
         dtype="float64",
         workers=0,
     )
-    losses = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    losses = []
+    for batch in chain.from_iterable(map(loader.epoch, range(2))):
+        if kind is Annealed:
+            for _, buffer in where.model.named_buffers():
+                buffer.data += 0.5
+        losses.append(worker.step(batch).loss)
     mean = worker.state()[0].to_dict().get("2.mean")  # on rank 0
     worker.release()
     where.free()
@@ -95,6 +111,14 @@ def test_a_module_that_thinks_of_others_is_the_serial_one(name: str) -> None:
         simulate(lambda group: train(group, Careful, layout), ranks)[0], right, strict=True
     ):
         np.testing.assert_allclose(result, expected, rtol=1e-9)
+
+
+def test_a_replayed_recomputation_reads_the_buffers_of_its_step() -> None:
+    results = [
+        simulate(lambda group, layout=layout: train(group, Annealed, layout), ranks)[0]
+        for ranks, layout in ((1, Layout(dp=1)), LAYOUTS["recompute"])
+    ]
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "fixed"])
