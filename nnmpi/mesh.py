@@ -215,7 +215,7 @@ class Mesh:
 
     @cached_property
     def _ranks(self) -> NDArray[np.int64]:
-        """The rank at (d, p, s, t): in order, but by node first, and rank 0's node before others."""
+        """The rank at (d, p, s, t): in order, but by node first, with rank 0's node in front."""
         nodes = self.nodes or (0,) * self.size
         ranks = sorted(range(self.size), key=lambda rank: nodes.index(nodes[rank]))
         return np.reshape(ranks, (self.dp, self.pp, self.sp, self.tp))

@@ -413,8 +413,8 @@ class Worker(Trainer):
         """Return this replica's shard of a batch of all replicas' rows. Collective."""
         if y is None:
             raise UsageError(
-                f"step takes a batch of a data.Loader, or samples and labels, not only a {type(x).__name__}:"
-                " for batch in loader: worker.step(batch), or worker.step(x, y)"
+                "step takes a batch of a data.Loader, or samples and labels, not only a"
+                f" {type(x).__name__}: for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
         samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))
         if len(samples) != len(labels):

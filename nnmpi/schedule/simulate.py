@@ -33,6 +33,7 @@ from nnmpi.schedule.schedule import (
     USES,
     Channel,
     Instruction,
+    Instructions,
     Item,
     Kind,
     Program,
@@ -266,7 +267,7 @@ class Simulation:
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
-def _receive_late(program: tuple[Instruction, ...]) -> Iterator[Item]:
+def _receive_late(program: Instructions) -> Iterator[Item]:
     """Yield each receive at its use, where the executor waits for its message."""
     received = {op for op in program if op.kind in RECEIVES}
     for op in program:

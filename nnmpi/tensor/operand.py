@@ -35,7 +35,7 @@ class AsType(Elementwise):
 
 
 def converted(x: Any, dtype: Dtype) -> Any:
-    """Convert a tensor, as an operation of the graph, or an array; return one of the dtype as is."""
+    """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
     if isinstance(x, Variable):
         return x if x.data.dtype == dtype else AsType(dtype)(x)
     return cast(namespace(x), x, dtype)
