@@ -324,9 +324,9 @@ def test_shards_of_other_weights(group: Group) -> None:
     model = where.model.initialize(seed=group.rank, storage=where.storage)
     with pytest.raises(UsageError, match="rank 0 has initial seed 0; rank 1 has initial seed 1"):
         Worker(model, sgd(model), group, arrangement=where)
+    first, _ = group.gather([float(item.data.sum()) for item in model.parameters()])
     ShardedDataParallel(model, group).release()
-    first, other = group.gather(float(model.parameters()[0].data.sum()))
-    assert first == other
+    assert [float(item.data.sum()) for item in model.parameters()] == first
 
 
 @pytest.mark.simulated(min_size=2)
