@@ -8,6 +8,7 @@ CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32 
 """
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -100,9 +101,9 @@ def gemm(
 def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
     """Write a @ b to `out`, by products with strips of b."""
     end = b.shape[1] // width * width
-    multiply_strips(a, _strips(b[:, :end], width), out[:, :end])
+    _multiply_strips(a, _strips(b[:, :end], width), out[:, :end])
     if end < b.shape[1]:
-        multiply_strips(a, b[None, :, end:], out[:, end:])
+        _multiply_strips(a, b[None, :, end:], out[:, end:])
 
 
 def _by_rows(a: Array, b: Array, out: Array, count: int) -> None:
@@ -149,30 +150,42 @@ def _strips(b: Array, width: int) -> Array:
     return b.T.reshape(b.shape[1] // width, width, len(b)).swapaxes(1, 2)
 
 
-def multiply_strips(a: Array, strips: Array, out: Array) -> None:
+def _multiply_strips(a: Array, strips: Array, out: Array) -> None:
     """Write the products of a (m, k) with strips (n / width, k, width) side by side to `out`."""
+    (m, k), (count, _, width) = a.shape, strips.shape
+    most = SMALL // (k * width)
     with np.errstate(all="ignore"):  # matmul warns of unused lanes, see `gemm`
-        parts = out.reshape(len(a), len(strips), strips.shape[2]).swapaxes(0, 1)
-        np.matmul(a, strips, out=parts)
+        if m <= most:
+            np.matmul(a, strips, out=out.reshape(m, count, width).swapaxes(0, 1))
+            return
+        rows = max(most // 8 * 8, min(most, 4))
+        end = m // rows * rows
+        blocks = a[:end].reshape(-1, rows, k)
+        parts = out[:end].reshape(-1, rows, count, width).transpose(2, 0, 1, 3)
+        np.matmul(blocks, strips[:, None], out=parts, order="C")  # each strip is read once
+    if end < m:
+        _multiply_strips(a[end:], strips, out[end:])
 
 
-def copied_strips(b: Array, rows: int) -> Array | None:
-    """Return a copy of b (k, n) in strips, for many products; None if whole products are faster.
+def multiplier(xp: Any, b: Array) -> Callable[[Array, Array], Any]:
+    """Return a function of a and `out` that writes a @ b, for many a of few rows.
 
-    On one thread of a Xeon (Granite Rapids) 32 rows times (256, 1024) run at 160 GF/s with strips
-    that were copied once, at 130 with strips of the matrix itself, and at 100 without strips.
+    Strips of b are copied once if they are faster. On one thread of a Xeon (Granite Rapids) 32 rows
+    times (256, 1024) run at 160 GF/s with strips that were copied once, at 130 with strips of the
+    matrix itself, and at 100 without strips; 32 rows times (2048, 512), in blocks of 4 rows, at 127
+    and at 68.
 
     Args:
-        b: on the host, row-major.
-        rows: the most rows of a product.
+        xp: NumPy, CuPy, or a recorder's stand-in.
+        b: (k, n).
     """
-    fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and rows * len(b) * w <= SMALL]
+    fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and 4 * len(b) * w <= SMALL]
     if type(b) is not np.ndarray or b.dtype != np.float32 or not fit or not has_small_products():
-        return None
+        return lambda a, out: gemm(xp, a, b, out)
     strips = _strips(b, fit[0])
-    result = empty(np, strips.shape, b.dtype)
-    result[...] = strips
-    return result
+    copy = empty(np, strips.shape, b.dtype)
+    copy[...] = strips
+    return lambda a, out: _multiply_strips(a, copy, out)
 
 
 @lru_cache(1024)

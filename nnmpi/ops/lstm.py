@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, empty, namespace
-from nnmpi.backend.gemm import copied_strips, gemm, multiply_strips
+from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
@@ -136,17 +136,13 @@ class LSTMFunction(Function):
         gates = empty(xp, (len(rows), 4 * features), x.dtype)
         gemm(xp, rows, xp.multiply(weight, halved), out=gates)
         xp.add(gates, xp.multiply(bias, halved), out=gates)
-        matrix = xp.multiply(recurrent, halved)
-        strips = copied_strips(matrix, batch)
+        times = multiplier(xp, xp.multiply(recurrent, halved))
         h, c = first_h.copy(), first_c.copy()
         hidden, cells = (empty(xp, (len(gates), features), c.dtype) for _ in range(2))
         scratch = empty(xp, (batch, 4 * features), c.dtype)
         for here, n, _ in steps(packing.sizes, self.reverse):
             product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-            if strips is None:
-                gemm(xp, h[:n], matrix, out=product)
-            else:
-                multiply_strips(h[:n], strips, product)
+            times(h[:n], product)
             _step(xp, gates[here], product, c[:n], new_c, new_h)
             h[:n], c[:n] = new_h, new_c
         if True in self.needs:
@@ -168,18 +164,16 @@ class LSTMFunction(Function):
         ]
         to_h, to_c = ends
         to_hidden = packing.pack(xp, grad[:, :time])
-        to_gates, before_c, before_h = (
-            empty(xp, like.shape, like.dtype) for like in (gates, to_c, hidden)
-        )
+        to_gates, before_h = (empty(xp, like.shape, like.dtype) for like in (gates, hidden))
+        times = multiplier(xp, recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
-            slopes, last_c = to_gates[here], before_c[:n]
-            _carry(last_c, first_c, cells, earlier)
+            slopes, last_c = to_gates[here], _before(xp, first_c, cells, earlier, n)
             if self.needs[2]:
-                _carry(before_h[here], first_h, hidden, earlier)
+                before_h[here] = _before(xp, first_h, hidden, earlier, n)
             _step_grad(
                 xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n]
             )
-            gemm(xp, slopes, recurrent.T, out=to_h[:n])
+            times(slopes, to_h[:n])
         to_x = to_bias = None
         if self.needs[0]:
             to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
@@ -275,18 +269,18 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
         earlier = here
 
 
-def _carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
-    """Write the state before a step: the previous step's; the initial one for new sequences.
+def _before(xp: Any, first: Array, rows: Array, earlier: slice, n: int) -> Array:
+    """Return the state before a step: the previous step's; the initial one for new sequences.
 
     Args:
-        out: (n, features).
+        xp: the arrays' module.
         first: (batch, features), the initial state.
         rows: (packed rows, features), the state after each step.
         earlier: the previous step's rows, see `steps`.
+        n: the step's number of sequences.
     """
-    n, running = len(out), earlier.stop - earlier.start
-    out[:running] = rows[earlier]
-    out[running:] = first[running:n]
+    running = earlier.stop - earlier.start
+    return rows[earlier] if running == n else xp.concatenate((rows[earlier], first[running:n]))
 
 
 def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
