@@ -22,8 +22,8 @@ from nnmpi.backend.normal import TAIL_SINGLE
 _unsigned = np.uint64
 ROWS = 64  # summed before they are added to the total: one long sum would round worse
 
-_ZERO, _HALF, _ONE, _TWO, _ABOVE = map(np.float32, (0, 0.5, 1, 2, 128.5))
-_LEAST, _MOST, _NEAR = map(np.float32, (-87.3, 89, 0.625))
+_ZERO, _HALF, _ONE, _ABOVE = map(np.float32, (0, 0.5, 1, 128.5))
+_LEAST, _MOST, _END = map(np.float32, (-87.3, 89, 8))
 # log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are
 # exact
 _LOG2E, _LN2_HIGH, _LN2_LOW = map(np.float32, (1.44269504088896341, 0.693359375, -2.12194440e-4))
@@ -38,10 +38,11 @@ _P0, _P1, _P2, _P3, _P4, _P5 = map(
         5.0000001201e-1,
     ),
 )
+# tanh: x P(x^2) / Q(x^2), of the least relative error on 0 to 9.02 (fitted for this file)
 _T0, _T1, _T2, _T3, _T4 = map(
-    np.float32,
-    (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1),
+    np.float32, (1.332006357e-8, 2.058427321e-5, 3.494085756e-3, 0.1337976199, 0.999999979)
 )
+_Q0, _Q1, _Q2, _Q3 = map(np.float32, (7.762448214e-7, 3.283174456e-4, 2.587127094e-2, 0.4671307726))
 # GELU: the normal distribution's tail and density, and GPT-2's form
 _G0, _G1, _G2, _G3, _G4, _G5, _G6 = map(np.float32, TAIL_SINGLE)
 _FOUR, _FIVE, _SIX, _TEN, _HUNDRED, _SHIFT = map(np.float32, (4, 5, 6, 10, 100, 1.25))
@@ -87,16 +88,16 @@ def exp(x):
 
 @inlined
 def tanh(x):
-    """Return the hyperbolic tangent of a float32, within 2 units of the last place; NaN stays NaN.
+    """Return the hyperbolic tangent of a float32, within 6 units of the last place; NaN stays NaN.
 
-    Near 0 by the polynomial of the Cephes library's tanhf (Moshier, 1989), else by e^(2 |x|).
+    A quotient of polynomials takes a third of the time of 1 - 2 / (e^(2 x) + 1), which needs another
+    form near 0.
     """
-    size = -x if x < _ZERO else x
     z = x * x
-    near = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * z * x + x
-    far = _ONE - _TWO / (exp(size + size) + _ONE)
-    far = -far if x < _ZERO else far
-    return near if size < _NEAR else far
+    p = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * x
+    y = p / ((((_Q0 * z + _Q1) * z + _Q2) * z + _Q3) * z + _ONE)
+    y = _ONE if x > _END else y  # exactly, or 1 - tanh would be far off
+    return -_ONE if x < -_END else y
 
 
 @inlined
@@ -162,7 +163,7 @@ def bias_gelu_tanh(y, bias, slope):
         for i in range(row.size):
             x = row[i] + bias[i]
             p = _C + _C3 * x * x
-            s = _HALF + _HALF * tanh(p * x)
+            s = _ONE / (_ONE + exp(-(p + p) * x))
             value = x * s
             row[i] = value
             steep[i] = s + (_ONE - s) * (_SIX * p - _FOUR * _C) * value
