@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -702,7 +702,7 @@ class CheckpointWriter:
         self._folder = folder
         self._final = folder / f"{PREFIX}{step:08d}"
         self._temporary = folder / f".{self._final.name}.tmp"
-        self._writers: dict[str, TensorWriter] = {}
+        self._streams: dict[str, BinaryIO] = {}
 
     def begin(self) -> None:
         """Create the temporary folder; remove those that killed runs have left."""
@@ -714,12 +714,25 @@ class CheckpointWriter:
         self._temporary.mkdir()
 
     def open(self, name: str, specs: ArraySpecs, metadata: Mapping[str, str] | None = None) -> None:
-        """Open the next file of arrays."""
-        self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
+        """Open the next file of arrays.
+
+        Args:
+            specs: shape and dtype of each array, in the order of the calls of `write`.
+            metadata: {name: text}, stored in the header.
+
+        Raises:
+            CheckpointError: for a dtype that the format lacks.
+        """
+        header = _header(name, specs, metadata or {})
+        self._streams[name] = stream = (self._temporary / name).open("wb")
+        stream.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, array: Array) -> None:
-        """Write the next array of the file opened last."""
-        self._writers[next(reversed(self._writers))].write(name, array)
+        """Write the next array of the file opened last, with any strides."""
+        *_, stream = self._streams.values()
+        # order="C" copies non-contiguous arrays; unlike ascontiguousarray, it keeps 0-d arrays 0-d
+        in_order = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+        stream.write(as_bytes(in_order).data)
 
     def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
         """Write state.json, sync to disk, and rename the checkpoint; return its name.
@@ -732,7 +745,7 @@ class CheckpointWriter:
             keep: the number of newest checkpoints to keep.
             best: whether this is the best one so far.
         """
-        files = {name: writer.close() for name, writer in self._writers.items()}
+        files = {name: seal(stream) for name, stream in self._streams.items()}
         values = {"format": FORMAT, **state, "files": files}
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
@@ -748,9 +761,23 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Remove an unfinished checkpoint; after `finish` this does nothing."""
-        for writer in self._writers.values():
-            writer.abandon()
+        for stream in self._streams.values():
+            with suppress(OSError):  # flushing may fail on a full disk, which does not matter
+                stream.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def seal(stream: BinaryIO) -> dict[str, str | int]:
+    """Sync a written file to disk and close it; return its "bytes" and "sha256".
+
+    The hash is computed here, not while the file is written: this runs in the background, while the
+    ranks wait for each array.
+    """
+    with stream:
+        stream.flush()
+        result: dict[str, str | int] = {"bytes": stream.tell(), "sha256": sha256(Path(stream.name))}
+        os.fsync(stream.fileno())
+    return result
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
@@ -764,7 +791,7 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 # ---- one file of arrays ----
 #
 # The library safetensors writes all arrays at once, so that all would have to be in rank 0's
-# memory. This writer takes them one at a time.
+# memory. `CheckpointWriter` writes them one at a time.
 #
 #     8 bytes      N, the length of the header, little-endian
 #     N bytes      JSON: {name: {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
@@ -784,59 +811,6 @@ NAMES = {
     "bool": "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-class TensorWriter:
-    """Write one safetensors file, array by array.
-
-    Args:
-        file: a new file, in a temporary folder: it is incomplete until `close`.
-        specs: shape and dtype of each array, in the order of the calls of `write`.
-        metadata: {name: text}, stored in the header.
-
-    Raises:
-        CheckpointError: for a dtype that the format lacks.
-        OSError: when the disk is full or not writable; the methods raise it, too.
-    """
-
-    def __init__(
-        self, file: Path, specs: ArraySpecs, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self._file = file
-        header = _header(file, specs, metadata or {})
-        self._stream = file.open("wb")
-        try:
-            self._put(np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8))
-        except OSError:
-            self.abandon()
-            raise
-
-    def write(self, name: str, array: Array) -> None:
-        """Write the next array of `specs`, with any strides."""
-        # order="C" copies non-contiguous arrays; unlike ascontiguousarray, it keeps 0-d arrays 0-d
-        self._put(as_bytes(np.asarray(array, array.dtype.newbyteorder("<"), order="C")))
-
-    def close(self) -> dict[str, str | int]:
-        """Sync the file to disk, and return its "bytes" and "sha256".
-
-        The hash is computed here, not in `write`: `close` runs in the background, while the ranks
-        wait for `write`.
-        """
-        self._stream.flush()
-        result: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        return result
-
-    def abandon(self) -> None:
-        """Close the incomplete file; after `close` this does nothing."""
-        with suppress(
-            OSError
-        ):  # flushing the buffer may fail on a full disk, which does not matter
-            self._stream.close()
-
-    def _put(self, content: Array) -> None:
-        self._stream.write(content.data)
 
 
 class TensorFile:
@@ -874,13 +848,13 @@ class TensorFile:
             return opened.get_tensor(name)
 
 
-def _header(file: Path, specs: ArraySpecs, metadata: Mapping[str, str]) -> bytes:
+def _header(file: str, specs: ArraySpecs, metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, spec in specs.items():
         if spec.dtype not in NAMES:
             raise CheckpointError(
-                f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64"
+                f"{name} is {spec.dtype}, which {file} cannot hold; use float32 or float64"
             )
         entries[name] = {
             "dtype": NAMES[spec.dtype],

@@ -26,7 +26,6 @@ from nnmpi.train.checkpoint import (
     RunState,
     Saver,
     TensorFile,
-    TensorWriter,
     find,
     read_checkpoint,
     restore,
@@ -162,9 +161,9 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
 ) -> None:
     folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
     save_at(worker, folder, group, step=4)
-    left, real = [2], TensorWriter.write
+    left, real = [2], CheckpointWriter.write
 
-    def full(self: TensorWriter, name: str, array: Array) -> None:
+    def full(self: CheckpointWriter, name: str, array: Array) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(28, "No space left on device")
@@ -173,7 +172,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
     for room in range(6):  # in the model's file, then in the optimizer's
         left[0] = room
         with monkeypatch.context() as patch:
-            patch.setattr(TensorWriter, "write", full)
+            patch.setattr(CheckpointWriter, "write", full)
             text = text_on_all(
                 group, lambda: save_at(worker, folder, group, step=8), CheckpointError
             )
@@ -197,14 +196,9 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training goes on while the disk is slow; a run that ends with an error waits for it, too."""
-    folder, worker, ready, real = (
-        RunFolder(tmp_path),
-        make_worker(group),
-        Event(),
-        TensorWriter.close,
-    )
+    folder, worker, ready, real = RunFolder(tmp_path), make_worker(group), Event(), module.seal
     expected = {name: array.copy() for name, array in fill(worker, 1.0).items()}
-    monkeypatch.setattr(TensorWriter, "close", lambda writer: ready.wait(60) and real(writer))
+    monkeypatch.setattr(module, "seal", lambda stream: ready.wait(60) and real(stream))
 
     def fall() -> None:
         with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:

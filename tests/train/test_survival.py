@@ -20,7 +20,7 @@ from nnmpi.errors import CommError
 from nnmpi.parallel.server import ParameterServer
 from nnmpi.run import Supervisor
 from nnmpi.train import checkpoint, loop, metrics
-from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter
+from nnmpi.train.checkpoint import CheckpointWriter
 from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import draw_faults, quick_trainings, survive, undisturbed
 
@@ -59,9 +59,10 @@ def test_every_run_ends_with_the_bits_of_an_undisturbed_one(
 # ---- planted bugs ----
 
 
-def close_unsynced(writer: TensorWriter) -> dict[str, str | int]:
-    writer._stream.close()
-    return {"bytes": writer._bytes, "sha256": writer._sum.hexdigest()}
+def seal_unsynced(stream: Any) -> dict[str, str | int]:
+    stream.close()
+    file = Path(stream.name)
+    return {"bytes": file.stat().st_size, "sha256": files.sha256(file)}
 
 
 def write_unsynced(file: Path, content: bytes) -> None:
@@ -76,8 +77,8 @@ def begin_in_place(writer: CheckpointWriter) -> None:
 
 
 def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
-    writer._close()
-    values = {"format": checkpoint.FORMAT, **state, "files": writer._files}
+    about = {name: checkpoint.seal(stream) for name, stream in writer._streams.items()}
+    values = {"format": checkpoint.FORMAT, **state, "files": about}
     text = checkpoint.json.dumps({**values, "sha256": checkpoint.digest(values)})
     files.write_synced(writer._final / "state.json", text.encode())
     files.write_atomically(writer._folder / "latest", writer._final.name.encode())
@@ -161,7 +162,7 @@ def cut_and_claim(file: Path, step: int) -> int:
 
 
 PLANTED: dict[str, list[tuple[object, str, Any]]] = {
-    "files of arrays are not synced": [(TensorWriter, "close", close_unsynced)],
+    "files of arrays are not synced": [(checkpoint, "seal", seal_unsynced)],
     "state.json and latest are not synced": [
         (checkpoint, "write_synced", write_unsynced),
         (files, "write_synced", write_unsynced),

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
-from nnmpi.files import sha256
+from nnmpi.files import read_json, sha256
 from nnmpi.parallel.model_state import ArraySpec
-from nnmpi.train.checkpoint import TensorFile, TensorWriter
+from nnmpi.train.checkpoint import CheckpointWriter, TensorFile
 from nnmpi.train.signature import ModelSignature
 
 ARRAYS: dict[str, Array] = {
@@ -34,11 +34,14 @@ ARRAYS: dict[str, Array] = {
 }
 
 
-def write(file: Path, arrays: dict[str, Array]) -> dict[str, str | int]:
-    writer = TensorWriter(file, {name: ArraySpec.of(array) for name, array in arrays.items()})
+def write(folder: Path, arrays: dict[str, Array]) -> Path:
+    """Return the only file of arrays of a new checkpoint."""
+    writer = CheckpointWriter(folder, 1)
+    writer.begin()
+    writer.open("file", {name: ArraySpec.of(array) for name, array in arrays.items()})
     for name, array in arrays.items():
         writer.write(name, array)
-    return writer.close()
+    return folder / writer.finish({}, keep=1) / "file"
 
 
 def assert_same(found: dict[str, Array], expected: dict[str, Array]) -> None:
@@ -50,12 +53,10 @@ def assert_same(found: dict[str, Array], expected: dict[str, Array]) -> None:
 
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     for number, arrays in enumerate((ARRAYS, dict(reversed(ARRAYS.items())), {})):
-        facts = write(tmp_path / f"{number}", arrays)
-        assert_same(load_file(tmp_path / f"{number}"), arrays)
-        assert facts == {
-            "bytes": (tmp_path / f"{number}").stat().st_size,
-            "sha256": sha256(tmp_path / f"{number}"),
-        }
+        file = write(tmp_path / f"{number}", arrays)
+        assert_same(load_file(file), arrays)
+        facts = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        assert read_json(file.with_name("state.json"))["files"] == {"file": facts}
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
@@ -67,13 +68,14 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
 
 def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
     specs = {f"{number}": ArraySpec((1000, 125), "float64") for number in range(10)}  # 1 MB each
+    writer = CheckpointWriter(tmp_path, 1)
+    writer.begin()
     tracemalloc.start()
     try:
-        writer = TensorWriter(tmp_path / "file", specs)
+        writer.open("file", specs)
         for number, name in enumerate(specs):
             writer.write(name, np.full((1000, 125), number, np.float64))
-        writer.close()
-        result = TensorFile(tmp_path / "file")
+        result = TensorFile(tmp_path / writer.finish({}, keep=1) / "file")
         assert [result[name][-1, -1] for name in specs] == list(range(10))
         assert tracemalloc.get_traced_memory()[1] < 3e6
     finally:
@@ -85,9 +87,8 @@ def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
     for name in ("bad", "absent"):
         with pytest.raises(CheckpointError, match=f"{name}: cannot be read"):
             TensorFile(tmp_path / name)
-    write(tmp_path / "file", ARRAYS)
     with pytest.raises(CheckpointError, match="nothing"):
-        TensorFile(tmp_path / "file")["nothing"]
+        TensorFile(write(tmp_path / "folder", ARRAYS))["nothing"]
 
 
 @pytest.mark.skipif(
@@ -97,11 +98,11 @@ def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
     """A checkpoint that a run began from is removed while it goes on, and then takes up no place on
     the disk.
     """
-    write(tmp_path / "file", ARRAYS)
-    result = TensorFile(tmp_path / "file")
+    file = write(tmp_path, ARRAYS)
+    result = TensorFile(file)
     assert result["count"] == 5
-    assert str(tmp_path / "file") not in Path("/proc/self/maps").read_text()
-    (tmp_path / "file").unlink()
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    file.unlink()
     with pytest.raises(CheckpointError, match="file: cannot be read .*No such file"):
         result["count"]
 
