@@ -242,7 +242,12 @@ def to_chrome(
             _about("process_name", rank, 0, name=name),
             _about("process_sort_index", rank, 0, sort_index=rank),
         ]
-        intervals = [_on_trace_clock(event, first_s) for event in processes[rank]]
+        intervals = [
+            _Interval(
+                round((event.begin_s - first_s) * 1e9), round((event.end_s - first_s) * 1e9), event
+            )
+            for event in processes[rank]
+        ]
         rows += [_amounts(item, rank) for item in intervals if item.event.category == COUNTER]
         spans = [item for item in intervals if item.event.category != COUNTER]
         for thread, (track, lane) in enumerate(_lanes(spans)):
@@ -268,12 +273,6 @@ class _Interval(NamedTuple):
     begin_ns: int
     end_ns: int
     event: TraceEvent
-
-
-def _on_trace_clock(event: TraceEvent, zero_s: float) -> _Interval:
-    return _Interval(
-        round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event
-    )
 
 
 def _lanes(spans: Sequence[_Interval]) -> Iterator[tuple[str, list[_Interval]]]:
