@@ -15,7 +15,6 @@ import os
 import re
 import sys
 from collections.abc import Container, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,16 +60,6 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             return Launch(
                 name, size, rank, _tasks_here(environ.get(here, ""), _number(environ, node) or 0)
             )
-    return None
-
-
-def launch_of(process: int) -> Launch | None:
-    """Return the launch of another process on this node; None if it has ended or has none."""
-    with suppress(OSError):
-        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        return read_launch(
-            dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-        )
     return None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from nnmpi.errors import LaunchError
-from nnmpi.launcher import launch_of
+from nnmpi.launcher import read_launch
 
 Kind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
@@ -213,7 +213,10 @@ def remove_segments() -> None:
 
 def _is_rank(process: int) -> bool:
     with suppress(OSError):
-        if b"nnmpi.train" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
-            return False
-        return launch_of(process) is not None
+        words, entries = (
+            Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace").split("\0")
+            for name in ("cmdline", "environ")
+        )
+        environ = dict(entry.partition("=")[::2] for entry in entries)
+        return "nnmpi.train" in words and read_launch(environ) is not None
     return False
