@@ -237,31 +237,24 @@ def _of_module(
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
-    elif isinstance(module, GRU):
+    elif isinstance(module, GRU | LSTM):
+        is_lstm = isinstance(module, LSTM)
+        gates: Callable[[Array], Array] = _gates if is_lstm else lambda x: x
         for number in range(len(module.layers)):
-            ours, ih, hh = f"layers.{number}.", f"bias_ih_l{number}", f"bias_hh_l{number}"
-            for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
-                yield f"{ours}{name}", (f"{theirs}_l{number}",), lambda x: (x.T,), lambda x: x.T
-            yield f"{ours}bias", (ih, hh), lambda x: (x, np.zeros_like(x)), _first_gates
-            yield (
-                f"{ours}bias_n",
-                (hh,),
-                lambda x: (np.r_[x * 0, x * 0, x],),
-                lambda x: x[2 * len(x) // 3 :],
-            )
-    elif isinstance(module, LSTM):
-        for number in range(len(module.layers)):
-            layer, reverse = divmod(number, module.directions)
+            layer, reverse = divmod(number, getattr(module, "directions", 1))
             end, ours = f"_l{layer}{'_reverse' * reverse}", f"layers.{number}."
             for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
-                yield ours + name, (theirs + end,), lambda x: (_gates(x.T),), lambda x: _gates(x).T
-            names = (f"bias_ih{end}", f"bias_hh{end}")
-            yield (
-                ours + "bias",
-                names,
-                lambda x: (_gates(x), np.zeros_like(x)),
-                lambda x, more: _gates(x + more),
-            )
+                yield ours + name, (theirs + end,), lambda x: (gates(x.T),), lambda x: gates(x).T
+            ih, hh = f"bias_ih{end}", f"bias_hh{end}"
+            read = (lambda x, more: gates(x + more)) if is_lstm else _first_gates
+            yield ours + "bias", (ih, hh), lambda x: (gates(x), np.zeros_like(x)), read
+            if not is_lstm:
+                yield (
+                    ours + "bias_n",
+                    (hh,),
+                    lambda x: (np.r_[x * 0, x * 0, x],),
+                    lambda x: x[2 * len(x) // 3 :],
+                )
 
 
 def _linear(image: Shape | None, x: Array) -> tuple[Array, ...]:
