@@ -472,7 +472,7 @@ class Console:
     A closed pipe (`| head`, a closed session) or a full disk ends the printing, not the training.
 
     Args:
-        quiet: print nothing.
+        quiet: print nothing; lines still go to the copy.
         stream: to print to; None for standard output.
     """
 
@@ -482,10 +482,6 @@ class Console:
         self._quiet = quiet or self._stream is None
         self._copy: TextIO | None = None
         self._error: OSError | None = None
-
-    def silence(self) -> None:
-        """Stop printing; lines still go to the copy."""
-        self._quiet = True
 
     @contextmanager
     def copied(self, file: Path) -> Iterator[None]:
@@ -585,31 +581,26 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
 def _help_on(
     topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]
 ) -> str:
-    """Return the help on the word after --help, or the overview."""
+    """Return the help on the word after --help, or the overview.
+
+    Options stand by section, each with its form, explanation and default.
+    """
     by_name = {option.name: option for option in options}
-    name = topic.replace("-", "_")
+    name, shown, more = topic.replace("-", "_"), options, []
     if name in by_name:
-        return _format_help(
-            [item for item in options if item.section is by_name[name].section],
-            program,
-            description,
-        )
-    if topic == "all" or not first:
-        return _format_help(options, program, description)
-    if topic and not topic.startswith("-"):
-        raise UsageError(
-            f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}"
-        )
-    shown = [option for option in options if option.name in first]
-    more = (
-        f"All {len(options)} options: --help all. An option and the others of its group: --help NAME,\n"
-        "such as --help pp."
-    )
-    return f"{_format_help(shown, program, description)}\n\n{more}"
-
-
-def _format_help(options: Sequence[Option], program: str, description: str) -> str:
-    """Return the help text: options by section, each with its form, explanation and default."""
+        shown = [item for item in options if item.section is by_name[name].section]
+    elif first and topic != "all":
+        if topic and not topic.startswith("-"):
+            raise UsageError(
+                f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}"
+            )
+        shown = [option for option in options if option.name in first]
+        more = [
+            "",
+            f"All {len(options)} options: --help all. An option and the others of its group:"
+            " --help NAME,",
+            "such as --help pp.",
+        ]
     lines = [
         f"usage: {program} [-h] [OPTIONS]",
         "",
@@ -618,15 +609,15 @@ def _format_help(options: Sequence[Option], program: str, description: str) -> s
         *entry("-h, --help", "Print this help."),
         *entry("--version", "Print the version."),
     ]
-    for section in dict.fromkeys(option.section for option in options):
+    for section in dict.fromkeys(option.section for option in shown):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
         texts = _field_docstrings(section)
-        for option in options:
+        for option in shown:
             if option.section is section:
                 text = " ".join((option.help or texts[option.name]).split())
                 default = _show_default(option, text)
                 lines += entry(_form(option), f"{text.rstrip('.')}{default}." if default else text)
-    return "\n".join(lines)
+    return "\n".join([*lines, *more])
 
 
 def _opening(description: str) -> str:

@@ -158,10 +158,8 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks; UsageError for wrong options, data that do not fit the model, or a
             folder with another run. See `loop.begin` and `Loop.run`.
     """
-    console = Console(quiet=not group.is_root)
     config = read_options(words, group)
-    if config.run.quiet:
-        console.silence()
+    console = Console(quiet=config.run.quiet or not group.is_root)
     try:
         with begin(config, group, console, words) as loop:
             loop.run()
