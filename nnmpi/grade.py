@@ -73,8 +73,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from nnmpi.command import check_numbers, printable, read_command, require, say
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Exercise, Setting
-from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
-from nnmpi.exercise.notebook import find
+from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES, find
 from nnmpi.exercise.solution import Solution, TimedOut
 from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes, aligned

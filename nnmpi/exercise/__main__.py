@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from nnmpi.command import entry, read_command, say
-from nnmpi.exercise.exercises import KINDS
-from nnmpi.exercise.notebook import find
+from nnmpi.exercise.exercises import KINDS, find
 from nnmpi.exercise.solution import Solution
 from nnmpi.exercise.wire import WrongAnswer
 

@@ -105,7 +105,7 @@ class Exercise:
             WrongAnswer: naming the mistake and the size.
 
         Example:
-            >>> from nnmpi.exercise.notebook import find
+            >>> from nnmpi.exercise.exercises import find
             >>> def data_split(rows, rank, size):
             ...     start = rank * (rows // size) + min(rank, rows % size)
             ...     return start, start + rows // size + (rank < rows % size)

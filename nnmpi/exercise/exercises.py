@@ -5,7 +5,7 @@ Each kind has its checker:
     collectives       (rank, size) -> that rank's steps. `prove` checks them on several numbers of
                       ranks; then rounds, bytes and partners are compared with the package's
     group operations  run on simulated ranks and compared with the serial result: `exercise.shared`
-    schedules         `check` accepts any right one; then the simulated time and the peak of
+    schedules         `schedule.check` accepts any right one; then simulated time and the peak of
                       activations are compared with the package's
     costs, rules      compared on drawn cases with the collectives' closed forms and `synchrony`;
                       N ranks, M bytes, alpha seconds per message, beta seconds per byte
@@ -37,8 +37,9 @@ from nnmpi.comm.collective import (
 from nnmpi.comm.duration import price
 from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
+from nnmpi.command import suggest
 from nnmpi.custom import call_user
-from nnmpi.errors import ScheduleError, counted
+from nnmpi.errors import ScheduleError, UsageError, counted
 from nnmpi.exercise.exercise import (
     Exercise,
     Function,
@@ -49,7 +50,7 @@ from nnmpi.exercise.exercise import (
 )
 from nnmpi.exercise.shared import SHARED
 from nnmpi.exercise.wire import WrongAnswer
-from nnmpi.schedule.check import check
+from nnmpi.schedule.check import check as check_schedule
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import render
 from nnmpi.schedule.schedule import Instruction, Kind, Schedule
@@ -528,7 +529,7 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
                     f"{item} does not belong in {stages} stages and {microbatches} microbatches"
                 )
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
-        check(schedule)
+        check_schedule(schedule)
     except ScheduleError as error:
         raise WrongAnswer(f"{where}: {error}") from None  # the sentence shows the programs
     costs = even_costs(stages, setting.forward_s / virtual, message_s=setting.message_s)
@@ -673,3 +674,36 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = {
     "staleness": (ssp_rule, gradient_staleness),
 }
 EXERCISES: Mapping[str, Exercise] = {item.name: item for kind in KINDS.values() for item in kind}
+
+
+def find(name: str) -> Exercise:
+    """Return the exercise of this name.
+
+    Raises:
+        UsageError: for an unknown name.
+
+    Example:
+        >>> from nnmpi.exercise.exercises import find
+        >>> find("ring-all-reduce").title
+        'Every rank gets the sum of all buffers, around a ring.'
+    """
+    if name not in EXERCISES:
+        near = suggest(name, EXERCISES) or "; python -m nnmpi.exercise lists them"
+        raise UsageError(f"there is no exercise {name!r}{near}")
+    return EXERCISES[name]
+
+
+def check(name: str, function: Function) -> str:
+    """Check a solution of an exercise; return a sentence on a right one.
+
+    Raises:
+        UsageError: for an unknown exercise.
+        WrongAnswer: naming the mistake.
+
+    Example:
+        >>> def ring_cost(N, M, alpha, beta):
+        ...     return 2 * (N - 1) * (alpha + M / N * beta)
+        >>> nnmpi.exercise.check("ring-cost", ring_cost)
+        'right in 32 cases'
+    """
+    return find(name).check(function)
