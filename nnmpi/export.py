@@ -13,9 +13,7 @@ from nnmpi.command import read_command
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.models.torch_weights import write_torch
 from nnmpi.train.cli import launch_command, parse_together
-from nnmpi.train.config import to_json
 from nnmpi.train.run import load
-from nnmpi.train.signature import to_metadata
 
 PROGRAM = "python -m nnmpi.export"
 DESCRIPTION = """Export a run's weights for other programs: python -m nnmpi.export RUN [options].
@@ -63,11 +61,10 @@ def export(folder: Path, options: ExportConfig) -> str:
     if file.suffix not in ("", ".safetensors"):
         raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
     run = load(folder, options.best, options.weights, options.trust)
-    about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     with raised_as(UsageError, f"--out {file} cannot be written"):
         count = write_torch(
-            file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about
+            file, run.model, np.zeros((1, *run.signature.sample_shape), kind), run.metadata()
         )
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
 

@@ -41,7 +41,7 @@ from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, default_folder
-from nnmpi.train.loop import STOPPING, install_handlers, restore_handlers
+from nnmpi.train.loop import STOPPING, handling
 
 POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -131,11 +131,8 @@ class Supervisor:
                 cure, and after a signal.
         """
         began_s, trained_s = time.monotonic(), self._trained_s()
-        before = install_handlers(self._note)
-        try:
+        with handling(self._note):
             starts = self._start_until_finished()
-        finally:
-            restore_handlers(before)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of"

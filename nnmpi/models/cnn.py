@@ -9,6 +9,8 @@ from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, MaxPool2d
 from nnmpi.nn.sharding import Sharding
 
+LEAST = 4  # pixels of an image's height and width: two halvings leave one
+
 
 def cnn(
     sample_shape: Sequence[int],
@@ -41,7 +43,7 @@ def cnn(
         >>> model(np.zeros((2, 28, 28, 1), "float32")).shape
         (2, 10)
     """
-    height, width, channels = image_shape("cnn", sample_shape, 4)
+    height, width, channels = image_shape("cnn", sample_shape)
     model = Sequential(
         Conv2d(channels, 32, 3, padding=1),
         ReLU(),
@@ -56,20 +58,19 @@ def cnn(
     return model
 
 
-def image_shape(model: str, sample_shape: Sequence[int], least: int) -> tuple[int, int, int]:
+def image_shape(model: str, sample_shape: Sequence[int]) -> tuple[int, int, int]:
     """Return the sample shape as (height, width, channels).
 
     Args:
         model: the model's name, for the error.
         sample_shape: of one sample.
-        least: the minimal height and width in pixels.
 
     Raises:
-        UsageError: when it is no image of at least `least` x `least` pixels.
+        UsageError: when it is no image of at least LEAST x LEAST pixels.
     """
-    if len(wholes("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < least:
+    if len(wholes("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < LEAST:
         raise UsageError(
-            f"model {model} needs images (height, width, channels) of at least {least} x {least}"
+            f"model {model} needs images (height, width, channels) of at least {LEAST} x {LEAST}"
             f" pixels, not samples of shape {tuple(sample_shape)}; try model mlp"
         )
     height, width, channels = sample_shape

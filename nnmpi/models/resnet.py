@@ -42,7 +42,7 @@ def resnet(
         (2, 10)
     """
     width, blocks = whole("resnet's width", width), whole("resnet's blocks", blocks)
-    _, _, channels = image_shape("resnet", sample_shape, 4)
+    _, _, channels = image_shape("resnet", sample_shape)
     layers: list[Module] = [
         Conv2d(channels, width, 3, padding=1, bias=False),
         BatchNorm(width),

@@ -26,7 +26,7 @@ from functools import partial
 from math import isfinite, isnan, nan
 from shlex import quote
 from types import FrameType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -62,26 +62,22 @@ from nnmpi.train.checkpoint import (
     steps,
 )
 from nnmpi.train.computing import check_backend, explain_errors, take_backend
-from nnmpi.train.config import Config, to_json
+from nnmpi.train.config import Config
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Reporter, describe_result
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.run import TrainingRun, set_up
-from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 from nnmpi.units import format_duration
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WOKEN = signal.SIGCONT
 
-Handlers: TypeAlias = dict[int, Any]
-"""{signal number: its previous handler}."""
-
 SAVING = 0.01  # default share of the time spent on checkpoints
 
 
-class StopSignals:
+class StopSignals(ExitStack):
     """A context that records SIGTERM, SIGINT, SIGHUP and SIGCONT.
 
     When Open MPI's mpirun is stopped, it sends its ranks SIGCONT at once, SIGTERM after a quarter
@@ -98,22 +94,18 @@ class StopSignals:
     _main: ClassVar[StopSignals | None] = None
 
     def __init__(self) -> None:
+        super().__init__()
         self._noted: int = 0
-        self._before: Handlers = {}
         self._recorder: StopSignals = self
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = install_handlers(self._note, signal.SIGCONT)
+            self.enter_context(handling(self._note, signal.SIGCONT))
             StopSignals._main = self
+            self.callback(setattr, StopSignals, "_main", None)
         else:
             self._recorder = StopSignals._main or self
         return self
-
-    def __exit__(self, *error: object) -> None:
-        restore_handlers(self._before)
-        if StopSignals._main is self:
-            StopSignals._main = None
 
     def noted(self) -> int:
         """Return this rank's last signal, 0 for none, `WOKEN` for SIGCONT. Not collective."""
@@ -130,22 +122,23 @@ class StopSignals:
         self._noted = number if number != signal.SIGCONT else self._noted or WOKEN
 
 
-def install_handlers(note: Callable[[int, FrameType | None], None], *more: int) -> Handlers:
-    """Handle STOPPING and more signals by `note`; return the previous handlers.
+@contextmanager
+def handling(note: Callable[[int, FrameType | None], None], *more: int) -> Iterator[None]:
+    """Handle STOPPING and more signals by `note` in the body.
 
-    SIGHUP, which a closed terminal sends, stays ignored if it was: the program runs under nohup.
+    SIGHUP, which a closed terminal sends, stays ignored if it was: the program runs under nohup. A
+    handler in C, such as Open MPI's for SIGHUP, cannot be restored.
     """
     under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [
         number for number in (*STOPPING, *more) if number != signal.SIGHUP or not under_nohup
     ]
-    return {number: signal.signal(number, note) for number in numbers}
-
-
-def restore_handlers(before: Handlers) -> None:
-    """Restore signal handlers; one in C, such as Open MPI's for SIGHUP, cannot be restored."""
-    for number, handler in before.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Stopped(NnmpiError):
@@ -349,12 +342,11 @@ class Loop:
                 totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s
             )
         names = (*PARTS, "wall_s", "hidden_s")
-        by_rank = group.gather_floats([getattr(totals, name) for name in names]).tolist()
-        times = dict(zip(names, zip(*by_rank, strict=True), strict=True))
-        means = {name: sum(times[name]) / group.size for name in names}
-        text, computing_s = f"; mean over {group.size} ranks", times["compute_s"]
+        by_rank = group.gather_floats([getattr(totals, name) for name in names])
+        means = dict(zip(names, by_rank.mean(axis=0).tolist(), strict=True))
+        text, computing_s = f"; mean over {group.size} ranks", by_rank[:, names.index("compute_s")]
         if self._trainer.in_step:
-            slowest = computing_s.index(max(computing_s))
+            slowest = computing_s.argmax()
             most_ms = 1e3 * totals.per_step(computing_s[slowest])
             text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
         return replace(totals, **means), text
@@ -400,9 +392,8 @@ class Loop:
             return
         run, state = self._run, self._on_time()
         best = run.config.run.keep_best and state.best_step == state.step
-        metadata = to_metadata(run.signature, to_json(run.config.model))
         values = state_values(run.trainer, state)
-        self._saver.save(run.trainer, state.step, values, metadata, best)
+        self._saver.save(run.trainer, state.step, values, run.metadata(), best)
         self._saved_step = state.step
 
     def _on_time(self) -> RunState:

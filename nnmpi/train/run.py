@@ -51,10 +51,17 @@ from nnmpi.train.build import (
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, source_of
 from nnmpi.train.computing import choose_computing, computing, explain_errors
-from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
+from nnmpi.train.config import (
+    Config,
+    ModelConfig,
+    assemble,
+    check_positions,
+    flatten,
+    to_json,
+)
 from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
-from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata
+from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
 
 ONE_RANK = Layout(1, 1, 1)
 
@@ -94,6 +101,10 @@ class Run:
     def class_names(self) -> tuple[str, ...]:
         """One name per class."""
         return tuple(map(self.signature.name_of, range(self.classes)))
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of a file with its weights; see `train.signature`."""
+        return to_metadata(self.signature, to_json(self.config.model))
 
     def transform(self, x: Array) -> Array:
         """Return samples as model input; see `ModelSignature.prepare`."""

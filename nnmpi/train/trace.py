@@ -6,7 +6,7 @@ drift, typically by 1 to 50 microseconds per second, so compare them close to th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from nnmpi.comm.agreement import on_root
@@ -87,13 +87,13 @@ class Tracer:
         """The number of steps still to record."""
         return 0 if self._timeline is None else self._left
 
-    def steps(self, count: int) -> AbstractContextManager[None]:
-        """Record the body's steps, and write the file after the last of TRACED. Collective."""
-        return nullcontext() if self._timeline is None else self._recorded(self._timeline, count)
-
     @contextmanager
-    def _recorded(self, timeline: Timeline, count: int) -> Iterator[None]:
-        with recording(timeline):
+    def steps(self, count: int) -> Iterator[None]:
+        """Record the body's steps, and write the file after the last of TRACED. Collective."""
+        if self._timeline is None:
+            yield
+            return
+        with recording(self._timeline):
             yield
         self._left -= count
         if self._left <= 0:
