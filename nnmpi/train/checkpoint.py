@@ -745,7 +745,9 @@ class CheckpointWriter:
             keep: the number of newest checkpoints to keep.
             best: whether this is the best one so far.
         """
-        files = {name: seal(stream) for name, stream in self._streams.items()}
+        files = {
+            name: seal(self._temporary / name, stream) for name, stream in self._streams.items()
+        }
         values = {"format": FORMAT, **state, "files": files}
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
@@ -767,7 +769,7 @@ class CheckpointWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def seal(stream: BinaryIO) -> dict[str, str | int]:
+def seal(file: Path, stream: BinaryIO) -> dict[str, str | int]:
     """Sync a written file to disk and close it; return its "bytes" and "sha256".
 
     The hash is computed here, not while the file is written: this runs in the background, while the
@@ -775,7 +777,7 @@ def seal(stream: BinaryIO) -> dict[str, str | int]:
     """
     with stream:
         stream.flush()
-        result: dict[str, str | int] = {"bytes": stream.tell(), "sha256": sha256(Path(stream.name))}
+        result: dict[str, str | int] = {"bytes": stream.tell(), "sha256": sha256(file)}
         os.fsync(stream.fileno())
     return result
 

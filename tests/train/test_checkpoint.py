@@ -198,7 +198,7 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     """Training goes on while the disk is slow; a run that ends with an error waits for it, too."""
     folder, worker, ready, real = RunFolder(tmp_path), make_worker(group), Event(), module.seal
     expected = {name: array.copy() for name, array in fill(worker, 1.0).items()}
-    monkeypatch.setattr(module, "seal", lambda stream: ready.wait(60) and real(stream))
+    monkeypatch.setattr(module, "seal", lambda *file: ready.wait(60) and real(*file))
 
     def fall() -> None:
         with MetricsRecorder(None) as recorder, Saver(folder.checkpoints, recorder, group) as saver:

@@ -59,9 +59,8 @@ def test_every_run_ends_with_the_bits_of_an_undisturbed_one(
 # ---- planted bugs ----
 
 
-def seal_unsynced(stream: Any) -> dict[str, str | int]:
+def seal_unsynced(file: Path, stream: Any) -> dict[str, str | int]:
     stream.close()
-    file = Path(stream.name)
     return {"bytes": file.stat().st_size, "sha256": files.sha256(file)}
 
 
@@ -77,7 +76,10 @@ def begin_in_place(writer: CheckpointWriter) -> None:
 
 
 def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
-    about = {name: checkpoint.seal(stream) for name, stream in writer._streams.items()}
+    about = {
+        name: checkpoint.seal(writer._final / name, stream)
+        for name, stream in writer._streams.items()
+    }
     values = {"format": checkpoint.FORMAT, **state, "files": about}
     text = checkpoint.json.dumps({**values, "sha256": checkpoint.digest(values)})
     files.write_synced(writer._final / "state.json", text.encode())
