@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
-from operator import add
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -46,6 +45,7 @@ from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
 from nnmpi.comm.prove import proved_steps
+from nnmpi.comm.world import Traffic
 from nnmpi.custom import name_of
 from nnmpi.errors import CommError, DeviceError, UsageError, whole
 
@@ -85,27 +85,6 @@ class Bucket:
     start: int
     stop: int
     spans: tuple[int, ...]
-
-
-class Traffic(NamedTuple):
-    """The communication of one or more steps.
-
-    Attributes:
-        hidden_s: seconds of computation overlapped with messages, estimated at each poll.
-        bytes: bytes of the summed arrays (the bytes on a link depend on the algorithm).
-        calls: number of collectives.
-        predicted_s: predicted seconds of the collectives, back to back and with all ranks on time;
-            NaN without a fit.
-    """
-
-    hidden_s: float = 0.0
-    bytes: int = 0
-    calls: int = 0
-    predicted_s: float = 0.0
-
-    def plus(self, other: "Traffic") -> "Traffic":
-        """Return the sums of both."""
-        return Traffic._make(map(add, self, other))
 
 
 COUNTED_RANKS = 64  # `volume` counts the steps of all ranks only up to this number

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import accumulate
+from math import nan
 from typing import Any, cast
 
 import numpy as np
@@ -56,8 +57,10 @@ from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.point_to_point import BLOCKING_TAG, send_and_receive
 from nnmpi.comm.prove import proved_steps
-from nnmpi.comm.world import Comm
+from nnmpi.comm.world import Comm, Traffic
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
+
+COLLECTIVE = "collective"  # the category of collectives in a timeline
 
 
 class Group(Communicator):
@@ -230,15 +233,17 @@ class Group(Communicator):
         self,
         name: str,
         arrived_s: float | None = None,
-        category: str = "collective",
-        args: timeline.Args | None = None,
+        category: str = COLLECTIVE,
+        nbytes: int | None = None,
     ) -> Iterator[None]:
         """Time a collective and show it in a trace: the wait for the last rank, the exchange.
 
         Args:
             name: of the collective; all ranks run collectives with one name in the same order.
             arrived_s: when this rank began it, if not now.
-            category, args: see `timeline.TraceEvent`.
+            category: see `timeline.TraceEvent`; any other is an exchange of layers, counted in
+                `World.exchanged`.
+            nbytes: of the exchanged arrays.
         """
         world, trace, begin = self.comm.world, timeline.current(), clock.now()
         before_s = world.collective_s
@@ -247,6 +252,8 @@ class Group(Communicator):
         finally:
             end = clock.now()
             world.collective_s = before_s + end - begin  # a nested collective counts once
+            if category != COLLECTIVE:
+                world.exchanged = world.exchanged.plus(Traffic(0.0, nbytes or 0, 1, nan))
             if trace is not None:
                 ranks = f"{name} of {self.comm.members}"
                 arrived_s = begin if arrived_s is None else arrived_s
@@ -256,7 +263,7 @@ class Group(Communicator):
                     timeline.REDUCE,
                     begin,
                     end,
-                    args,
+                    None if nbytes is None else {"bytes": nbytes},
                     collective=ranks,
                     arrived_s=arrived_s,
                 )
@@ -372,7 +379,7 @@ class Group(Communicator):
         parts: Sequence[Buffer],
         shapes: Sequence[Shape],
         name: str = "all-to-all",
-        category: str = "collective",
+        category: str = COLLECTIVE,
     ) -> list[Buffer]:
         """Send each rank its array; return the received ones, of the given shapes. Collective.
 
@@ -393,9 +400,7 @@ class Group(Communicator):
             for r, shape in enumerate(shapes)
         ]
         receives = [(step.from_, received[step.from_]) for step in steps if step.from_ is not None]
-        with self.collective(
-            name, None, category, {"bytes": sum(item.nbytes for _, item in sends)}
-        ):
+        with self.collective(name, None, category, sum(item.nbytes for _, item in sends)):
             send_and_receive(
                 self, *([(r, item) for r, item in some if item.size] for some in (sends, receives))
             )

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from math import inf
+from operator import add
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
@@ -37,6 +38,27 @@ WARNING_S, LIMIT_S = 10.0, 300.0  # a wait in training is reported; the job is a
 
 Request: TypeAlias = Any
 """A started message or collective."""
+
+
+class Traffic(NamedTuple):
+    """The communication of one or more steps.
+
+    Attributes:
+        hidden_s: seconds of computation overlapped with messages, estimated at each poll.
+        bytes: bytes of the summed arrays (the bytes on a link depend on the algorithm).
+        calls: number of collectives.
+        predicted_s: predicted seconds of the collectives, back to back and with all ranks on time;
+            NaN without a fit.
+    """
+
+    hidden_s: float = 0.0
+    bytes: int = 0
+    calls: int = 0
+    predicted_s: float = 0.0
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sums of both."""
+        return Traffic._make(map(add, self, other))
 
 
 class SharedPages(Protocol):
@@ -66,6 +88,7 @@ class World(Protocol):
             so that a counter there may guard the data written before it.
         step: this rank's current step of training, for reports of stalls; the trainer sets it.
         collective_s: this rank's seconds in collectives so far.
+        exchanged: the exchanges of layers since the trainer last reset it.
         machine: the costs of messages in a simulation, else None.
         waiter: the object that waits for other ranks now, whose `waits_for()` describes the wait;
             it sets and clears this attribute itself.
@@ -77,6 +100,7 @@ class World(Protocol):
     keeps_order: bool
     step: int | None
     collective_s: float
+    exchanged: Traffic
     machine: Machine | None
     waiter: object
 

@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
-from nnmpi.comm.gradients import Traffic, predict_traffic
+from nnmpi.comm.gradients import predict_traffic
+from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch

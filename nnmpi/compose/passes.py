@@ -31,8 +31,8 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import feed, record_call
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
 from nnmpi.compose.executor import Caller, Executor

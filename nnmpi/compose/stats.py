@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
 
-from nnmpi.comm.gradients import Traffic
+from nnmpi.comm.world import Traffic
 from nnmpi.schedule.schedule import Instruction
 
 ROUNDING = 1e-4  # of a step's time: less does not show in its printed digits

@@ -15,10 +15,10 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from math import isfinite, nan
+from math import isfinite
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
@@ -35,8 +35,8 @@ from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import PeriodicCheck
-from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import Traffic
 from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement, require_same_options
 from nnmpi.compose.exchange import make_exchange
@@ -65,16 +65,15 @@ from nnmpi.memory.ledger import (
 )
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
-from nnmpi.ops.collectives import CATEGORY
 from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
+from nnmpi.timeline import COUNTER, current
 from nnmpi.units import format_bytes
 
-_UNCHANGED, _NOTHING = nullcontext(), nullcontext[Sequence[TraceEvent]](())
+_UNCHANGED = nullcontext()
 
 
 class Worker(Trainer):
@@ -152,8 +151,6 @@ class Worker(Trainer):
         )
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
-        mesh = self.arrangement.mesh
-        self._is_sharded = max(mesh.tp.size, mesh.sp.size) > 1
         check_pairs(self, arrangement, exchange.fused_update)
         check_free(model, group)  # before the exchange moves parameters into its own storage
         self.exchange = make_exchange(self, exchange)
@@ -222,7 +219,7 @@ class Worker(Trainer):
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world, collective_s = self.group.comm.world, self.group.comm.world.collective_s
-        world.step = step
+        world.step, world.exchanged = step, Traffic()
         nbytes = batch.x.nbytes + batch.y.nbytes
         is_traced = current() is not None
         if is_traced or nbytes != self._batch_bytes:
@@ -230,10 +227,7 @@ class Worker(Trainer):
             self._note_memory({BATCHES: nbytes})
         counts = self._should_count(nbytes) or is_traced
         with self._deterministic():
-            with (
-                self._watching() if self._is_sharded else _NOTHING as exchanged,
-                self._counting() if counts else _UNCHANGED,
-            ):
+            with self._counting() if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
                 report = self.passes.train(batch, step, factor, not counts)
                 if report.passed is not None:
@@ -246,8 +240,7 @@ class Worker(Trainer):
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
             # on a device this is the step's only wait; the update is not waited for
             numbers = self.passes.sums()
-            if exchanged:
-                report.count(_traffic(exchanged))
+            report.count(world.exchanged)
             if self.slow:
                 # The ranks meet next, so a straggler holds up the others within the same step.
                 paused_s = self.passes.paused_s
@@ -309,16 +302,6 @@ class Worker(Trainer):
         report.sync_s = world.collective_s - collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
-
-    @contextmanager
-    def _watching(self) -> Iterator[Sequence[TraceEvent]]:
-        """Collect the trace events of sharded layers, in the active trace if there is one."""
-        events: list[TraceEvent] = []
-        trace = current() or Timeline()
-        first = len(trace.events)
-        with recording(trace):
-            yield events
-        events += trace.events[first:]
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -506,12 +489,6 @@ class Worker(Trainer):
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
-
-
-def _traffic(events: Sequence[TraceEvent]) -> Traffic:
-    events = [event for event in events if event.category == CATEGORY]
-    count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
-    return Traffic(0.0, count, len(events), nan if events else 0.0)
 
 
 def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:

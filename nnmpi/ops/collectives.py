@@ -57,7 +57,7 @@ def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
 def sum_in_place(group: Group, array: Array) -> Array:
     """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
     full = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
-    with group.collective("all-reduce", None, CATEGORY, {"bytes": full.nbytes}):
+    with group.collective("all-reduce", None, CATEGORY, full.nbytes):
         group.all_reduce(full.reshape(-1), check=False)
     if full is not array:
         array[...] = full
@@ -107,7 +107,7 @@ class _Regions:
         local = xp.ascontiguousarray(part).reshape(-1)
         if not getattr(local.flags, "writeable", True):  # broadcast; MPI needs a writable buffer
             local = local.copy()
-        with self.group.collective("all-gather", None, CATEGORY, {"bytes": full.nbytes}):
+        with self.group.collective("all-gather", None, CATEGORY, full.nbytes):
             parts = self.group.all_gather_v(local, self.counts)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(full, values)
@@ -126,7 +126,7 @@ class _Regions:
     def reduce_scatter(self, full: Array) -> Array:
         """Return this rank's shard of the sum over the ranks."""
         flat = namespace(full).concatenate([region.take(full).reshape(-1) for region in self.parts])
-        with self.group.collective("reduce-scatter", None, CATEGORY, {"bytes": flat.nbytes}):
+        with self.group.collective("reduce-scatter", None, CATEGORY, flat.nbytes):
             local = self.group.reduce_scatter_v(flat, self.counts)
         return local.reshape(self.local.local_shape)
 

@@ -23,8 +23,9 @@ from nnmpi.backend.recording import record_call
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
-from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
+from nnmpi.comm.gradients import BucketExchange, predict_traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import Traffic
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model

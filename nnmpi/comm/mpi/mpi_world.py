@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 import nnmpi.clock as clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi.watchdog import Watchdog
-from nnmpi.comm.world import PAGE_BYTES, Comm, World
+from nnmpi.comm.world import PAGE_BYTES, Comm, Traffic, World
 from nnmpi.errors import DeviceError
 
 # Memory shared by the ranks of a node: one MPI-3 shared window, with a part for each rank.
@@ -211,7 +211,7 @@ class MpiWorld:
     def __init__(self) -> None:
         self.step: int | None = None
         self.waiter: object = None
-        self.collective_s = 0.0
+        self.collective_s, self.exchanged = 0.0, Traffic()
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None

@@ -30,6 +30,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
+from nnmpi.comm.world import Traffic
 from nnmpi.errors import CommError, number, whole
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class SimulatedWorld:
         self.machine: Machine | None = board.machine
         self.comm = comm_type(board, self, local, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
-        self.collective_s = 0.0
+        self.collective_s, self.exchanged = 0.0, Traffic()
         self.step: int | None = None
         local.world = self
 

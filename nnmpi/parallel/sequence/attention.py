@@ -187,9 +187,7 @@ class RingAttention:
         )
 
     def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
-        with self._group.collective(
-            "ring", None, CATEGORY, {"bytes": sum(item.nbytes for item in out)}
-        ):
+        with self._group.collective("ring", None, CATEGORY, sum(item.nbytes for item in out)):
             request.wait()
 
     def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:

@@ -54,7 +54,7 @@ class FromRank(Function):
         self.saved = tuple((x.shape, x.dtype) for x in inputs)
         xp = namespace(inputs[0] if value is None else value)
         y = xp.empty(self._shape, self._dtype) if value is None else xp.ascontiguousarray(value)
-        with self.group.collective("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
+        with self.group.collective("broadcast", None, CATEGORY, y.nbytes):
             self.group.broadcast(y, self.root)
         return y
 

@@ -77,7 +77,7 @@ class PartCrossEntropy(CrossEntropy):
         xp = namespace(rows)
         tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), rows.dtype)
         tops = xp.ascontiguousarray(tops)
-        with self.group.collective("all-reduce (max)", None, CATEGORY, {"bytes": tops.nbytes}):
+        with self.group.collective("all-reduce (max)", None, CATEGORY, tops.nbytes):
             by_rank = self.group.all_gather_v(tops, [len(tops)] * self.group.size)
         return xp.stack(by_rank).max(axis=0)
 

@@ -47,10 +47,11 @@ from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import Pending
-from nnmpi.comm.gradients import BUCKET_BYTES, Traffic
+from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
+from nnmpi.comm.world import Traffic
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain, parameters_of
