@@ -247,7 +247,7 @@ def run(
             losses.append(report.loss)
             norms.append(report.grad_norm)
             if len(losses) == 1:
-                gradients = gradient_state(worker.model, group, where).to_dict()
+                gradients = gradient_state(where).to_dict()
         evaluated = worker.evaluate(inputs.test_loader.epoch(0))
         arrays = worker.state()[0].to_dict()
         lines = _header(config, dataset, layout, where)

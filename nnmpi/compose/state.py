@@ -7,57 +7,50 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, StateEntry
 from nnmpi.tensor.parameter import FlatStorage
 
 
-def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
+def model_state(arrangement: Arrangement) -> ModelState:
     """Return the parameters and buffers by their full names."""
+    model = arrangement.model
     storage = model.storage
     parts = {} if storage.is_whole else _views(storage, storage.data)
     leaves = {name: parts.get(name, leaf.data) for name, leaf in model.entries().items()}
-    return _state(
-        model, group, arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers]
-    )
+    return _state(arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])
 
 
-def optimizer_state(
-    model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement
-) -> ModelState:
+def optimizer_state(arrangement: Arrangement, optimizer: Optimizer) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
-    slots = {f"{slot}/": _views(model.storage, flats) for slot, flats in optimizer.slots().items()}
-    return _state(model, group, arrangement, slots, arrangement.parameters)
+    storage = arrangement.model.storage
+    slots = {f"{slot}/": _views(storage, flats) for slot, flats in optimizer.slots().items()}
+    return _state(arrangement, slots, arrangement.parameters)
 
 
-def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
+def gradient_state(arrangement: Arrangement) -> ModelState:
     """Return the gradients of the last step, by their parameters' full names."""
-    grads = _views(model.storage, model.storage.grads)
-    return _state(model, group, arrangement, {"": grads}, arrangement.parameters)
+    storage = arrangement.model.storage
+    return _state(arrangement, {"": _views(storage, storage.grads)}, arrangement.parameters)
 
 
 def _state(
-    model: Module,
-    group: Group,
-    arrangement: Arrangement,
-    arrays: Mapping[str, Mapping[str, Any]],
-    order: Iterable[str],
+    arrangement: Arrangement, arrays: Mapping[str, Mapping[str, Any]], order: Iterable[str]
 ) -> ModelState:
     """Return the state of arrays given as {prefix: {name of the parameter or buffer: array}}.
 
     Args:
         order: the full model's names, in the order of its definition.
     """
-    leaves = model.entries()
+    leaves = arrangement.model.entries()
     entries = [
         StateEntry(start + name, array, leaves[name].region, arrangement.writes(leaves[name]))
         for start, item in arrays.items()
         for name, array in item.items()
     ]
-    return ModelState(entries, [start + name for start in arrays for name in order], group)
+    names = [start + name for start in arrays for name in order]
+    return ModelState(entries, names, arrangement.mesh.world)
 
 
 def _views(storage: FlatStorage, flats: Sequence[Array]) -> dict[str, Any]:

@@ -147,9 +147,7 @@ class Training:
 
         The optimizer's names are "slot/parameter"; for its numbers, see `scalars`.
         """
-        return model_state(self.model, self.group, self.arrangement), optimizer_state(
-            self.model, self.optimizer, self.group, self.arrangement
-        )
+        return model_state(self.arrangement), optimizer_state(self.arrangement, self.optimizer)
 
     def scalars(self) -> dict[str, Any]:
         """Return a checkpoint's JSON values besides arrays, with the optimizer's "steps"."""

@@ -357,7 +357,7 @@ def open_run(
         if weights is not None:
             _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
         elif last is not None:
-            model_state(where.model, group, where).scatter(*source_of(last.model))
+            model_state(where).scatter(*source_of(last.model))
     path = files.tokenizer if is_run else folder
     with agreed(group):  # without a file there is none: the samples were tokens already
         tokenizer = (
@@ -391,7 +391,7 @@ def _load_torch(
 
     on_root(group, read)
     specs = {name: ArraySpec.of(array) for name, array in result.items()} if group.is_root else None
-    model_state(where.model, group, where).scatter(result.__getitem__, specs, file)
+    model_state(where).scatter(result.__getitem__, specs, file)
 
 
 def _read_config(folder: Path, trust: bool) -> Config:

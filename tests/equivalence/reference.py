@@ -195,7 +195,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     if worker.exchange.is_fused:
         return {}
     where = worker.arrangement
-    return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where.is_plain)
+    return gradient_state(where).to_dict(everywhere=where.is_plain)
 
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics,
