@@ -25,7 +25,7 @@ from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memor
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
-from nnmpi.tensor.backward import Deferred, walk_back
+from nnmpi.tensor.backward import walk_back
 from nnmpi.tensor.function import CommonRoot, Function, Grads, Tape, enable_grad, kind_of, no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Shard
@@ -268,7 +268,7 @@ def measure(
         return result
     units = [BYTE_S * (1 + cost.elements + cost.value + cost.saved) for cost in result]
     return [
-        replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit, timed=False)
+        replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, timed=False)
         for cost, unit in zip(result, units, strict=True)
     ]
 
@@ -342,19 +342,18 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         tapes = {id(tape): tape for end in outputs if end.tape and (tape := end.tape.find())}
         saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
         differentiable = [end for end in outputs if end.requires_grad]
-        input_s = weights_s = 0.0
+        backward_s = 0.0
         if differentiable:
             root = CommonRoot(
                 [namespace(item.data).ones_like(item.data, order="C") for item in differentiable]
             )(*differentiable)
-            seed, weights_half = namespace(root.data).ones_like(root.data), Deferred()
-            input_s, _ = time(lambda: root.backward(seed, deferred=weights_half))  # noqa: B023
-            weights_s, _ = time(weights_half.finish)
+            seed = namespace(root.data).ones_like(root.data)
+            backward_s, _ = time(lambda: root.backward(seed))  # noqa: B023
         gradient = sum(leaf.data.nbytes for leaf in leaves if leaf.grad is not None)
-        rounds.append((forward_s, keep_s, input_s + weights_s, input_s))
+        rounds.append((forward_s, keep_s, backward_s))
         del leaves, x, retained, outputs, tapes, differentiable
     owners = before.owners, after.owners
-    forward_s, keep_s, backward_s, input_s = map(min, zip(*rounds[1:], strict=True))
+    forward_s, keep_s, backward_s = map(min, zip(*rounds[1:], strict=True))
     return LayerCost(
         layer.name,
         after.nbytes,
@@ -365,7 +364,6 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         forward_s,
         keep_s,
         backward_s,
-        input_s=input_s,
         elements=sum(parameter.size for parameter in layer.parameters),
     ), after
 

@@ -74,8 +74,6 @@ class LayerCost:
         saves_input, saves_result: whether its backward also needs its input, and its result.
         forward_s, keep_s, backward_s: seconds.
         moves: whether all saved arrays can be moved to a store and back.
-        input_s: seconds of the first half of a halved backward, which computes the input's
-            gradient.
         elements: of its parameters on this rank.
         timed: whether its seconds were measured; otherwise they are proportional to its parameters
             and activations.
@@ -91,7 +89,6 @@ class LayerCost:
     keep_s: float
     backward_s: float
     moves: bool = False
-    input_s: float = 0.0
     elements: int = 0
     timed: bool = True
 
