@@ -12,8 +12,7 @@
     NodeExchange     sums and updates in memory that a node's ranks share   parallel.fused
     Exchange         all-reduces of buckets, during the backward or after   parallel.data
 
-To add an exchange, write a class here or in a file of its own, and add it to `EXCHANGES`; the first
-that fits is used.
+To add an exchange, write a class here or in a file of its own, and its condition in `make_exchange`.
 
 No exchange compresses gradients. Compression would break equality with the serial run, and the
 planner predicts hardly any gain on the links that were tried.
@@ -75,7 +74,6 @@ class Exchange:
         notice: an option that could not be used as given, and why; otherwise empty.
     """
 
-    is_optional: ClassVar[bool] = False
     keeps_own: ClassVar[bool] = True
     is_fused: ClassVar[bool] = False
     holders = 1
@@ -94,11 +92,6 @@ class Exchange:
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
         self._met = predict_traffic(self.group, *self._meeting)
-
-    @classmethod
-    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """Return whether this exchange is for a trainer."""
-        return True
 
     def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
@@ -190,22 +183,7 @@ class Exchange:
 class NodeExchange(Exchange):
     """Sums gradients and updates weights at once, in memory that the ranks of a node share."""
 
-    is_optional = True  # a node may have no such memory
     is_fused = True
-
-    @classmethod
-    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """See `Exchange.fits`: by the option, or if it pays and nothing excludes it."""
-        if options.fused_update is not None:
-            return options.fused_update
-        model = trainer.model
-        free = (
-            options.leaves_choice
-            and trainer.optimizer.elementwise
-            and trainer.arrangement.is_plain
-            and model.storage.state_store is None
-        )
-        return free and fusing_pays(model, trainer.group)
 
     def _start(self, options: GradientExchange) -> Replicas:
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
@@ -243,11 +221,6 @@ class ZeroExchange(Exchange):
 
     keeps_own = False
 
-    @classmethod
-    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """See `Exchange`."""
-        return trainer.arrangement.layout.zero > 0
-
     def _start(self, options: GradientExchange) -> Replicas:
         stage = self.arrangement.layout.zero
         parallel = ShardedDataParallel(
@@ -271,11 +244,6 @@ class FixedExchange(Exchange):
     """Sums the microbatches' gradients in one tree, for any number of replicas."""
 
     keeps_own = False
-
-    @classmethod
-    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
-        """See `Exchange`."""
-        return trainer.arrangement.layout.fixed
 
     def _start(self, options: GradientExchange) -> Replicas:
         # checked once, in the first batch, on all ranks
@@ -309,23 +277,34 @@ class FixedExchange(Exchange):
         return total if self.group.is_root else 0.0
 
 
-EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchange, Exchange)
-
-
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
-    """Return the first of EXCHANGES that fits a trainer and the memory. Collective."""
-    notice = ""
-    for kind in EXCHANGES:
-        if kind.fits(trainer, options):
-            try:
-                result = kind(trainer, options)
-                break
-            except DeviceError as error:
-                if not kind.is_optional:
-                    raise
-                notice = f"the update is not fused: {error}"
+    """Return the exchange for a trainer's layout, its options and the memory. Collective."""
+    layout, notice = trainer.arrangement.layout, ""
+    if layout.zero:
+        return ZeroExchange(trainer, options)
+    if layout.fixed:
+        return FixedExchange(trainer, options)
+    if _fuses(trainer, options):
+        try:
+            return NodeExchange(trainer, options)
+        except DeviceError as error:  # on all ranks: a node may have no such memory
+            notice = f"the update is not fused: {error}"
+    result = Exchange(trainer, options)
     result.notice = notice or result.notice
     return result
+
+
+def _fuses(trainer: Trainer, options: GradientExchange) -> bool:
+    """Return whether to fuse: by the option, or if it pays and nothing excludes it."""
+    if options.fused_update is not None:
+        return options.fused_update
+    free = (
+        options.leaves_choice
+        and trainer.optimizer.elementwise
+        and trainer.arrangement.is_plain
+        and trainer.model.storage.state_store is None
+    )
+    return free and fusing_pays(trainer.model, trainer.group)
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
