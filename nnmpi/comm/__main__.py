@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -179,15 +178,13 @@ def _check_writable(file: Path) -> None:
 
 ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 # Each command's function, path and options.
-_COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = MappingProxyType(
-    {
-        "list": (_list, "", "ranks bytes network"),
-        "prove": (_prove, ALGORITHM, "operation ranks"),
-        "render": (_render, ALGORITHM, "operation ranks network html svg"),
-        "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
-        "fit": (_fit, "", "out"),
-    }
-)
+_COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
+    "list": (_list, "", "ranks bytes network"),
+    "prove": (_prove, ALGORITHM, "operation ranks"),
+    "render": (_render, ALGORITHM, "operation ranks network html svg"),
+    "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
+    "fit": (_fit, "", "out"),
+}
 
 
 def _collective(

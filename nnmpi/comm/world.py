@@ -83,7 +83,6 @@ class World(Protocol):
     Attributes:
         comm: the communicator of all ranks.
         library: name and version of the carrier, such as "Open MPI 5.0.11".
-        simulated: whether clocks and messages are simulated; reports say so.
         keeps_order: whether other ranks see this rank's writes to shared memory in program order,
             so that a counter there may guard the data written before it.
         step: this rank's current step of training, for reports of stalls; the trainer sets it.
@@ -96,7 +95,6 @@ class World(Protocol):
 
     comm: Comm
     library: str
-    simulated: bool
     keeps_order: bool
     step: int | None
     collective_s: float

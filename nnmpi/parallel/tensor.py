@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.comm.group import Group
@@ -97,28 +96,24 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
 
 
 # Layers that take the placement of their input, unless the table replicates them.
-FOLLOWING: Mapping[type[Module], Rule] = MappingProxyType(
-    {
-        **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
-        AvgPool2d: place_pool,
-        BatchNorm: place_batch_norm,
-        Dropout: place_dropout,
-        Flatten: place_flatten,
-        GlobalAvgPool2d: place_global_pool,
-        LayerNorm: place_layer_norm,
-        MaxPool2d: place_pool,
-        Softmax: place_softmax,
-    }
-)
-RULES: Mapping[type[Module], Rule] = MappingProxyType(
-    {
-        **FOLLOWING,
-        **dict.fromkeys(PRODUCTS, place_product),
-        Branches: place_branches,
-        Conv2d: place_conv,
-        LSTM: place_lstm,
-    }
-)
+FOLLOWING: Mapping[type[Module], Rule] = {
+    **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
+    AvgPool2d: place_pool,
+    BatchNorm: place_batch_norm,
+    Dropout: place_dropout,
+    Flatten: place_flatten,
+    GlobalAvgPool2d: place_global_pool,
+    LayerNorm: place_layer_norm,
+    MaxPool2d: place_pool,
+    Softmax: place_softmax,
+}
+RULES: Mapping[type[Module], Rule] = {
+    **FOLLOWING,
+    **dict.fromkeys(PRODUCTS, place_product),
+    Branches: place_branches,
+    Conv2d: place_conv,
+    LSTM: place_lstm,
+}
 
 
 def place(layer: Module, context: LayerContext) -> Placed:

@@ -14,7 +14,6 @@ clock is needed.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from nnmpi.errors import ScheduleError
@@ -192,21 +191,19 @@ def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction
         yield from (kind.at(instruction.stage + further, instruction.microbatch) for kind in kinds)
 
 
-_NEEDED: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
-    {
-        Kind.F: (Kind.RECV_ACT,),
-        Kind.B: (Kind.F, Kind.RECV_GRAD),
-        Kind.I: (Kind.F, Kind.RECV_GRAD),
-        Kind.W: (Kind.I,),
-        Kind.SEND_ACT: (Kind.F,),
-        Kind.SEND_GRAD: (Kind.B, Kind.I),
-        Kind.REDUCE: (Kind.B, Kind.W),
-        Kind.STEP: (Kind.REDUCE,),
-        **dict.fromkeys(RECEIVES, ()),
-    }
-)
+_NEEDED: Mapping[Kind, tuple[Kind, ...]] = {
+    Kind.F: (Kind.RECV_ACT,),
+    Kind.B: (Kind.F, Kind.RECV_GRAD),
+    Kind.I: (Kind.F, Kind.RECV_GRAD),
+    Kind.W: (Kind.I,),
+    Kind.SEND_ACT: (Kind.F,),
+    Kind.SEND_GRAD: (Kind.B, Kind.I),
+    Kind.REDUCE: (Kind.B, Kind.W),
+    Kind.STEP: (Kind.REDUCE,),
+    **dict.fromkeys(RECEIVES, ()),
+}
 _HALF = (Kind.B, Kind.I), 1
-_NEEDED_NEXT = MappingProxyType({Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF})
+_NEEDED_NEXT = {Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF}
 
 
 def _check_channels(schedule: Schedule, positions: Positions) -> None:

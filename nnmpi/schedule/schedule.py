@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from nnmpi.pages.page import preformat
@@ -68,9 +67,7 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
-USES: Mapping[Kind, Kind] = MappingProxyType(
-    {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
-)
+USES: Mapping[Kind, Kind] = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
 """By kind of computation, the receive whose message it uses."""
 SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
 RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
@@ -130,14 +127,12 @@ def parts(item: Item) -> Instructions:
 Channel: TypeAlias = tuple[int, int, Kind]
 """(sending rank, receiving rank, SEND_ACT or SEND_GRAD)."""
 
-_OTHER_END: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
-    {
-        Kind.SEND_ACT: (Kind.RECV_ACT, 1),
-        Kind.RECV_ACT: (Kind.SEND_ACT, -1),
-        Kind.SEND_GRAD: (Kind.RECV_GRAD, -1),
-        Kind.RECV_GRAD: (Kind.SEND_GRAD, 1),
-    }
-)  # by transfer: its partner's kind, and that one's stage relative to it
+_OTHER_END: Mapping[Kind, tuple[Kind, int]] = {
+    Kind.SEND_ACT: (Kind.RECV_ACT, 1),
+    Kind.RECV_ACT: (Kind.SEND_ACT, -1),
+    Kind.SEND_GRAD: (Kind.RECV_GRAD, -1),
+    Kind.RECV_GRAD: (Kind.SEND_GRAD, 1),
+}  # by transfer: its partner's kind, and that one's stage relative to it
 
 
 def other_end(transfer: Instruction) -> Instruction:

@@ -7,7 +7,6 @@ here and add its name to `SCHEDULES`.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.custom import call_user, name_of
@@ -241,20 +240,18 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Instructions:
 INTERLEAVED, INFERENCE = "interleaved", "inference"
 TURNING = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
 
-SCHEDULES: Mapping[str, Callable[..., Instructions]] = MappingProxyType(
-    {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        INTERLEAVED: interleaved,
-        "zero-bubble": zero_bubble,
-        "zb-v": zb_v,
-        "v-half": v_half,
-        "v-min": v_min,
-        INFERENCE: inference,
-        "pipedream": pipedream,
-    }
-)
+SCHEDULES: Mapping[str, Callable[..., Instructions]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    INTERLEAVED: interleaved,
+    "zero-bubble": zero_bubble,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    INFERENCE: inference,
+    "pipedream": pipedream,
+}
 """By name: (rank, ranks, microbatches) -> the rank's computation."""
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
@@ -63,14 +62,10 @@ _ALL = (
     Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,), lambda N: (min(N - 1, 2),) * 3),
 )
 
-COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType(
-    {(c.contract.name, c.name): c for c in _ALL}
-)
+COLLECTIVES: Mapping[tuple[str, str], Collective] = {(c.contract.name, c.name): c for c in _ALL}
 """All collectives by (operation, algorithm), such as ("all-gather", "ring")."""
 
-ALGORITHMS: Mapping[str, Collective] = MappingProxyType(
-    {c.name: c for c in _ALL if c.contract is ALL_REDUCE}
-)
+ALGORITHMS: Mapping[str, Collective] = {c.name: c for c in _ALL if c.contract is ALL_REDUCE}
 """The all-reduces made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: a library call without steps

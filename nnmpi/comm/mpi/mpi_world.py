@@ -205,7 +205,6 @@ class MpiWorld:
         operations: the same of the last calls.
     """
 
-    simulated = False
     machine = None
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from itertools import count
 from mmap import mmap
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
@@ -61,14 +61,12 @@ _ALL_REDUCES: tuple[Cost, ...] = (  # the first: recursive doubling, MPI's choic
 )
 _GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
 _BROADCASTS = tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring"))
-_CLOSED_FORMS: Mapping[str, Sequence[Cost]] = MappingProxyType(
-    {
-        "allreduce": _ALL_REDUCES,
-        **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
-        **dict.fromkeys(("allgather", "reduce_scatter", "gather", "scatter"), _GATHERS),
-        "alltoall": (COLLECTIVES["all-to-all", "pairwise"].cost,),
-    }
-)
+_CLOSED_FORMS: Mapping[str, Sequence[Cost]] = {
+    "allreduce": _ALL_REDUCES,
+    **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
+    **dict.fromkeys(("allgather", "reduce_scatter", "gather", "scatter"), _GATHERS),
+    "alltoall": (COLLECTIVES["all-to-all", "pairwise"].cost,),
+}
 _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
 
 

@@ -42,7 +42,6 @@ class SimulatedWorld:
     """One rank's view of the simulated world (see `comm.world.World`), and its clock."""
 
     library = "simulated"
-    simulated = True
     keeps_order = False  # a rank that polled a counter would never let another rank run
 
     def __init__(

@@ -21,7 +21,6 @@ A layer sharded by outputs is the layer itself with a part of its weight, and an
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, namespace
@@ -122,14 +121,12 @@ class Product(NamedTuple):
 
 
 COLUMN, ROW, ROWS, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
-PRODUCTS: Mapping[type[Module], Product] = MappingProxyType(
-    {
-        Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
-        TiedLinear: Product(1, 0, (VOCAB,)),  # its table is sharded as the embedding's
-        Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
-        Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
-    }
-)
+PRODUCTS: Mapping[type[Module], Product] = {
+    Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
+    TiedLinear: Product(1, 0, (VOCAB,)),  # its table is sharded as the embedding's
+    Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
+    Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
+}
 
 
 def place_product(layer: Any, context: LayerContext) -> Placed:
