@@ -62,7 +62,7 @@ class Attention(Function):
         first = alike(self, inputs, "needs queries, keys and values of the same heads")
         if first.shard.axis == 2:
             self.kernels = over_ranks(self, first.shard, self.kernels)
-            return uncut(self, first, (), "")
+            return first.shard.placement
         return uncut(self, first, (3,), "needs whole heads")
 
     def forward(self, q: Array, k: Array, v: Array) -> Array:
@@ -177,7 +177,7 @@ class PackedAttention(Function):
         if shard.axis == 1:
             self.kernels, self.length = over_ranks(self, shard, self.kernels), time
         if shard.axis < 2:
-            return uncut(self, qkv, (), "")
+            return shard.placement
         apart = (batch, time, 3, self.heads, width // (3 * self.heads))
         by_heads: Placement | None = shard.placement.reshaped(qkv.shape, apart, shard.group.size)
         if by_heads is None or by_heads.axis != 3:

@@ -52,7 +52,7 @@ class DropoutFunction(Function):
             if self.columns is None
             else local.take(self.columns.reshape(row)).reshape(-1)
         )
-        return uncut(self, x, (), "")
+        return shard.placement
 
     def forward(self, x: Array) -> Array:
         xp = namespace(x)

@@ -12,7 +12,7 @@ from nnmpi.backend.recording import record_call
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, values_of
-from nnmpi.tensor.placement import Placement, is_sharded, uncut
+from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
 LONG_ROWS = 128  # features, see `add_rows`
@@ -35,7 +35,7 @@ class EmbeddingFunction(Function):
         """Return the indices' placement; a sharded table is refused."""
         table, indices = inputs
         refuse_parts(self, table, why="needs a whole table")
-        return uncut(self, indices, (), "")
+        return indices.shard.placement
 
     def forward(self, table: Array, indices: Array) -> Array:
         kernels = kernels_for(table, "embedding")
