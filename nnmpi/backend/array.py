@@ -127,12 +127,12 @@ def steps(xp: Any, count: int, step: int) -> Array:
     return _cached("arange", *numbers) if _is_numpy(xp) else xp.arange(*numbers)
 
 
-def constant(xp: Any, value: float, dtype: Any, shape: Shape = ()) -> Array | float:
+def constant(xp: Any, value: float, dtype: Any) -> Array | float:
     """Return a number as an operand of a universal function; `xp` as above.
 
     A cached array, since NumPy takes 0.4 us per call to convert a Python number.
     """
-    return _cached("full", shape, value, dtype) if _is_numpy(xp) else value
+    return _cached("full", (), value, dtype) if _is_numpy(xp) else value
 
 
 def _is_numpy(xp: Any) -> bool:

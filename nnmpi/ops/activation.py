@@ -10,13 +10,13 @@ from functools import partial
 from math import pi, sqrt
 from typing import Any
 
-from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.array import Array, Dtype, constant
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
-from nnmpi.ops.planes import flattened, rectify, rectify_grad
+from nnmpi.ops.planes import flattened, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
@@ -29,8 +29,8 @@ class Relu(Elementwise):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y = self.xp.empty(x.shape, x.dtype)
-        rectify(self.xp, x, y)
+        xp = self.xp
+        y = xp.maximum(x, constant(xp, 0, x.dtype), out=xp.empty(x.shape, x.dtype))
         self.saved = (y,)
         return y
 
@@ -206,7 +206,7 @@ def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
         xp.multiply(xp.multiply(power, size, out=power), 1 / sqrt(2 * pi), out=power)
         xp.add(xp.subtract(power, tail, out=power), 0.5, out=power)
         xp.add(xp.copysign(power, x, out=power), 0.5, out=slope)
-    rectify(xp, x, x)
+    xp.maximum(x, 0, out=x)
     xp.subtract(x, xp.multiply(size, tail, out=tail), out=x)
 
 
@@ -238,7 +238,7 @@ def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
     s, rest = scratch
     # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
-    rectify(xp, x, x, -708 if x.dtype.itemsize > 4 else -88)
+    xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
     xp.exp(xp.negative(x, out=s), out=s)
     xp.divide(1, xp.add(s, 1, out=s), out=s)
     y = xp.multiply(x, s, out=x)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape
+from nnmpi.backend.array import Array, Dtype, Shape, constant
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.errors import ShapeError
-from nnmpi.ops.planes import rectify, rectify_grad
+from nnmpi.ops.planes import rectify_grad
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, uncut
@@ -155,8 +155,7 @@ class LinearReluFunction(LinearFunction):
             kernels.bias_relu(xp, y, bias)
             return y
         super().activate(y, bias)
-        rectify(xp, y, y)
-        return y
+        return xp.maximum(y, constant(xp, 0, y.dtype), out=y)
 
     def times_slope(self, grad: Array, saved: Array) -> Array:
         """Return the gradient where the result is positive, 0 elsewhere."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, constant
-from nnmpi.backend.sums import LONG, row_blocks
+from nnmpi.backend.sums import row_blocks
 
 
 class Planes:
@@ -28,14 +28,13 @@ class Planes:
         dtype: of the winners: one byte for up to 255 positions.
     """
 
-    __slots__ = ("_masks", "_numbers", "_wide", "_xp", "dtype")
+    __slots__ = ("_masks", "_numbers", "_xp", "dtype")
 
     def __init__(self, xp: Any, positions: int, size: int) -> None:
         self._xp = xp
         self.dtype = np.min_scalar_type(positions)  # has room for the number of no position
         self._masks: Array = xp.empty((positions * size,), bool)
         self._numbers: Array = xp.arange(positions, dtype=self.dtype).reshape(positions, 1)
-        self._wide: Array = xp.empty((0 if self.dtype == np.uint8 else size,), self.dtype)
 
     def largest(self, planes: Array, h: Array, winner: Array | None) -> None:
         """Write the maximum over the positions to h, and its position to `winner`.
@@ -59,11 +58,12 @@ class Planes:
             xp.maximum(before, planes[k], out=h)
 
     def _as_numbers(self, mask: Array) -> Array:
-        if self.dtype == np.uint8:
-            return mask.view(np.uint8)
-        number = self._wide[: len(mask)]
-        self._xp.copyto(number, mask)
-        return number
+        # a view if possible: windows of more than 255 positions are rare
+        return (
+            mask.view(np.uint8)
+            if self.dtype == np.uint8
+            else self._xp.add(mask, 0, dtype=self.dtype)
+        )
 
     def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
         """Compute h = relu(h + bias) in place; set the winner to no position if that is 0.
@@ -76,7 +76,7 @@ class Planes:
         xp = self._xp
         if bias is not None:
             xp.add(h, bias[: len(h)], out=h)
-        rectify(xp, h, h)
+        xp.maximum(h, constant(xp, 0, h.dtype), out=h)
         if winner is not None:
             mask = self._masks[: len(h)]
             xp.greater(h, 0, out=mask)
@@ -101,17 +101,6 @@ class Planes:
 def flattened(array: Array) -> Array:
     """Return a contiguous array as a view with one axis."""
     return array.reshape(array.size)
-
-
-def rectify(xp: Any, x: Array, out: Array, limit: float = 0.0) -> None:
-    """Write max(x, limit) to `out`, like x and contiguous; it may be x itself."""
-    if x.size < LONG or type(out) is not np.ndarray or not x.flags.c_contiguous:
-        xp.maximum(x, constant(xp, limit, x.dtype), out=out)
-        return
-    # of elements in the cache the maximum of two arrays takes 0.6 of that of an array and a number
-    flat, result = flattened(x), flattened(out)
-    for part in row_blocks(flat):
-        xp.maximum(flat[part], constant(xp, limit, x.dtype, flat[part].shape), out=result[part])
 
 
 def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:

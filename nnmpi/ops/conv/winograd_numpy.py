@@ -44,13 +44,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, ones
+from nnmpi.backend.array import Array, Shape, constant, ones
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
-from nnmpi.ops.planes import Planes, flattened, rectify
+from nnmpi.ops.planes import Planes, flattened
 
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.
@@ -135,7 +135,7 @@ class WinogradNumpy(Algorithm):
             if biases is not None:
                 xp.add(flat, biases[: len(flat)], out=flat)
             if spec.relu:
-                rectify(xp, flat, flat)
+                xp.maximum(flat, constant(xp, 0, flat.dtype), out=flat)
                 if part is not None:
                     xp.greater(flat, 0, out=part)
             xp.copyto(tiles.pixels(whole_pixels(y[images])), whole_pixels(tiles.results))
