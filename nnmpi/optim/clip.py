@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.errors import CheckpointError, UsageError, number
-from nnmpi.optim.optimizer import block_elements
+from nnmpi.optim.optimizer import block_elements, pieces
 
 # Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
 _MARGIN = 1e-6
@@ -137,10 +137,10 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
 
     On a device the total is a 0-d array, for which the host need not wait yet.
     """
-    xp, flat, limit = namespace(grad), grad.reshape(-1), block_elements(grad)
+    xp = namespace(grad)
     total = 0.0 if xp is np else xp.zeros((), "float64")
-    for start in range(0, flat.size, limit):
-        block = flat[start : start + limit].astype(dtype, copy=False)  # copies one block at most
+    for (part,) in pieces([grad], block_elements(grad)):
+        block = part.astype(dtype, copy=False)  # copies one block at most
         if xp is np:
             total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
         else:

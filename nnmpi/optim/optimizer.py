@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace, zeros
+from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
@@ -358,7 +358,7 @@ class Optimizer(ABC):
                 default.
             limit_bytes: the size of a block; by default one that suits the cache.
         """
-        scratch = ScratchArrays(self._grads)
+        scratch = _scratch(self._grads)
         grads = self._grads if grads is None else grads
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
@@ -370,11 +370,10 @@ class Optimizer(ABC):
             )
             for run in self._runs(i) if parts is None else [parts[i]]:
                 for part, gradient, *state in pieces([array[run] for array in full], elements):
-                    decay, rate, spare = self.weight_decay[i], self.rates[i], scratch.like(part)
+                    decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
+                    first, second = (item[: part.size] for item in scratch[xp, part.dtype])
                     blocks.append(
-                        BufferBlock(
-                            namespace(part), part, gradient, tuple(state), decay, rate, spare
-                        )
+                        BufferBlock(xp, part, gradient, tuple(state), decay, rate, (first, second))
                     )
         return tuple(blocks)
 
@@ -511,26 +510,13 @@ def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
         yield tuple(array[start : start + limit] for array in flat)
 
 
-class ScratchArrays:
-    """Pairs of scratch arrays, one pair per library and dtype, each of one block's size."""
-
-    def __init__(self, buffers: Sequence[Array]) -> None:
-        self._pairs: dict[tuple[str, str], tuple[Array, Array]] = {}
-        for buffer in buffers:
-            xp = namespace(buffer)
-            size = min(buffer.size, block_elements(buffer))
-            pair = self._pairs.get(_kind(buffer))
-            if pair is None or size > pair[0].size:
-                self._pairs[_kind(buffer)] = (
-                    xp.zeros(size, buffer.dtype),
-                    xp.zeros(size, buffer.dtype),
-                )
-
-    def like(self, block: Array) -> tuple[Array, Array]:
-        """Return two scratch arrays of the block's length and dtype, reused by every block."""
-        first, second = self._pairs[_kind(block)]
-        return first[: block.size], second[: block.size]
-
-
-def _kind(array: Array) -> tuple[str, str]:
-    return namespace(array).__name__, str(array.dtype)
+def _scratch(buffers: Iterable[Array]) -> Mapping[Any, tuple[Array, Array]]:
+    """Return two arrays of the largest block's size per library and dtype."""
+    sizes: dict[tuple[ModuleType, Dtype], int] = {}
+    for buffer in buffers:
+        kind = namespace(buffer), buffer.dtype
+        sizes[kind] = max(sizes.get(kind, 0), min(buffer.size, block_elements(buffer)))
+    return {
+        (xp, dtype): (xp.zeros(size, dtype), xp.zeros(size, dtype))
+        for (xp, dtype), size in sizes.items()
+    }
