@@ -6,8 +6,8 @@ changes, because kernels inline helpers of other files.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +48,11 @@ def build(function: F, *arguments: Any) -> F:
     with suppress(RuntimeError, UsageError):
         # where no folder can be written to, each process compiles for itself
         compiled._cache = _Cache(function)
-    with _one_at_a_time():
+    with ExitStack() as held:
+        # Other processes wait, and then load this one's machine code. Where no folder can be
+        # written, or another takes too long, each compiles for itself.
+        with suppress(UsageError):
+            held.enter_context(locked(kernels_folder(), WAIT_S))
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
     return compiled
@@ -85,14 +89,3 @@ def sources() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Lock the cache, so that other processes wait and then load this one's machine code."""
-    with ExitStack() as held:
-        with suppress(
-            UsageError
-        ):  # where no folder can be written, or another takes too long, each compiles for itself
-            held.enter_context(locked(kernels_folder(), WAIT_S))
-        yield

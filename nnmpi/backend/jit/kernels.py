@@ -103,22 +103,23 @@ def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
     )
 
 
-def _call(name: str, *args: Any) -> None:
-    loop(name)(*args)
-
-
-# Adam's update of a block, see `optim.updates`; a step without its product, see `ops.lstm`.
-adam, lstm_step, lstm_step_grad = (
-    partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad")
-)
-
-
 def _record_loop(name: str, *args: Any) -> None:
     record_call(loop(name), *args)
 
 
-relu_grad, norm, norm_products, norm_grad = (
-    partial(_record_loop, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
+# Adam's update of a block, see `optim.adaptive`; a step without its product, see `ops.lstm`; the
+# others see `ops.activation` and `ops.norm`.
+adam, lstm_step, lstm_step_grad, relu_grad, norm, norm_products, norm_grad = (
+    partial(_record_loop, name)
+    for name in (
+        "adam",
+        "lstm_step",
+        "lstm_step_grad",
+        "relu_grad",
+        "norm",
+        "norm_products",
+        "norm_grad",
+    )
 )
 
 
