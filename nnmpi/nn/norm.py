@@ -30,7 +30,7 @@ class BatchNorm(Module):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         num_features = whole("BatchNorm's num_features", num_features)
         self.momentum = number("BatchNorm's momentum", momentum, most=1)
-        self.eps = _positive("eps", eps)
+        self.eps = _positive(eps)
         self.weight = Parameter((num_features,), Constant(1.0))
         self.bias = Parameter((num_features,))
         self.running_mean = Buffer((num_features,), 0.0)
@@ -124,7 +124,7 @@ class LayerNorm(Module):
         shape = wholes("LayerNorm's normalized_shape", lengths)
         if not shape:
             raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
-        self.eps = _positive("eps", eps)
+        self.eps = _positive(eps)
         self.weight = Parameter(shape, Constant(1.0))
         self.bias = Parameter(shape)
 
@@ -138,10 +138,10 @@ def has_batch_norm(model: Module) -> bool:
     return any(isinstance(module, BatchNorm) for _, module in model.named_modules())
 
 
-def _positive(name: str, value: float) -> float:
-    if not number(name, value):
-        raise UsageError(f"{name} is {value}; give a number above 0")
-    return value
+def _positive(eps: float) -> float:
+    if not number("eps", eps):
+        raise UsageError(f"eps is {eps}; give a number above 0")
+    return eps
 
 
 def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
@@ -158,7 +158,7 @@ class RMSNorm(Module):
     """
 
     def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
-        self.eps = _positive("eps", eps)
+        self.eps = _positive(eps)
         self.weight = Parameter(
             (whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0)
         )
@@ -187,7 +187,7 @@ class GroupNorm(Module):
             raise UsageError(
                 f"{num_groups} groups do not divide {num_channels} channels; give a divisor"
             )
-        self.eps = _positive("eps", eps)
+        self.eps = _positive(eps)
         self.weight = Parameter((channels,), Constant(1.0))
         self.bias = Parameter((channels,))
 

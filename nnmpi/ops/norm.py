@@ -242,10 +242,8 @@ def _sum_by_kernels(
 ) -> None:
     """Write each channel's sum of (kept - offset) * factors, or without factors of the squares."""
     (offsets,), parts = _repeated(xp, kept, offset), xp.empty((1, kept.shape[1]), kept.dtype)
-    if factors is None:
-        kernels.norm_products(kept, offsets, kept, offsets, parts[0])
-    else:
-        kernels.norm_products(kept, offsets, factors, xp.zeros_like(offsets), parts[0])
+    second = (kept, offsets) if factors is None else (factors, xp.zeros_like(offsets))
+    kernels.norm_products(kept, offsets, *second, parts[0])
     _fold(xp, parts, out)
 
 

@@ -190,10 +190,9 @@ class WinogradNumpy(Algorithm):
         room = max(TILES_BYTES, len(matrices.g) * weight[0, 0].size * x.dtype.itemsize)
         image = places_per_image(h, w, matrices.side, self.spec.kernel[0]) * (c + o)
         count = max(1, min(n, room // (image * x.dtype.itemsize)))
-        tiles = Tiles(xp, matrices, (count, h, w, c), o, x.dtype, self.spec.groups)
         for start in range(0, n, count):
             stop = min(start + count, n)
-            if stop - start < count:
+            if start == 0 or stop - start < count:
                 tiles = Tiles(xp, matrices, (stop - start, h, w, c), o, x.dtype, self.spec.groups)
             yield slice(start, stop), tiles
 
