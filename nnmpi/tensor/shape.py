@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,8 +27,7 @@ class Reshape(Function):
         See `Placement.reshaped`.
         """
         (x,) = inputs
-        shard, known = x.shard, prod(n for n in self.new if n != -1)
-        new = tuple(x.size // known if n == -1 else n for n in self.new)
+        shard, new = x.shard, self.new
         placement: Placement | None = shard.placement.reshaped(x.shape, new, shard.group.size)
         if placement is None:
             raise shard.refuse(self, f"of {x.shape} to {new} splits the ranks' parts")

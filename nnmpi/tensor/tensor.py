@@ -448,21 +448,14 @@ class Tensor(Variable):
         Raises:
             ShapeError: when the sizes do not fit the number of elements.
         """
-        expected, size = _numbers(sizes), self.size
-        rest = prod(n for n in expected[1:] if n != -1)
-        if self.shape[:1] == expected[:1] == (0,) and expected.count(-1) == 1 and rest > 0:
-            expected = tuple(prod(self.shape[1:]) // rest if n == -1 else n for n in expected)
-        known = prod(n for n in expected if n != -1)
-        fits = (
-            size == known
-            if -1 not in expected
-            else expected.count(-1) == 1 and known > 0 and size % known == 0
-        )
-        if not fits or any(n < -1 for n in expected):
-            raise ShapeError(
-                f"reshape of {self.shape} ({size} elements) to {expected} does not fit"
-            )
-        return Reshape(expected)(self)
+        expected, old = _numbers(sizes), self.shape
+        rest = int(old[:1] == expected[:1] == (0,))  # the axes without an empty batch's
+        size, known, new = prod(old[rest:]), prod(n for n in expected[rest:] if n != -1), expected
+        if expected.count(-1) == 1 and known > 0 and size % known == 0:
+            new = tuple([size // known if n == -1 else n for n in expected])
+        if min(new, default=0) < 0 or prod(new) != prod(old):
+            raise ShapeError(f"reshape of {old} ({prod(old)} elements) to {expected} does not fit")
+        return Reshape(new)(self)
 
     view = reshape  # PyTorch's name
 
