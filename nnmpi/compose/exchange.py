@@ -1,7 +1,6 @@
 """Gradient sums and updates: one interface for a Worker, and a class for each way.
 
     begin(batch)                    a step begins
-    begin_forward(m)                a microbatch's forward begins
     parallel                        the strategy: its passes, and sums of gradients under them
     finish()                        the passes are over: wait for the sums
     meet(numbers) -> sums, norm     the ranks' only meeting: losses, gradient norm
@@ -29,7 +28,7 @@ element counts once:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import namespace
@@ -109,18 +108,11 @@ class Exchange:
                 ' Loader(whole_microbatches=True) is for reduction "fixed": leave it out'
             )
 
-    def begin_forward(self, microbatch: int) -> None:
-        """Begin a microbatch's forward."""
-
     def finish(self) -> Traffic:
         """Finish the sums, also of parameters tied between stages; return their traffic."""
         self.parallel.finish()
         self._sum_ties()
         return self.parallel.traffic
-
-    def sum_losses(self, losses: Mapping[int, float]) -> float:
-        """Return this rank's part of the sum of losses, given its microbatches' losses."""
-        return sum(losses.values())
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """Return sums of some numbers over all ranks, the gradient norm, and the traffic.
@@ -265,16 +257,6 @@ class FixedExchange(Exchange):
                 " fixed; give a larger batch, fewer ranks, or no activation_memory"
             )
         self._sums.begin(batch.microbatches)
-
-    def begin_forward(self, microbatch: int) -> None:
-        """See `Exchange.begin_forward`: batch statistics are then those of this microbatch."""
-        self._sums.microbatch = microbatch
-
-    def sum_losses(self, losses: Mapping[int, float]) -> float:
-        """See `Exchange.sum_losses`: in the same tree; the first rank returns the sum."""
-        with self.group.collective("losses"):
-            total = self._sums.sum_numbers(losses, self.group)
-        return total if self.group.is_root else 0.0
 
 
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:

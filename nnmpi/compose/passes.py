@@ -272,7 +272,11 @@ class Passes(Caller):
         values = now.scalars.read()
         numbers = range(len(now.cuts) if self.counts else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
-        loss = sum(losses.values()) if self.exchange is None else self.exchange.sum_losses(losses)
+        loss = (
+            sum(losses.values())
+            if self.exchange is None
+            else self.exchange.parallel.sum_losses(losses, self.world)
+        )
         return (
             loss,
             sum(values[SCORE, m] for m in numbers),
@@ -397,7 +401,7 @@ class Passes(Caller):
         """Begin a microbatch's forward; return its mode."""
         now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
-            self.exchange.begin_forward(cut.number)
+            self.exchange.parallel.microbatch = cut.number
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)

@@ -13,7 +13,7 @@ its statistics over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,11 +53,14 @@ class Replicas:
         released: whether `release` was called.
         notice: an option that could not be used as given, and why; otherwise empty.
         before_sum: called with the number of each final gradient before its sum may begin.
+        microbatch: the number of the microbatch that is computed; the caller sets it, first in its
+            forward.
         traffic: the bytes and times of the last step's gradients and batch statistics.
     """
 
     shares_batches = True
     notice = ""
+    microbatch = 0
 
     def __init__(self, model: Module, group: Group, runs_backward: bool = True) -> None:
         self.model, self.group, self.storage = model, group, model.storage
@@ -147,6 +150,15 @@ class Replicas:
     def end_pass(self) -> None:
         """End a pass, complete or ended by an exception."""
         self._last = None
+
+    def sum_losses(self, losses: Mapping[int, float], group: Group) -> float:
+        """Return this rank's part of the sum of all losses, given those of its microbatches.
+
+        Args:
+            losses: by microbatch.
+            group: the ranks that compute losses.
+        """
+        return sum(losses.values())
 
     def describe(self) -> str:
         """Return how gradients are summed, as text."""

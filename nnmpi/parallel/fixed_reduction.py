@@ -41,17 +41,12 @@ class FixedReduction(Replicas):
     Args:
         model: initialized; the running statistics of its batch norms are updated here from now on.
         group: the replicas.
-
-    Attributes:
-        microbatch: the owner of the batch statistics and the gradients that the next pass computes;
-            the caller sets it first.
     """
 
     shares_batches = False
 
     def __init__(self, model: Module, group: Group) -> None:
         super().__init__(model, group)
-        self.microbatch = 0
         self._norms = [
             module for _, module in model.named_modules() if isinstance(module, BatchNorm)
         ]
@@ -95,13 +90,14 @@ class FixedReduction(Replicas):
         """See `Replicas.describe`."""
         return "in a fixed tree over the microbatches, after the backward pass"
 
-    def sum_numbers(self, values: Mapping[int, float], group: Group) -> float:
-        """Sum one number per microbatch in the same tree. Collective."""
+    def sum_losses(self, losses: Mapping[int, float], group: Group) -> float:
+        """Return the sum in the same tree on the first rank, 0 on the others. Collective."""
         tree, total = SumTree(self._count), np.zeros(1)
-        for microbatch, value in values.items():
-            tree.push(microbatch, np.array([value]))
-        sum_in_fixed_order(group, tree, total)
-        return float(total[0])
+        for microbatch, loss in losses.items():
+            tree.push(microbatch, np.array([loss]))
+        with group.collective("losses"):
+            sum_in_fixed_order(group, tree, total)
+        return float(total[0]) if group.is_root else 0.0
 
     def release(self) -> None:
         """See `Replicas.release`."""
