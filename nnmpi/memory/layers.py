@@ -250,7 +250,7 @@ def measure(
         store: a destination of saved arrays, which is tried out; None for none.
     """
     result: list[LayerCost] = []
-    around = _Around.of(x, {})
+    around, _ = _Around.of(x, {})
     with recomputing():
         for layer in layers:
             with without_hooks(layer.parameters), _gradients_restored(layer.parameters):
@@ -284,14 +284,14 @@ class _Around(NamedTuple):
     single: bool
 
     @classmethod
-    def of(cls, x: Any, stashed: Stashed) -> _Around:
+    def of(cls, x: Any, stashed: Stashed) -> tuple[_Around, list[Tensor]]:
+        """Return these values without their graphs, and as plain tensors with their graphs."""
         single = not isinstance(x, tuple | list)
-        plains = [
-            (local_tensor(item), item.requires_grad)
-            for item in [*([x] if single else x), *stashed.values()]
-        ]
-        values = tuple(Value(local.data, cuts) for (local, cuts), _ in plains)
-        return cls(values, tuple(needs for _, needs in plains), tuple(stashed), single)
+        pairs = [local_tensor(item) for item in [*([x] if single else x), *stashed.values()]]
+        values = tuple(Value(local.data, cuts) for local, cuts in pairs)
+        plain = [local for local, _ in pairs]
+        needs = tuple(local.requires_grad for local in plain)
+        return cls(values, needs, tuple(stashed), single), plain
 
     def run(self, layer: Measured) -> tuple[list[Tensor], Any, Stashed]:
         """Return leaves with these values, the layer's result, and the stashed values."""
@@ -334,11 +334,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         with no_grad():
             forward_s, _ = time(lambda: before.run(layer))
         keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
-        outputs = [
-            local_tensor(item)[0]
-            for item in [*(x if isinstance(x, tuple | list) else [x]), *retained.values()]
-        ]
-        after = _Around.of(x, retained)
+        after, outputs = _Around.of(x, retained)
         tapes = {id(tape): tape for end in outputs if end.tape and (tape := end.tape.find())}
         saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
         differentiable = [end for end in outputs if end.requires_grad]
