@@ -120,7 +120,7 @@ def gather(run: Path) -> dict[str, Any]:
         heights = [
             [histogram.get(n, 0) for n in range(stale.largest() + 1)]
             for histogram in stale.histograms
-            if stale.count()
+            if stale.total
         ]
         times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
         other_s = _mean(trained, "step_s") - sum(times.values())

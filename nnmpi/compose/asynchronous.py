@@ -547,7 +547,7 @@ def describe_segments(total: SegmentReport) -> list[str]:
     far, stale, lead = total.disagreement, total.staleness, total.lead
     words = []
     if stale is not None:
-        counts = [stale.count(worker) for worker in range(len(stale.histograms))]
+        counts = [histogram.total() for histogram in stale.histograms]
         shown = ", ".join(map(str, counts[:SHOWN_WORKERS])) + (
             ", ..." if len(counts) > SHOWN_WORKERS else ""
         )

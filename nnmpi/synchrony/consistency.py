@@ -207,26 +207,18 @@ class Staleness:
         """Count one gradient of a worker."""
         self.histograms[worker][staleness] += 1
 
-    def histogram(self, worker: int | None = None) -> dict[int, int]:
-        """Return counts of gradients by staleness, ascending, for one worker or all."""
-        chosen = self.histograms if worker is None else [self.histograms[worker]]
-        total = sum(chosen, Counter[int]())
-        return {staleness: total[staleness] for staleness in sorted(total)}
+    @property
+    def total(self) -> Counter[int]:
+        """All workers' gradients: staleness -> number of gradients."""
+        return sum(self.histograms, Counter[int]())
 
-    def count(self, worker: int | None = None) -> int:
-        """Return the number of gradients of a worker, or of all."""
-        return sum(self.histogram(worker).values())
+    def mean(self) -> float:
+        """Return the mean staleness; 0.0 without gradients."""
+        return float(_describe(self.total)["mean"])
 
-    def mean(self, worker: int | None = None) -> float:
-        """Return the mean staleness of a worker's gradients, or of all; 0.0 if there are none."""
-        result = self.histogram(worker)
-        return sum(staleness * count for staleness, count in result.items()) / max(
-            1, sum(result.values())
-        )
-
-    def largest(self, worker: int | None = None) -> int:
-        """Return the largest staleness of a worker's gradients, or of all; 0 if there are none."""
-        return max(self.histogram(worker), default=0)
+    def largest(self) -> int:
+        """Return the largest staleness; 0 without gradients."""
+        return max(self.total, default=0)
 
     @classmethod
     def sum(cls, parts: Sequence[Staleness]) -> Staleness:
@@ -240,17 +232,10 @@ class Staleness:
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values; histograms are lists of (staleness, count)."""
         workers = [
-            {
-                "worker": worker,
-                "steps": self.count(worker),
-                "mean": self.mean(worker),
-                "max": self.largest(worker),
-                "histogram": [list(pair) for pair in self.histogram(worker).items()],
-            }
-            for worker in range(len(self.histograms))
+            {"worker": worker, "steps": counts.total(), **_describe(counts)}
+            for worker, counts in enumerate(self.histograms)
         ]
-        pairs = [list(pair) for pair in self.histogram().items()]
-        return {"mean": self.mean(), "max": self.largest(), "histogram": pairs, "workers": workers}
+        return {**_describe(self.total), "workers": workers}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Staleness:
@@ -259,3 +244,14 @@ class Staleness:
         for counts, worker in zip(result.histograms, values["workers"], strict=True):
             counts.update({int(staleness): int(count) for staleness, count in worker["histogram"]})
         return result
+
+
+def _describe(counts: Counter[int]) -> dict[str, Any]:
+    """Return mean, largest and counts by staleness, ascending, as JSON values."""
+    pairs = sorted(counts.items())
+    mean = sum(staleness * count for staleness, count in pairs) / max(1, counts.total())
+    return {
+        "mean": mean,
+        "max": max(counts, default=0),
+        "histogram": [list(pair) for pair in pairs],
+    }

@@ -242,11 +242,11 @@ class Reporter:
 
     def whole_run(self, state: RunState) -> None:
         """Record and print the staleness of the full run, including starts before a resume."""
-        total = sum_staleness(self._recorder.read())
-        if total.count():
-            self._write(RUN_STALENESS, state, total.to_json())
-            words = f"{total.mean():.2f} on average, at most {total.largest()}"
-            self._console.say(f"staleness over the run: {words}, of {total.count():,} gradients")
+        stale = sum_staleness(self._recorder.read())
+        if gradients := stale.total.total():
+            self._write(RUN_STALENESS, state, stale.to_json())
+            words = f"{stale.mean():.2f} on average, at most {stale.largest()}"
+            self._console.say(f"staleness over the run: {words}, of {gradients:,} gradients")
 
     def evaluation(self, kind: str, state: RunState, report: Totals) -> None:
         """Record an evaluation.

@@ -34,7 +34,7 @@ def test_nobody_is_further_ahead_than_the_bound(group: Group, bound: int) -> Non
         result = staleness(report)
         assert report.lead <= bound
         assert result.largest() <= (2 * bound + 1) * (group.size - 1)
-        steps = [before + result.count(number) for number, before in enumerate(steps)]
+        steps = [before + result.histograms[number].total() for number, before in enumerate(steps)]
         # A worker that begins a step S steps ahead is S + 1 ahead when it has done it.
         assert max(steps) - min(steps) <= bound + 1
         assert sum(steps) == group.size * stop
@@ -49,7 +49,7 @@ def test_without_a_bound_nobody_waits_for_a_slow_rank(group: Group, slow: str) -
     # Steps long beside what a busy machine adds to them: otherwise all ranks are slow.
     worker = make(group, Sync("asp"), slow=f"ms=10;rank={number},factor=20")
     report = train(worker, ((0, 0, SMALL_BATCHES),), SMALL)[0]
-    counts = [staleness(report).count(item) for item in range(group.size)]
+    counts = [histogram.total() for histogram in staleness(report).histograms]
     others = [count for item, count in enumerate(counts) if item != number]
     assert sum(counts) == group.size * SMALL_BATCHES
     assert counts[number] * 3 < max(others)

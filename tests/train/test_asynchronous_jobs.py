@@ -39,8 +39,8 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
             continue
         mine = [record for record in records if int(number) - 1 < record["epoch"] <= int(number)]
         stale = sum_staleness(mine)
-        if stale.count():
-            counts = ", ".join(str(stale.count(worker)) for worker in range(len(stale.histograms)))
+        if stale.total:
+            counts = ", ".join(str(histogram.total()) for histogram in stale.histograms)
             assert f"staleness {stale.mean():.2f} on average, at most {stale.largest()}; " in text
             assert f"steps by worker: {counts}" in text
         lead = max(record["lead"] for record in mine)

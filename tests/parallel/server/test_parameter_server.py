@@ -112,7 +112,7 @@ def test_who_goes_on_and_what_is_an_update(
     server = Server(workers, bound)
     assert server.play(pushes) == released
     assert server.server.version == updates
-    assert [server.server.staleness.histogram(worker) for worker in range(workers)] == stale
+    assert server.server.staleness.histograms == stale
     assert server.weight == pytest.approx(
         -LR * (len(pushes) if all(released) or released[-1] else 0)
     )
