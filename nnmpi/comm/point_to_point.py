@@ -101,8 +101,8 @@ class Messages:
             buffers nothing; tests use it to show that no code relies on buffering.
 
     Attributes:
-        sent, sent_bytes: number and bytes of messages sent so far; a message cut into pieces counts
-            once.
+        sent, sent_bytes: number and bytes of messages sent since the caller last reset them; a
+            message cut into pieces counts once.
     """
 
     def __init__(self, group: Group, synchronous_sends: bool = False) -> None:

@@ -319,17 +319,16 @@ class PushPull:
         self._reply: Reply | None = None
         self._over = True
         self._awaits_reply = False  # whether this worker's reply is outstanding
-        self._before = (0, 0)
 
     @property
     def messages(self) -> int:
         """The messages that this rank has sent since `open`."""
-        return self._messages.sent - self._before[0]
+        return self._messages.sent
 
     @property
     def bytes(self) -> int:
         """The bytes of these messages."""
-        return self._messages.sent_bytes - self._before[1]
+        return self._messages.sent_bytes
 
     def open(self, first: int, stop: int, bound: int | None) -> None:
         """Begin a segment: the server replies to all workers that may continue.
@@ -349,7 +348,7 @@ class PushPull:
                 f"segment {self._segment} is not over yet; call finish() on all ranks before open()"
             )
         self._segment, self._over, self._awaits_reply = self._segment + 1, False, True
-        self._before = self._messages.sent, self._messages.sent_bytes
+        self._messages.sent = self._messages.sent_bytes = 0
         if self._server is None:
             self._expect(0)
         else:
