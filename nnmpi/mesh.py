@@ -136,10 +136,7 @@ class Mesh:
         several = [dp, pp, tp].count(None) > 1
         expected = asked | {PP: pp or 1, TP: tp or 1} if several else asked
         nearest = fitting(world, expected)[0]
-        if any(
-            size not in (None, local)
-            for size, local in zip(expected.values(), nearest.shape, strict=True)
-        ):
+        if _differing(nearest, expected):
             raise LayoutError(_misfit(world, expected, asked))
         return replace(nearest, nodes=None if nodes is None else tuple(nodes))
 
@@ -270,15 +267,14 @@ def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
     meshes = [
         Mesh(d, p, rest // d // p, sp=sp) for d in divisors for p in divisors if rest % (d * p) == 0
     ]
+    return sorted(meshes, key=lambda mesh: (_differing(mesh, asked), -mesh.dp, -mesh.pp))
 
-    def distance(mesh: Mesh) -> tuple[int, int, int]:
-        differ = sum(
-            asked.get(axis) not in (None, local)
-            for axis, local in zip(AXES, mesh.shape, strict=True)
-        )
-        return differ, -mesh.dp, -mesh.pp
 
-    return sorted(meshes, key=distance)
+def _differing(mesh: Mesh, asked: dict[str, int | None]) -> int:
+    """Return the number of axes that differ from the requested ones."""
+    return sum(
+        asked.get(axis) not in (None, local) for axis, local in zip(AXES, mesh.shape, strict=True)
+    )
 
 
 def _misfit(world: int, axes: dict[str, int | None], asked: dict[str, int | None]) -> str:

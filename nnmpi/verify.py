@@ -40,6 +40,7 @@ from nnmpi.train.config import (
     RunConfig,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples
+from nnmpi.units import aligned
 
 PROGRAM = "python -m nnmpi.verify"
 DESCRIPTION = """Compare training under a layout with training on one rank.
@@ -374,24 +375,14 @@ def _size(array: Array) -> float:
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """Return the findings as a table, one line each."""
-    rows = [("compared with one rank", "largest error", "tolerance", "")]
+    rows = [["compared with one rank", "largest error", "tolerance", ""]]
     for finding in findings:
         result = "bitwise" if finding.bitwise else "equal" if finding.holds else "DIFFERS"
         if not finding.bitwise and finding.where:
             result += f"   (most: {finding.where})"
-        rows.append(
-            (
-                finding.what,
-                f"{finding.error:.2g}",
-                f"{finding.tolerance:.2g}" if finding.tolerance else "none",
-                result,
-            )
-        )
-    first = max(len(row[0]) for row in rows)
-    return [
-        f"{what:<{first}}  {error:>13}  {limit:>9}  {result}".rstrip()
-        for what, error, limit, result in rows
-    ]
+        limit = f"{finding.tolerance:9.2g}" if finding.tolerance else f"{'none':>9}"
+        rows.append([finding.what, f"{finding.error:13.2g}", limit, result])
+    return aligned(rows)
 
 
 def verdict(findings: Sequence[Finding]) -> str:

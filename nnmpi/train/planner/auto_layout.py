@@ -89,9 +89,10 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
             f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one"
             f" has {work:.0e}"
         )
-        return ChosenLayout(config.having(layout="given"), (line, *filter(None, [kernels])))
-    with host.computing(config):
-        result = _search(Workload(config, samples), group, backend, say)
+        result = ChosenLayout(config.having(layout="given"), (line,))
+    else:
+        with host.computing(config):
+            result = _search(Workload(config, samples), group, backend, say)
     return replace(result, lines=(*result.lines, *filter(None, [kernels])))
 
 
