@@ -158,7 +158,7 @@ class Option:
     @property
     def negation(self) -> str | None:
         """The flag that switches the option off: `--no-normalize`; None for other types."""
-        return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
+        return f"--no-{self.flag[2:]}" if self.type in (bool, Switch) else None
 
 
 def flag_of(name: str) -> str:
@@ -357,12 +357,6 @@ def kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-@cache
-def is_switch(kind: Any) -> bool:
-    """Return whether an option's type is `Switch`."""
-    return get_args(kind) == get_args(Switch)
-
-
 def describe(hint: Any) -> str:
     """Return a type as text, such as "a whole number or "full"", for error sentences."""
     if get_origin(hint) in (Union, types.UnionType):
@@ -541,14 +535,14 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
     Raises:
         UsageError: when the words are no value of its type.
     """
-    off = option.negation is not None and written.replace("_", "-") == option.negation
+    off = written.replace("_", "-") == option.negation
     if off or option.type is bool:
         if words:
             raise UsageError(
                 f"{written} takes no value, but {shortened(' '.join(words))} follows it"
             )
         return not off if option.type is bool else "off"
-    if is_switch(option.type) and not words:
+    if option.type == Switch and not words:
         return "on"
     if Path in kinds(option.type) and list(words) == [""]:
         # probably an unset variable of a script; Path("") would be the current folder
@@ -568,11 +562,11 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
     if get_origin(kind) is tuple:
         return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
-    if kind is type(None) or get_origin(kind) is Literal:
-        allowed = {"None": None} if kind is type(None) else {item: item for item in get_args(kind)}
-        if word not in allowed:
+    choices = ("None",) if kind is type(None) else get_args(kind)
+    if choices:
+        if word not in choices:
             raise ValueError(word)
-        return allowed[word]
+        return None if kind is type(None) else word
     if kind in (int, float) and (not word.isascii() or "_" in word):
         raise ValueError(word)  # Python would accept 1_0 and digits of other scripts
     return kind(word)
@@ -647,7 +641,7 @@ def _form(option: Option) -> str:
             shapes.append("|".join(get_args(kind)))
         elif kind is not type(None):
             shapes.append("[INT ...]" if get_origin(kind) is tuple else PLAIN[kind][0])
-    if is_switch(option.type):
+    if option.type == Switch:
         return f"{option.flag} [{shapes[0]}], {option.negation}"
     return f"{option.flag} {'|'.join(shapes)}"
 
