@@ -73,9 +73,7 @@ def format_bytes(nbytes: int) -> str:
 
     format_bytes(65536) -> "64 KB"   format_bytes(1000) -> "1000 B"   format_bytes(1536) -> "1.5 KB"
     """
-    unit, size = max(
-        (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1)), key=lambda pair: pair[1]
-    )
+    *_, (unit, size) = (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1))
     return f"{nbytes / size:.4g} {unit}B"
 
 

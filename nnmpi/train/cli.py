@@ -38,6 +38,7 @@ from nnmpi.train.config import (
     assemble,
     check,
     flatten,
+    plain,
     shown,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
@@ -241,8 +242,7 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     """Refuse options that a resumed run cannot change; a data set's file may have moved."""
     given = flatten(config)
     for name in FIXED.split():
-        before = resumed.get(name, given[name])
-        before = list(before) if isinstance(before, tuple) else before
+        before = plain(resumed.get(name, given[name]))
         paths = {str(before), str(given[name])}
         has_moved = (
             name == "dataset"

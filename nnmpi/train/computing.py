@@ -6,6 +6,7 @@ timing would vary from run to run, and so would the bits of a repeated command.
 """
 
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -179,15 +180,13 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
     result = group.gather(
         [platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()]
     )
-    cards_of_ranks = [item[:2] for item in result]
     lines = (
         [f"chosen: {backend.reason}"] if backend.reason and any(item[2] for item in result) else []
     )
     if not backend.is_device:
         return lines
-    cards = {tuple(card) for card in cards_of_ranks}
-    most = max(cards_of_ranks.count(list(card)) for card in cards)
-    use = backend.memory()
+    cards = Counter(tuple(item[:2]) for item in result)
+    most, use = max(cards.values()), backend.memory()
     limit = "no limit of memory"
     if use.limit_bytes is not None:
         limit = f"{format_bytes(use.limit_bytes)} of memory for each rank"

@@ -78,8 +78,8 @@ class ModelSignature:
             "predicts": samples.predicts,
             "target_shape": shape,
             "target": target,
+            "columns": samples.columns,
         }
-        last["columns"] = samples.columns
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
