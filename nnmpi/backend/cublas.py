@@ -54,17 +54,6 @@ _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 Product = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
 
 
-def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
-    """Return CuPy's cuBLAS bindings, and a function for the handle of the thread's current device.
-
-    The bindings set the handle's stream to the current one at every call. The module must be read
-    as an attribute: only then does CuPy search the wheels that may contain the library. A plain
-    import searches the system's path alone.
-    """
-    bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
-    return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
-
-
 class Products:
     """Products of CuPy's arrays, with a cache of prepared calls.
 
@@ -74,7 +63,12 @@ class Products:
 
     def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
-        self._bindings, self._handle = cublas_bindings()
+        # The bindings set the handle's stream to the current one at every call. The module must be
+        # read as an attribute: only then does CuPy search the wheels that may contain the library.
+        # A plain import searches the system's path alone.
+        self._bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
+        # returns the handle of the thread's current device
+        self._handle = importlib.import_module("cupy.cuda.device").get_cublas_handle
         self._prepared: dict[Any, Product] = {}
         # 0 and 1 as alpha and beta, which cuBLAS reads from host memory in the type of the sums
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}

@@ -102,11 +102,6 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
             copy(xp, to_bias, row_sum(xp, grad))
 
 
-def compiled_kernels() -> Any:
-    """Return numba's kernels, or None outside of `with jit():`."""
-    return load() if _enabled.get() else None
-
-
 def setting() -> bool | None:
     """Return `jit`'s setting in this context; it is a part of the key of recorded steps."""
     return _enabled.get()

@@ -144,11 +144,6 @@ def _positive(eps: float) -> float:
     return eps
 
 
-def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
-    if x.ndim < 2 or x.shape[-1:] != weight.shape:
-        raise ShapeError(f"{name} of {weight.size} features does not fit shape {x.shape}")
-
-
 class RMSNorm(Module):
     """Root-mean-square normalization (Zhang and Sennrich, 2019) of rows (..., features).
 
@@ -165,7 +160,8 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
-        _check_features("RMSNorm", x, self.weight)
+        if x.ndim < 2 or x.shape[-1:] != self.weight.shape:
+            raise ShapeError(f"RMSNorm of {self.weight.size} features does not fit shape {x.shape}")
         wide = x.astype(self.weight.dtype)  # float16 cannot hold the squares of 256 and more
         squares = (wide * wide).mean(-1, keepdims=True)
         return x / (squares + self.eps).sqrt() * self.weight
@@ -193,5 +189,4 @@ class GroupNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
-        _check_features("GroupNorm", x, self.weight)
         return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from nnmpi.backend.kernels import compiled_kernels, jit
+from nnmpi.backend.kernels import jit, setting
 from tests.harness.slow import KERNELS
 
 
@@ -29,21 +29,20 @@ def compiled():
 def test_off_unless_switched_on():
     """Nested contexts switch on and off, and each puts back what was before, after an error too."""
     pytest.importorskip("numba")
-    assert compiled_kernels() is None
+    assert setting() is None
     with jit():
-        first = compiled_kernels()
-        assert first is not None
+        assert setting() is True
         with jit(False):
-            assert compiled_kernels() is None
+            assert setting() is False
         with pytest.raises(ZeroDivisionError), jit(False):
             raise ZeroDivisionError
-        assert compiled_kernels() is first
+        assert setting() is True
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(compiled_kernels()))
+        thread = threading.Thread(target=lambda: seen.append(setting()))
         thread.start()
         thread.join()
         assert seen == [None]  # a mode of the context, not of the process
-    assert compiled_kernels() is None
+    assert setting() is None
 
 
 def run(program, **environment):

@@ -14,7 +14,7 @@ import pytest
 
 from nnmpi import nn, plan
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.backend.kernels import compiled_kernels
+from nnmpi.backend.kernels import setting
 from nnmpi.comm import measure
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
@@ -488,7 +488,7 @@ def test_parts_are_measured_with_the_kernels_that_train(
     pytest.importorskip("numba")
 
     def measured(*_: Any) -> NoReturn:
-        raise UsageError(f"compiled: {compiled_kernels() is not None}")
+        raise UsageError(f"compiled: {setting() is True}")
 
     monkeypatch.setattr(plan, "take_profile", measured)
     monkeypatch.setattr(auto_layout, "take_profile", measured)

@@ -33,7 +33,7 @@ from functools import partial
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.kernels import cast, compiled_kernels
+from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
@@ -121,7 +121,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         bias: (o,), or None.
         spec: the convolution.
     """
-    (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
+    (n, h, w, c), o, compiled = x.shape, weight.shape[3], kernels_for(x.data, "winograd")
     kernel = spec.kernel[0]
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
@@ -131,7 +131,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
-        single = all(item is None or item.dtype == FLOAT32 for item in (x, weight, bias))
+        single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
         many = spec.groups > 1  # im2col takes one group after another
         large = c * o >= LARGE_KERNELS * spec.groups
         few = large and n * h * w < FEW_PIXELS
