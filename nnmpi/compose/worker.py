@@ -53,7 +53,7 @@ from nnmpi.compose.trainer import (
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, expect
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -136,6 +136,8 @@ class Worker(Trainer):
         synchronous_sends: bool = False,
         slow: Slow = NOT_SLOW,
     ) -> None:
+        expect("Worker(..., exchange=GradientExchange(...))", (exchange, GradientExchange))
+        expect("Worker(..., numerics=Numerics(...))", (numerics, Numerics))
         self.options = exchange
         super().__init__(
             model,
@@ -253,8 +255,11 @@ class Worker(Trainer):
                 )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
             first, many = batch.first, batch.microbatches
+            # the stages of a pipeline have different parameters
+            frozen = 0 if self.passes.is_cut else len(self.model.storage.frozen())
             own = (
                 f"lr {self.optimizer.lr}, step {step + 1}, {many} microbatches from sample {first}"
+                f", {frozen} parameters frozen"
             )
             check = crc32(own.encode()) * (1 - self.group.size * self.group.is_root)
             (*sums, targets, differ), norm, met = self.exchange.meet((*numbers, check))
@@ -422,7 +427,8 @@ class Worker(Trainer):
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
         """Evaluate batches, or this replica's samples and labels; see `Trainer.evaluate`."""
-        batches = batches if y is None else [self._batch_of(batches, y)]
+        batches = batches if y is None else [(batches, y)]
+        batches = (self._batch_of(*item) if isinstance(item, tuple) else item for item in batches)
         with self._deterministic():
             if self._sequence is not None:
                 batches = map(self._sequence.part, batches)

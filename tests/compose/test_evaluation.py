@@ -52,6 +52,9 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
         workers=0,
     )
     report = worker.evaluate(batches.epoch(0))
+    if kind == "worker":
+        pairs = [(batch.x, batch.y) for batch in batches.epoch(0)]
+        assert worker.evaluate(pairs).loss == report.loss
     worker.release()
     result = (report.loss, report.accuracy)
     assert (

@@ -311,6 +311,24 @@ def test_ranks_whose_steps_differ(group: Group) -> None:
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
+def test_a_parameter_that_one_rank_freezes_later(group: Group) -> None:
+    setting = Setting(group)
+    worker = setting.worker()
+    worker.step(setting.batch())
+    next(iter(setting.model.parameters())).requires_grad = group.is_root
+    setting.assert_refused(
+        lambda: worker.step(setting.batch()),
+        "from sample 0, 1 parameters frozen; give all the same",
+    )
+
+
+@pytest.mark.parametrize("option", ["exchange", "numerics"])
+def test_options_of_another_type(group: Group, option: str) -> None:
+    with pytest.raises(UsageError, match=rf"str is no .* call Worker\(\.\.\., {option}="):
+        Setting(group).worker(**{option: "bf16"})
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
 def test_ranks_whose_layouts_differ(group: Group) -> None:
     layout = Layout(pp=2, split=(1 + group.rank, 2 - group.rank))
     with pytest.raises(UsageError, match=r"rank 0 has split \(1, 2\); rank 1 has split \(2, 1\)"):
