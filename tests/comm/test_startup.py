@@ -133,6 +133,14 @@ def test_a_job_without_a_home_directory_starts() -> None:
     assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
 
 
+def test_an_error_without_an_output_is_one_sentence() -> None:
+    """Python's stdout is None if it was closed before the start (`>&-`)."""
+    words = f"{sys.executable} -m nnmpi.predict nowhere none.csv >&-"
+    ran = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("nowhere: there is no run") and ran.stderr.count("\n") == 1
+
+
 def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """Such as the name of a file that is no text: the error must not fail in its turn, while others
     wait.
