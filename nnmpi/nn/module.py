@@ -166,8 +166,10 @@ class Module:
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_array(value) and isinstance(self.__dict__.get(name), Parameter):
-            # the array would not be trained
+        if (is_array(value) or type(value) is Tensor) and isinstance(
+            self.__dict__.get(name), Parameter
+        ):
+            # it would not be trained
             raise UsageError(
                 f"{name} is a parameter; write its values by {name}.data[...] = values"
             )

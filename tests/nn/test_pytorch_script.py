@@ -163,11 +163,12 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
 
 
-def test_a_parameter_is_not_replaced_by_an_array() -> None:
+def test_a_parameter_is_not_replaced_by_values() -> None:
     """Which would compute, and not be trained."""
     layer: Any = nn.Linear(2, 3)
-    with pytest.raises(UsageError, match=r"write its values by weight.data\[...\] = values"):
-        layer.weight = np.zeros((2, 3), np.float32)
+    for values in (np.zeros((2, 3), np.float32), nnmpi.Tensor(np.zeros((2, 3), np.float32))):
+        with pytest.raises(UsageError, match=r"write its values by weight.data\[...\] = values"):
+            layer.weight = values
     layer.initialize().weight.data[...] = 0
     layer.scale = np.ones(3)
     layer.scale = np.zeros(3)  # no parameter
