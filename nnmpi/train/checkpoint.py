@@ -511,8 +511,11 @@ def _training(loop: Loop) -> Iterator[Training]:
     if isinstance(loop, Trainer):
         yield loop
         return
-    if isinstance(loop, Module):
-        raise UsageError("save and resume take a Worker, or (model, optimizer, group), not a model")
+    if not isinstance(loop, tuple | list):
+        what = type(loop).__name__
+        raise UsageError(
+            f"save and resume take a Worker, or (model, optimizer, group), not a {what}"
+        )
     model, optimizer, group = loop
     where = replicate(model, group, numpy_backend())
     yield Training(model, optimizer, group, where)

@@ -80,8 +80,10 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
     ):
         save(folder, loop, epoch=np.int64(3))
     for call in (save, resume):
-        with pytest.raises(UsageError, match=r"\(model, optimizer, group\), not a model"):
+        with pytest.raises(UsageError, match=r"\(model, optimizer, group\), not a Linear"):
             call(folder, Linear(2, 2))  # type: ignore[operator]
+        with pytest.raises(UsageError, match="not a int"):
+            call(folder, 3)  # type: ignore[operator]
     with pytest.raises(
         CheckpointError, match="no checkpoint of step . can be written into .*/not/there"
     ):
