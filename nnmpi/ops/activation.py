@@ -18,7 +18,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
-from nnmpi.tensor.operand import checked_axes, in_float32, require_floating
+from nnmpi.tensor.operand import checked_axes, in_float32, operands, require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -88,7 +88,9 @@ def relu(x: Tensor) -> Tensor:
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
-    return in_float32(LeakyRelu(float(negative_slope)), require_floating("leaky_relu", x))
+    require_floating("leaky_relu", x)
+    _, slope = operands("leaky_relu", x, negative_slope)
+    return in_float32(LeakyRelu(float(slope)), x)
 
 
 def sigmoid(x: Tensor) -> Tensor:

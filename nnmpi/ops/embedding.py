@@ -97,10 +97,9 @@ def embedding(
 
 
 def _check_indices(indices: Array, entries: int) -> None:
-    wrong = (indices < 0) | (indices >= entries)
-    if wrong.any():
-        first = int(indices.reshape(-1)[int(wrong.reshape(-1).argmax())])
-        raise ShapeError(f"embedding index {first} is outside 0..{entries - 1}")
+    wrong = indices[(indices < 0) | (indices >= entries)]
+    if wrong.size:
+        raise ShapeError(f"embedding index {wrong[0]} is outside 0..{entries - 1}")
 
 
 def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:

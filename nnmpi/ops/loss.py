@@ -376,7 +376,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if ignore_index is not None:
         wrong &= labels != ignore_index
     if wrong.any():
-        row = int(wrong.reshape(-1).argmax())
+        row = int(wrong.argmax())
         label = int(labels.reshape(-1)[row])
         leave = (
             f"; ignore_index={label} leaves such rows out"

@@ -19,7 +19,7 @@ from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
-from nnmpi.errors import ShapeError, whole
+from nnmpi.errors import ShapeError, number, whole
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
@@ -500,7 +500,7 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     groups = whole("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
-    function = GroupNormFunction(scale.size // groups, float(eps))
+    function = GroupNormFunction(scale.size // groups, number("eps", eps))
     return in_float32(function, x, scale, shift)
 
 
@@ -534,7 +534,7 @@ def batch_norm(
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("batch_norm", x, scale, shift)
-    function = BatchNormFunction(float(eps), all_reduce, observe)
+    function = BatchNormFunction(number("eps", eps), all_reduce, observe)
     y = in_float32(function, x, scale, shift)
     statistics = function.statistics
     del function.statistics  # the tape should hold only what backward needs
@@ -555,7 +555,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("layer_norm", x, scale, shift, None)
-    function = LayerNormFunction(float(eps))
+    function = LayerNormFunction(number("eps", eps))
     return with_kernels("layer_norm", function, x, scale, shift)
 
 

@@ -43,6 +43,7 @@ from nnmpi.errors import (
     LayoutError,
     ShapeError,
     UsageError,
+    number,
     shortened,
     whole,
 )
@@ -325,7 +326,14 @@ class Tensor(Variable):
 
     def _compare(self, operator: Callable[[Any, Any], Any], other: Any) -> Any:
         refuse("a comparison")
-        return operator(self.data, whole_values("a comparison", other))
+        values = whole_values("a comparison", other)
+        try:
+            return operator(self.data, values)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"a comparison of a tensor of shape {self.shape} needs a number or an array that"
+                f" broadcasts, not {shortened(repr(values))}"
+            ) from None
 
     __lt__ = partialmethod(_compare, lt)
     __le__ = partialmethod(_compare, le)
@@ -355,6 +363,7 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there are not more elements than `correction`.
         """
+        number("correction", correction)
         function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
         return in_float32(function, require_floating("variance", self), narrow=_narrow())
 
@@ -423,14 +432,7 @@ class Tensor(Variable):
             DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient
                 and a dtype that can have none (integers, booleans).
         """
-        try:
-            expected = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-        except TypeError:
-            raise DtypeError(
-                f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'"
-            ) from None
-        if expected.kind not in "fiub" and not is_floating(expected):
-            raise DtypeError(f"a tensor holds numbers, not {expected}")
+        expected = _named(dtype)
         if expected == self.data.dtype:
             return self
         if self.requires_grad and not is_floating(expected):
@@ -506,6 +508,7 @@ class Tensor(Variable):
 
         Raises:
             ShapeError: when there is not one non-negative pair per axis.
+            DtypeError: for a value that is no number, or that the tensor's dtype cannot hold.
         """
         try:
             pairs = tuple((index(a), index(b)) for a, b in widths)
@@ -516,6 +519,7 @@ class Tensor(Variable):
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
                 f" not {widths!r}"
             )
+        _, value = operands("pad", self, value)
         return Pad(pairs, value)(self) if pairs else self  # NumPy's pad refuses an empty list
 
 
@@ -672,7 +676,22 @@ def _index(part: Any) -> Any:
     return values
 
 
+def _named(dtype: Any) -> Dtype:
+    """Return the dtype of a tensor by its name; refuse what holds no numbers."""
+    try:
+        result = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except TypeError:
+        raise DtypeError(
+            f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'"
+        ) from None
+    if result.kind not in "fiub" and not is_floating(result):
+        raise DtypeError(f"a tensor holds numbers, not {result}")
+    return result
+
+
 def _as_array(data: Any, dtype: Any) -> Array:
+    if dtype is not None:
+        dtype = _named(dtype)
     if isinstance(data, Variable):
         whole_values("Tensor", data)
         if dtype is not None:
@@ -686,9 +705,13 @@ def _as_array(data: Any, dtype: Any) -> Array:
                 "a tensor cannot be made of tensors; join them with nnmpi.tensor.stack or"
                 " concatenate"
             )
-        array = np.asarray(data, dtype)
+        try:
+            array = np.asarray(data, dtype)
+        except (TypeError, ValueError):
+            raise DtypeError(
+                f"a tensor holds numbers, in rows of one length, not {shortened(repr(data))}"
+            ) from None
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):
             array = array.astype(np.float32)
-    if array.dtype.kind not in "fiub" and not is_floating(array.dtype):
-        raise DtypeError(f"a tensor holds numbers, not {array.dtype}")
+    _named(array.dtype)
     return array

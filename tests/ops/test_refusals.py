@@ -22,6 +22,7 @@ REFUSED = {
     ops.log_softmax: [([()], {}, ShapeError, "axis -1 does not fit an array of 0")],
     ops.gelu: [([(1,), "erf"], {}, UsageError, "'none' or 'tanh', not 'erf'")],
     ops.relu: [([Tensor([True])], {}, DtypeError, "relu needs floating point, not bool")],
+    ops.leaky_relu: [([(2,), "a"], {}, DtypeError, "str cannot be combined with a tensor")],
     ops.sigmoid: [([np.ones(2)], {}, GraphError, "sigmoid needs a Tensor, not ndarray")],
     ops.linear: [
         ([(2, 4), (3, 5)], {}, ShapeError, r"\(\.\.\., 3\) .* not \(2, 4\); flatten"),
@@ -48,6 +49,7 @@ REFUSED = {
         ([(2, 3), (2,), (2,)], {}, ShapeError, r"layer_norm of shape \(2, 3\) .* scale \(2,\)"),
         ([(3,), (1, 3), (1, 3)], {}, ShapeError, r"scale \(1, 3\)"),
         ([(3,), (), ()], {}, ShapeError, r"scale \(\)"),
+        ([(3,), (3,), (3,)], {"eps": "a"}, UsageError, "eps is 'a'"),
         ([(2, 3), (3,), SINGLE], {}, DtypeError, "float64, float64, float32"),
     ],
     ops.conv2d: [

@@ -38,6 +38,7 @@ def test_arrays_are_kept():
     assert Tensor(array, dtype="float64").data is array
     assert Tensor(array, dtype="float32").dtype == np.float32
     assert Tensor([1, 2], dtype="float64").dtype == np.float64
+    assert Tensor([1, 2], dtype="bfloat16").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ def test_arrays_are_kept():
         (lambda: Tensor([1.0]) - np.complex128(1j), "complex cannot be combined"),
         (lambda: Tensor([1.0]) + np.ones(1), "add of float32 and float64"),
         (lambda: Tensor([1.0]).astype("float33"), "'float33'"),
+        (lambda: Tensor([1.0], dtype="float33"), "'float33'"),
+        (lambda: Tensor([[1, 2], [3]]), r"in rows of one length, not \[\[1, 2\], \[3\]\]"),
+        (lambda: Tensor([1]).pad([(1, 1)], 0.5), "pad of a int64 tensor and 0.5"),
+        (lambda: Tensor([1.0]).pad([(1, 1)], "a"), "str cannot be combined"),
         (lambda: Tensor([1.0], requires_grad=True).astype("int32"), "cannot become int32"),
     ],
 )
@@ -90,6 +95,16 @@ def test_comparisons_give_plain_arrays(function):
         result = function(left, right)
         assert type(result) is type(Tensor(a).data)
         np.testing.assert_array_equal(result, function(*values))
+
+
+@pytest.mark.parametrize("other", [None, "a", np.ones(3)])
+def test_what_does_not_compare(other):
+    with pytest.raises(
+        UsageError, match=r"a comparison of a tensor of shape \(2,\) needs a number"
+    ):
+        Tensor([1.0, 2.0]) < other  # noqa: B015
+    with pytest.raises(UsageError, match="correction is 'a'"):
+        Tensor([1.0, 2.0]).var(correction="a")
 
 
 @pytest.mark.parametrize("other", [1, 2.0, np.ones(3), np.float32(1), Tensor([1.0, 1.0, 1.0])])
