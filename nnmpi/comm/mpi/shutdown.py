@@ -158,8 +158,10 @@ class Shutdown:
 def complain(text: str) -> None:
     """Print to stderr, after pending output of stdout."""
     with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
-        print(end="", flush=True)  # unlike stdout.flush, also if stdout was closed before the start
-        print(printable(text), file=sys.stderr, flush=True)
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
 
 
 def abort(mpi: ModuleType, status: int) -> NoReturn:
