@@ -22,7 +22,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
-from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain, unpack
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import walk_back
@@ -300,13 +300,8 @@ class _Around(NamedTuple):
             for value, needs in zip(self.values, self.needs, strict=True)
         ]
         inputs = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
-        count = len(inputs) - len(self.names)
-        stashed = dict(zip(self.names, inputs[count:], strict=True))
-        return (
-            leaves,
-            layer.run(inputs[0] if self.single else tuple(inputs[:count]), stashed),
-            stashed,
-        )
+        x, stashed = unpack(inputs, self.single, self.names)
+        return leaves, layer.run(x, stashed), stashed
 
     @property
     def nbytes(self) -> int:

@@ -227,3 +227,16 @@ def run_layers(
 def without_stash(call: Callable[[Any], Any], x: Any, stashed: Stashed) -> Any:
     """Adapt a module or a fused call, which stashes nothing, to `Run`."""
     return call(x)
+
+
+def unpack(values: Sequence[Any], single: bool, names: Sequence[str]) -> tuple[Any, Stashed]:
+    """Return x and the stashed values from a list in which the stashed ones come last.
+
+    Args:
+        values: of x, then the stashed ones.
+        single: whether x is one value; otherwise it is a tuple.
+        names: of the stashed values, in their order.
+    """
+    count = len(values) - len(names)
+    x = values[0] if single else tuple(values[:count])
+    return x, dict(zip(names, values[count:], strict=True))

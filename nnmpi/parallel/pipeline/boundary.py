@@ -85,7 +85,7 @@ def decode(message: Array, key: InputKey) -> Signature:
 
 
 def pack(x: Any, stashed: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
-    """Return a stage's outputs in sending order, and whether x is a single tensor.
+    """Return a stage's outputs in sending order, and whether x is a single tensor; see `unpack`.
 
     Args:
         x: the result of the stage's last layer: a tensor, or a tuple of tensors.
@@ -105,21 +105,6 @@ def pack(x: Any, stashed: dict[str, Tensor], stage: int) -> tuple[list[Tensor], 
                 " stage; cut the model where a tensor or a tuple of tensors passes"
             )
     return tensors, single
-
-
-def unpack(
-    tensors: Sequence[Tensor], single: bool, names: Sequence[str]
-) -> tuple[Any, dict[str, Tensor]]:
-    """Return x and the stashed values from the result of `pack`.
-
-    Args:
-        tensors: the result of `pack`.
-        single: whether x was a single tensor.
-        names: of the stashed values, sorted.
-    """
-    count = len(tensors) - len(names)
-    x = tensors[0] if single else tuple(tensors[:count])
-    return x, dict(zip(names, tensors[count:], strict=True))
 
 
 class StageBoundary:

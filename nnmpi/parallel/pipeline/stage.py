@@ -18,8 +18,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import active, alias
-from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
-from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
+from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
+from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import CommonRoot
 from nnmpi.tensor.operand import whole_values
