@@ -112,7 +112,6 @@ class BucketExchange:
         overlap: whether buckets are launched as they become complete.
         buckets: in the order of launches.
         choices: the algorithm of each bucket, and the reason.
-        traffic: the last finished step's.
 
     Raises:
         UsageError: on all ranks, for an unknown algorithm, a bucket size below 1, spans out of
@@ -178,7 +177,6 @@ class BucketExchange:
         self._home = {
             span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans
         }
-        self.traffic = Traffic()
         self._reset()
 
     def _reset(self) -> None:
@@ -263,7 +261,9 @@ class BucketExchange:
             for number, pending in enumerate(self._sums):
                 with self._group.collective(f"bucket {number}"):
                     pending.run()
-        self.traffic = Traffic(self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
+        self._group.count(
+            Traffic(self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
+        )
         self._reset()
 
     def free(self) -> None:
@@ -401,8 +401,7 @@ def predict(group: Group, algorithm: AlgorithmLike, nbytes: int, started: bool =
     return group.fit.predict(algorithm, nbytes, started)
 
 
-def predict_traffic(group: Group, nbytes: int, algorithm: AlgorithmLike = NATIVE) -> Traffic:
-    """Return the traffic of one blocking all-reduce; none on a single rank."""
-    if group.size == 1:
-        return Traffic()
-    return Traffic(0.0, nbytes, 1, predict(group, algorithm, nbytes))
+def count_all_reduce(group: Group, nbytes: int, algorithm: AlgorithmLike = NATIVE) -> None:
+    """Count one blocking all-reduce; none on a single rank."""
+    if group.size > 1:
+        group.count(Traffic(0.0, nbytes, 1, predict(group, algorithm, nbytes)))

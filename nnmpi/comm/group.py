@@ -241,8 +241,8 @@ class Group(Communicator):
         Args:
             name: of the collective; all ranks run collectives with one name in the same order.
             arrived_s: when this rank began it, if not now.
-            category: see `timeline.TraceEvent`; any other is an exchange of layers, counted in
-                `World.exchanged`.
+            category: see `timeline.TraceEvent`; any other is an exchange of layers, which is
+                counted.
             nbytes: of the exchanged arrays.
         """
         world, trace, begin = self.comm.world, timeline.current(), clock.now()
@@ -253,7 +253,7 @@ class Group(Communicator):
             end = clock.now()
             world.collective_s = before_s + end - begin  # a nested collective counts once
             if category != COLLECTIVE:
-                world.exchanged = world.exchanged.plus(Traffic(0.0, nbytes or 0, 1, nan))
+                self.count(Traffic(0.0, nbytes or 0, 1, nan))
             if trace is not None:
                 ranks = f"{name} of {self.comm.members}"
                 arrived_s = begin if arrived_s is None else arrived_s
@@ -267,6 +267,11 @@ class Group(Communicator):
                     collective=ranks,
                     arrived_s=arrived_s,
                 )
+
+    def count(self, traffic: Traffic) -> None:
+        """Add to this rank's communication, `World.traffic` (not collective)."""
+        world = self.comm.world
+        world.traffic = world.traffic.plus(traffic)
 
     def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:
         with self.collective(operation):

@@ -87,7 +87,7 @@ class World(Protocol):
             so that a counter there may guard the data written before it.
         step: this rank's current step of training, for reports of stalls; the trainer sets it.
         collective_s: this rank's seconds in collectives so far.
-        exchanged: the exchanges of layers since the trainer last reset it.
+        traffic: this rank's communication since the trainer last reset it.
         machine: the costs of messages in a simulation, else None.
         waiter: the object that waits for other ranks now, whose `waits_for()` describes the wait;
             it sets and clears this attribute itself.
@@ -98,7 +98,7 @@ class World(Protocol):
     keeps_order: bool
     step: int | None
     collective_s: float
-    exchanged: Traffic
+    traffic: Traffic
     machine: Machine | None
     waiter: object
 

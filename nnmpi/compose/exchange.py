@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
-from nnmpi.comm.gradients import predict_traffic
-from nnmpi.comm.world import Traffic
+from nnmpi.comm.gradients import count_all_reduce
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
@@ -90,7 +89,6 @@ class Exchange:
         self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
-        self._met = predict_traffic(self.group, *self._meeting)
 
     def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
@@ -108,21 +106,21 @@ class Exchange:
                 ' Loader(whole_microbatches=True) is for reduction "fixed": leave it out'
             )
 
-    def finish(self) -> Traffic:
-        """Finish the sums, also of parameters tied between stages; return their traffic."""
+    def finish(self) -> None:
+        """Finish the sums, also of parameters tied between stages."""
         self.parallel.finish()
         self._sum_ties()
-        return self.parallel.traffic
 
-    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
-        """Return sums of some numbers over all ranks, the gradient norm, and the traffic.
+    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float]:
+        """Return sums of some numbers over all ranks, and the gradient norm.
 
         The norm is NaN if weights are updated within a pass.
         """
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
         norm = math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement)
-        return sums, norm, self._met
+        count_all_reduce(self.group, *self._meeting)
+        return sums, norm
 
     def update(self, factor: float) -> None:
         """Update the weights from the gradients times a factor."""
@@ -188,11 +186,12 @@ class NodeExchange(Exchange):
             self._fused.release()
             raise
 
-    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
+    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float]:
         """See `Exchange.meet`; the numbers are summed with the gradients."""
         with self.group.collective("gradients"):
             norm, sums = self._fused.reduce(numbers)
-        return sums, norm, self._met
+        count_all_reduce(self.group, *self._meeting)
+        return sums, norm
 
     def update(self, factor: float) -> None:
         """See `Exchange.update`."""
@@ -225,11 +224,10 @@ class ZeroExchange(Exchange):
         self.weights = parallel if stage > 1 else None
         return parallel
 
-    def finish(self) -> Traffic:
+    def finish(self) -> None:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
         self._sum_ties()
         self.parallel.finish()
-        return self.parallel.traffic
 
 
 class FixedExchange(Exchange):

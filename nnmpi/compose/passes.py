@@ -209,7 +209,6 @@ class Passes(Caller):
         self._left = Counter[int]()
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
-        self._report = StepReport()
         self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
 
     # ---- for the trainer ----
@@ -233,9 +232,7 @@ class Passes(Caller):
             self.exchange.begin(batch)
         self.paused_s = 0.0
         now = self._begin(batch, step, DeferredScalars(), cuts, scale=scale)
-        report = self._report = StepReport(
-            steps=1, samples=batch.global_rows, targets=batch.global_targets
-        )
+        report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
         if self.is_cut:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
@@ -256,10 +253,10 @@ class Passes(Caller):
                 report.staleness = tuple(now.staleness)
                 report.wait_s = passed.wait_s
                 if sent := passed.sent_bytes:
-                    report.count(Traffic(0.0, sum(sent), len(sent), nan))
+                    self.world.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
         if self.exchange is not None and not self.updates:
-            report.count(self.exchange.finish())
+            self.exchange.finish()
         return report
 
     def sums(self) -> tuple[float, float, int]:
@@ -506,7 +503,7 @@ class Passes(Caller):
         """See `Caller`: sum over the replicas, and update a new copy of the weights."""
         now = self._now
         assert self.exchange is not None
-        self._report.count(self.exchange.finish())
+        self.exchange.finish()
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:

@@ -221,7 +221,7 @@ class Worker(Trainer):
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world, collective_s = self.group.comm.world, self.group.comm.world.collective_s
-        world.step, world.exchanged = step, Traffic()
+        world.step, world.traffic = step, Traffic()
         nbytes = batch.x.nbytes + batch.y.nbytes
         is_traced = current() is not None
         if is_traced or nbytes != self._batch_bytes:
@@ -242,7 +242,6 @@ class Worker(Trainer):
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
             # on a device this is the step's only wait; the update is not waited for
             numbers = self.passes.sums()
-            report.count(world.exchanged)
             if self.slow:
                 # The ranks meet next, so a straggler holds up the others within the same step.
                 paused_s = self.passes.paused_s
@@ -262,9 +261,8 @@ class Worker(Trainer):
                 f", {frozen} parameters frozen"
             )
             check = crc32(own.encode()) * (1 - self.group.size * self.group.is_root)
-            (*sums, targets, differ), norm, met = self.exchange.meet((*numbers, check))
+            (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
-        report.count(met)
         if differ:
             require_same_options(self.group, [own])
         norm = report.grad_norm = norm / factor
@@ -299,6 +297,7 @@ class Worker(Trainer):
                 self.exchange.update(clipped / factor)
         if self.options.check:
             self.exchange.check_equal()
+        report.count(world.traffic)
         if isfinite(report.predicted_s):
             report.predicted_steps = 1
         else:

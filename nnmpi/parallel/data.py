@@ -23,9 +23,8 @@ from nnmpi.backend.recording import record_call
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
-from nnmpi.comm.gradients import BucketExchange, predict_traffic
+from nnmpi.comm.gradients import BucketExchange, count_all_reduce
 from nnmpi.comm.group import Group
-from nnmpi.comm.world import Traffic
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
@@ -55,7 +54,6 @@ class Replicas:
         before_sum: called with the number of each final gradient before its sum may begin.
         microbatch: the number of the microbatch that is computed; the caller sets it, first in its
             forward.
-        traffic: the bytes and times of the last step's gradients and batch statistics.
     """
 
     shares_batches = True
@@ -67,7 +65,6 @@ class Replicas:
         # whether the running backward pass is the last microbatch's; None between passes
         self._last: bool | None = None
         self._summed = False  # whether the gradients are a finished step's sums
-        self._statistics = self.traffic = Traffic()
         self.released = False
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
@@ -131,7 +128,6 @@ class Replicas:
         self.check_not_released()
         self.storage.finish_gradients()
         self._summed = True
-        self.traffic, self._statistics = self._statistics, Traffic()
 
     def begin_pass(self, last: bool) -> None:
         """Begin a pass; refuse it if its gradients would be added to another step's."""
@@ -209,7 +205,7 @@ class Replicas:
         # number of ranks.
         total = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
-        self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))
+        count_all_reduce(self.group, total.nbytes)
         return total
 
 
@@ -306,7 +302,6 @@ class DataParallel(Replicas):
         """See `Replicas.finish`."""
         super().finish()
         self.exchange.finish()
-        self.traffic = self.exchange.traffic.plus(self.traffic)
 
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""

@@ -84,7 +84,7 @@ class FixedReduction(Replicas):
         for norm, observed in zip(self._norms, self._observed, strict=True):
             self._update_statistics(norm, observed)
         sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
-        self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
+        self.group.count(Traffic(0.0, sent_bytes, len(grads), nan))
 
     def describe(self) -> str:
         """See `Replicas.describe`."""

@@ -210,7 +210,7 @@ class MpiWorld:
     def __init__(self) -> None:
         self.step: int | None = None
         self.waiter: object = None
-        self.collective_s, self.exchanged = 0.0, Traffic()
+        self.collective_s, self.traffic = 0.0, Traffic()
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None

@@ -54,7 +54,7 @@ class SimulatedWorld:
         self.machine: Machine | None = board.machine
         self.comm = comm_type(board, self, local, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
-        self.collective_s, self.exchanged = 0.0, Traffic()
+        self.collective_s, self.traffic = 0.0, Traffic()
         self.step: int | None = None
         local.world = self
 

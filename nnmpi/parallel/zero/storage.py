@@ -131,7 +131,6 @@ class ShardedStorage(FlatStorage):
 
         self._node: NodeSum | None = None
         self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
-        self._traffic = Traffic()
         # by number of the array; empty if there is nothing to exchange
         self._gathers: dict[int, Pending] = {}
         self._sums: dict[int, Pending] = {}  # arrays without one use MPI's reduce-scatter
@@ -471,13 +470,9 @@ class ShardedStorage(FlatStorage):
     # ---- bytes ----
 
     def _count(self, array: Array) -> None:
+        """Count an exchange by the bytes of the full array."""
         if self.ranks.size > 1 and array.size:
-            self._traffic = self._traffic.plus(Traffic(0.0, int(array.nbytes), 1, nan))
-
-    def take_traffic(self) -> Traffic:
-        """Return the traffic since the last call. Its bytes are those of the full arrays."""
-        traffic, self._traffic = self._traffic, Traffic()
-        return traffic
+            self.ranks.count(Traffic(0.0, int(array.nbytes), 1, nan))
 
     def disconnect(self) -> None:
         """Free the communicator, and move to this rank's private memory. Collective."""

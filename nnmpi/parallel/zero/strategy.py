@@ -219,7 +219,6 @@ class ShardedDataParallel(Replicas):
         if not self._in_units:
             for number in (*reversed(range(len(self.storage.units))), COMMON):
                 self.storage.reduce(number)
-        self.traffic = self.storage.take_traffic().plus(self.traffic)
 
     # ---- the model ----
 
