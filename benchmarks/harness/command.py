@@ -5,6 +5,7 @@ wrong with it; the `Parser` puts the option's name before that.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,12 @@ def run(program: str, work: Callable[[], int | None]) -> int:
         work: parses, measures and prints; returns the exit status, None for 0.
     """
     try:
-        return work() or 0
+        status = work() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head`; Python would fail again as it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except NnmpiError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return error.exit_status

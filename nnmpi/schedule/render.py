@@ -157,7 +157,7 @@ def picture(schedule: Schedule, simulation: Simulation) -> Picture:
         for rank, kind, stage, batch, begin, end in animation(schedule, simulation)["spans"]
     ]
     return Picture(
-        f"{schedule.name}: bubble {simulation.bubble:.1%} of all ranks' time", "ms", spans
+        f"{schedule.name}: bubble {100 * simulation.bubble:.1f} % of all ranks' time", "ms", spans
     )
 
 

@@ -29,7 +29,7 @@ COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
     (
         schedule,
         PIPELINE,
-        {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"},
+        {"1f1b: bubble 33.3 % of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"},
     ),
     (schedule, THIN, {"0F0", "7F7", "0B7"}),
     (
