@@ -121,14 +121,14 @@ def main(words: Sequence[str], group: Group) -> None:
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
     text = format_predictions(run, run.answers(x), options.format)
-    if options.out is None:
-        console.say(text)
-        return
 
     def write() -> None:
-        assert options.out is not None
-        with raised_as(UsageError, f"--out {options.out} cannot be written"):
-            options.out.write_text(text + "\n")
+        if options.out is None:
+            console.say(text)
+            console.check()
+        else:
+            with raised_as(UsageError, f"--out {options.out} cannot be written"):
+                options.out.write_text(text + "\n")
 
     on_root(group, write)
 

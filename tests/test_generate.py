@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import CheckpointError, NnmpiError, UsageError
 from nnmpi.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
@@ -98,7 +98,9 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
     assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
 
 
-def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sentence each."""
     folder = run(tmp_path, "gpt")
     for words, sentence in (
@@ -121,6 +123,10 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"
     ):
         written(str(folder), 1, capfd, " ".join(["1"] * 13))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(NnmpiError, match="could not be written: No space left"):
+            simulate(lambda group: main([str(folder), "--prompt", "1"], group), 1)
     (folder / "checkpoints").rename(folder / "gone")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         written(f"{folder} --prompt 1", 1, capfd)

@@ -13,7 +13,7 @@ import pytest
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CheckpointError, DataError, UsageError
+from nnmpi.errors import CheckpointError, DataError, NnmpiError, UsageError
 from nnmpi.evaluate import main as evaluate
 from nnmpi.export import main as export
 from nnmpi.models.torch_weights import read_torch
@@ -166,6 +166,17 @@ def test_a_loaded_run_predicts_what_the_command_says(
         [row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6
     )
     assert repr(result) == f"Run({str(folder)!r}: mlp on table, after {result.step} steps)"
+
+
+def test_predictions_that_a_full_disk_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = files(tmp_path)["table.csv"]
+    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(NnmpiError, match="could not be written: No space left"):
+            simulate(lambda group: predict(f"{folder} {data}".split(), group), 2)
 
 
 def test_an_image_file_is_read_as_the_data_was(

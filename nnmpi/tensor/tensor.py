@@ -519,8 +519,8 @@ class Tensor(Variable):
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
                 f" not {widths!r}"
             )
-        _, value = operands("pad", self, value)
-        return Pad(pairs, value)(self) if pairs else self  # NumPy's pad refuses an empty list
+        # NumPy's pad refuses an empty list
+        return Pad(pairs, operands("pad", self, value)[1])(self) if pairs else self
 
 
 def maximum(a: Any, b: Any) -> Tensor:
