@@ -25,10 +25,10 @@ from numpy.random import mtrand
 
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.machine import EAGER_BYTES, Machine
 from nnmpi.comm.simulated.mpi_front import Wire, make_modules
 from nnmpi.comm.simulated.scheduler import Scheduler
-from nnmpi.comm.simulated.simulated_comm import EAGER_BYTES, MessageBoard
+from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.command import FLAG, MOST, check_numbers, read_command, say
 from nnmpi.errors import CommError, UsageError, counted, raised_as

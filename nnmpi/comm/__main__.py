@@ -17,7 +17,7 @@ from pathlib import Path
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.collective import ALL_REDUCE, Collective
-from nnmpi.comm.duration import price, simulate_collective
+from nnmpi.comm.duration import coefficients, price, simulate_collective
 from nnmpi.comm.fit import (
     NETWORK,
     default_file,
@@ -30,7 +30,7 @@ from nnmpi.comm.fit import (
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
-from nnmpi.comm.render import coefficients, compare, picture, render
+from nnmpi.comm.render import compare, picture, render
 from nnmpi.command import (
     MOST,
     announce,
@@ -110,11 +110,11 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():
-        latencies, buffers = coefficients(collective, ranks)
+        latencies, sent = coefficients(collective, ranks)[:2]
         result = find_collective(operation, name, machine.nodes)
         seconds = format_seconds(price(result, ranks, asked.bytes, machine))
         lines.append(
-            f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}"
+            f"{operation:18} {name:17} {latencies:5} alpha + {sent:8.3f} M beta {seconds:>12}"
         )
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from operator import index
 from typing import TypeAlias
 
 from nnmpi.custom import call_user, name_of
-from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.errors import ScheduleError
 from nnmpi.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
@@ -158,14 +158,6 @@ class Contract:
     chunks: Callable[[int], int] = int
 
 
-Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
-"""N ranks -> (latencies, buffers sent, buffers added) on the critical path; a buffer is M bytes."""
-
-
-def _refuse_closed_form(N: int) -> tuple[float, float, float]:
-    raise UsageError("this collective has no closed form; simulate it")
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A named algorithm with its contract: `collective(rank, size)` returns a rank's steps.
@@ -174,13 +166,11 @@ class Collective:
         name: such as "ring".
         contract: what it promises.
         phases: algorithms, run one after the other.
-        cost: the closed form, for equal links and buffers that N divides.
     """
 
     name: str
     contract: Contract
     phases: tuple[Algorithm, ...]
-    cost: Cost = _refuse_closed_form
 
     def _repr_html_(self) -> str:  # a notebook draws it
         from nnmpi.comm.render import DRAWN_IN_NOTEBOOKS, render
@@ -198,15 +188,6 @@ class Collective:
     def sent(self, size: int) -> list[float]:
         """Return the buffers that each rank sends: its chunks / size."""
         return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
-
-    def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the closed form's seconds for N ranks, M bytes, and prices per message and byte.
-
-        Raises:
-            UsageError: for an algorithm without a closed form.
-        """
-        latencies, sent, added = self.cost(N)
-        return latencies * alpha + sent * M * beta + added * M * gamma
 
 
 def as_collective(

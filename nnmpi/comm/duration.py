@@ -9,9 +9,10 @@ A step of a ring on three ranks; rank 1 comes to it late:
                          |     the step's last message has arrived
                          both ends have come to the step: the message (=) begins
 
-- A message begins when both ends have come to its step (rendezvous, as MPI sends long messages)
-  and, between nodes, when the links of both nodes are free (`machine.Links`). Its seconds are those
-  of the link's curve: inside a node or across, in one direction or both.
+- A long message begins when both ends have come to its step (rendezvous), one of at most
+  EAGER_BYTES when its sender has, which then goes on; and, between nodes, when the links of both
+  nodes are free (`machine.Links`). Its seconds are those of the link's curve: inside a node or
+  across, in one direction or both.
 - Chunks have the exact bytes that `shard.split` gives them.
 - The messages of one step between two ranks are posted together, so they pay the latency once, and
   their bytes follow one another:
@@ -28,6 +29,7 @@ A step of a ring on three ranks; rank 1 comes to it late:
   (`_steps_of_all`): a ring of 4096 ranks has 8190 steps a rank, but 33 million messages. With more
   than `EXACT_RANKS` ranks this shortcut also serves several nodes; there a step takes as long as
   its slowest link.
+- Groups of ranks that communicate at once share the links (`Machine.parts`).
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ from typing import cast
 import numpy as np
 
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
-from nnmpi.comm.machine import INSTANT_S, Links, Machine
+from nnmpi.comm.machine import EAGER_BYTES, INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
 from nnmpi.custom import call_user
 from nnmpi.errors import ScheduleError, number, whole
@@ -62,6 +64,19 @@ def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: M
     return max(simulate_collective(collective, size, nbytes, machine))
 
 
+def coefficients(collective: Collective, size: int) -> tuple[int, float, float]:
+    """Return (latencies, buffers sent, buffers added) on the critical path of long messages.
+
+    seconds = latencies x alpha + (sent x beta + added x gamma) x bytes of a buffer
+    """
+    nbytes = (EAGER_BYTES + ITEM_BYTES) * size
+    latencies, sent, added = (
+        price(collective, size, nbytes, Machine.uniform(*cost))
+        for cost in ((1, 0), (0, 1 / nbytes), (0, 0, 1 / nbytes))
+    )
+    return round(latencies), sent, added
+
+
 def simulate_collective(
     collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine
 ) -> list[float]:
@@ -71,7 +86,8 @@ def simulate_collective(
         collective: a collective, or a bare function of (rank, size).
         size: number of ranks, at least 1.
         nbytes: the whole buffer of a rank, rounded up to whole elements of float32.
-        machine: the costs of messages and sums, and the nodes of the ranks.
+        machine: the costs of messages and sums, and the nodes of the ranks; with the nodes of
+            several groups of `size` ranks, all begin at once.
 
     Raises:
         UsageError: for no ranks, or a machine with another number of them.
@@ -79,12 +95,16 @@ def simulate_collective(
     """
     whole("size", size)
     number("nbytes", nbytes)
-    seconds = _Seconds(machine, machine.nodes_of(size), -(-nbytes // ITEM_BYTES))
-    clocks = [0.0] * size
+    nodes = machine.nodes or machine.nodes_of(size)
+    if len(nodes) % size:
+        machine.nodes_of(size)  # raises
+    seconds = _Seconds(machine, nodes, size, -(-nbytes // ITEM_BYTES))
+    clocks = [0.0] * len(nodes)
     for phase in as_collective(collective).phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
         if steps is not None:
-            clocks = [max(clocks) + sum(seconds.of_all(*_lengths(step)) for step in steps)] * size
+            end_s = max(clocks) + sum(seconds.of_all(*_lengths(step)) for step in steps)
+            clocks = [end_s] * len(nodes)
             continue
         states = seconds.run([call_user(phase, Step, rank, size) for rank in range(size)], clocks)
         for rank, state in enumerate(states):
@@ -132,33 +152,36 @@ class _Seconds(Engine):
     Args:
         machine: the costs.
         nodes: the node of each rank.
+        size: ranks of a group.
         elements: length of the buffer.
     """
 
-    def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int) -> None:
-        self._machine, self._nodes = machine, nodes
+    def __init__(self, machine: Machine, nodes: tuple[int, ...], size: int, elements: int) -> None:
+        self._machine, self._nodes, self._size = machine, nodes, size
         # elements of a chunk; the first `_longer` chunks have one more
-        self._short, self._longer = divmod(elements, len(nodes))
+        self._short, self._longer = divmod(elements, size)
         self._links = Links(machine, len(nodes))
-        size, count = len(nodes), len(set(nodes))
+        ranks, count = len(nodes), len(set(nodes))
         # Whether symmetric steps have equal clocks, or nearly. Links are equal on one node, and
         # with a node per rank. Where some chunks are empty (`_short` 0) the clocks differ.
-        self.may_be_in_lock_step = (count in (1, size) and self._short > 0) or size > EXACT_RANKS
+        self.may_be_in_lock_step = (count in (1, ranks) and self._short > 0) or ranks > EXACT_RANKS
         self._sent, self.of_all = cache(self._find_sent), cache(self._find_step)
 
-    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
-        """Return the arrival of the last message."""
-        both = _is_both(out), _is_both(into)
-        return self._links.carry(sender, receiver, ready, self._sent(out.send), both)
+    def carry(self, sender: int, receiver: int, step: Step, ready: float) -> float:
+        """Return the arrival of the last message; without messages, the beginning."""
+        sent, both_ways = self._sent(step.send), step.from_ is not None
+        return self._links.carry(sender, receiver, ready, sent, both_ways) if sent else ready
+
+    def leaves(self, step: Step) -> bool:
+        return all(nbytes <= EAGER_BYTES for nbytes in self._sent(step.send))
 
     def turn(self, ready: float) -> int:
         return round(ready / INSTANT_S)
 
     def add(self, rank: int, step: Step, over: float) -> float:
         """Return when the arrivals have been added."""
-        if not step.reduce or not step.recv:
-            return over
-        return over + sum(self._machine.add(nbytes) for nbytes in self._sent(step.recv))
+        added = self._sent(step.recv) if step.reduce else ()
+        return over + sum(map(self._machine.add, added))
 
     def _find_sent(self, chunks: Chunks) -> tuple[int, ...]:
         """Return the bytes of each message that these chunks make."""
@@ -180,19 +203,16 @@ class _Seconds(Engine):
         """
         longest = (self._short + (self._longer > 0)) * ITEM_BYTES
         messages = tuple(longest * chunks for chunks in sent)
-        source, target = np.array(self._nodes), np.roll(self._nodes, -to)
+        source = np.reshape(self._nodes, (-1, self._size))
+        target = np.roll(source, -to, axis=1)
         crossing = source != target
-        seconds = 0.0 if crossing.all() else sum(self._machine.message(False, (True,), messages))
+        seconds = 0.0 if crossing.all() else sum(self._machine.message(False, True, messages))
         if crossing.any():
-            latency_s, wire_s = self._machine.message(True, (True,), messages)
+            latency_s, wire_s = self._machine.message(True, True, messages)
             busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
             # a latency passes under the bytes of others
             seconds = max(seconds, latency_s + wire_s, wire_s * busiest)
         return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))
-
-
-def _is_both(step: Step) -> bool:
-    return step.to is not None and step.from_ is not None
 
 
 def _lengths(step: Step) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

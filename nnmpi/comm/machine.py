@@ -15,7 +15,7 @@ where messages outgrow the caches. Hence the piecewise `Curve`.
 
 import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,25 +88,14 @@ class Curve:
             else y1 + max(slope, 0.0) * (nbytes - x1)
         )
 
-    def shared(self, messages: float) -> "Curve":
-        """Return the cost of a message while this many share a link's bandwidth."""
-        alpha_s = self.alpha_s
-        return Curve(
-            tuple(
-                (nbytes, alpha_s + (seconds - alpha_s) * messages)
-                for nbytes, seconds in self.points
-            )
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """The cost of a message between two ranks.
 
     Attributes:
-        one_way: for a rank that only sends or only receives in a step.
-        both_ways: for a rank that does both at once. A message whose two ends differ has the more
-            expensive curve.
+        one_way: for a sender that receives nothing at the same time.
+        both_ways: for one that does.
     """
 
     one_way: Curve
@@ -166,41 +155,36 @@ class Machine:
         return self.across if across and self.across is not None else self.inside
 
     def parts(self, groups: Iterable[Sequence[int]], size: int) -> list["Machine"]:
-        """Return the machine for each group of ranks, equal ones once.
+        """Return the machine of each set of groups that share links, equal ones once.
 
-        All groups communicate at once: those on the same nodes share the nodes' links.
+        Its nodes are those of one group after the other. Groups inside a node share nothing;
+        all have equally many ranks.
         """
-        nodes, link = self.nodes_of(size), self.link(across=True)
-        placed = Counter(tuple(nodes[rank] for rank in ranks) for ranks in groups)
-        return list(
-            {
-                replace(
-                    self,
-                    nodes=tuple(map(on.index, on)),
-                    across=Link(link.one_way.shared(count), link.both_ways.shared(count)),
-                ): None
-                for on, count in placed.items()
-            }
-        )
+        node_of = self.nodes_of(size)
+        # by node, the nodes of all ranks whose groups share its link, or others through them
+        sharing: dict[int, list[int]] = {}
+        for ranks in groups:
+            on = [node_of[rank] for rank in ranks]
+            if len({*on}) == 1:
+                sharing[-1] = on
+                continue
+            met = {id(sharing[node]): sharing[node] for node in on if node in sharing}
+            joined = sum(met.values(), []) + on
+            sharing |= dict.fromkeys(joined, joined)
+        places = dict.fromkeys(tuple(map(part.index, part)) for part in sharing.values())
+        return [replace(self, nodes=nodes) for nodes in places]
 
-    def message(
-        self, across: bool, both: Iterable[bool], lengths: Sequence[int]
-    ) -> tuple[float, float]:
+    def message(self, across: bool, both_ways: bool, lengths: Sequence[int]) -> tuple[float, float]:
         """Return (latency, wire) in seconds of messages that are posted together.
 
         Args:
             across: whether they go between nodes.
-            both: for each of the two ends, whether it sends and receives at once; the more
-                expensive end counts.
+            both_ways: whether their sender receives at the same time.
             lengths: bytes of each message.
         """
         link = self.link(across)
-        curves = {link.both_ways if item else link.one_way for item in both}
-        costs = [
-            (curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in lengths))
-            for curve in curves
-        ]
-        return max(costs, key=sum)
+        curve = link.both_ways if both_ways else link.one_way
+        return curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in lengths)
 
 
 def blocks(size: int, per_node: int) -> tuple[int, ...]:
@@ -224,6 +208,9 @@ def blocks(size: int, per_node: int) -> tuple[int, ...]:
 
 # Times closer than this are equal: rounding must not decide the order of messages.
 INSTANT_S = 1e-12
+# The longest message that leaves before its receiver waits for it. Open MPI's limit between ranks
+# of a node; its limits on networks are of the same order.
+EAGER_BYTES = 4096
 
 
 class Links:
@@ -245,7 +232,7 @@ class Links:
         receiver: int,
         ready_s: float,
         lengths: tuple[int, ...],
-        both: tuple[bool, ...] = (False,),
+        both_ways: bool = False,
     ) -> float:
         """Occupy the links for messages from one rank to another; return the last one's arrival.
 
@@ -255,10 +242,10 @@ class Links:
         Args:
             sender, receiver: the ranks.
             ready_s: the earliest start.
-            lengths, both: see `Machine.message`.
+            lengths, both_ways: see `Machine.message`.
         """
         source, target = self._nodes[sender], self._nodes[receiver]
-        latency_s, wire_s = self._message(source != target, both, lengths)
+        latency_s, wire_s = self._message(source != target, both_ways, lengths)
         pair, free_s = (sender, receiver), self._free_s
         out, into = (pair, pair) if source == target else (("out", source), ("in", target))
         ready_s = max(ready_s, free_s[out], free_s[into])

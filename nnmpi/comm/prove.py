@@ -4,10 +4,11 @@
     rank 1   ..|-- from 0 --|+++|        a step is over when its messages are, and the sum is added
     rank 2   |------- to 3 -----------|  then the rank comes to its next step
 
-MPI does the same with long messages. Steps that pass here cannot deadlock when MPI buffers short
-messages either. Messages are served in the order in which they become ready, which is their order
-in a link's queue. A subclass gives a message its effect and its duration: `PartialSums` works with
-values, in rounds; `duration` with seconds.
+MPI does the same with long messages; short ones leave at once (`Engine.leaves`). Steps that pass a
+proof, where all wait, cannot deadlock when MPI buffers short messages either. Messages are served
+in the order in which they become ready, which is their order in a link's queue. A subclass gives a
+message its effect and its duration: `PartialSums` works with values, in rounds; `duration` with
+seconds.
 
 In a proof a message carries, for each chunk, the count of each rank's contributions to it. At the
 end each chunk on each rank must hold what the contract promises (in an all-reduce every rank's
@@ -15,10 +16,12 @@ contribution exactly once), with no message left over. A run on arrays of number
 sum, but not the rank whose contribution is missing or doubled.
 """
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from heapq import heappop, heappush
+from itertools import count as count_up
 from typing import Any
 
 from nnmpi.comm.collective import (
@@ -45,6 +48,7 @@ class RankState:
         steps: all its steps.
         clock: the beginning of its current step, in any ordered measure.
         over: the arrival of that step's last message so far.
+        first: the first rank of its group, whose steps count from there.
         at: the number of that step; the number of steps at the end.
         sending: the receiver of the step's pending messages; None when they are complete.
         receiving: the sender of pending messages; None when they are complete.
@@ -53,6 +57,7 @@ class RankState:
     steps: Sequence[Step]
     clock: Any
     over: Any
+    first: int = 0
     at: int = -1
     sending: int | None = None
     receiving: int | None = None
@@ -62,26 +67,45 @@ class RankState:
         """Whether all steps are done."""
         return self.at >= len(self.steps)
 
+    @property
+    def step(self) -> Step:
+        """Its current step."""
+        return self.steps[self.at]
+
     def open(self) -> None:
         """Enter the next step."""
         self.at += 1
         self.over = self.clock
         if not self.is_over:
-            self.sending, self.receiving = self.steps[self.at].to, self.steps[self.at].from_
+            self.sending, self.receiving = (
+                None if partner is None else partner + self.first
+                for partner in (self.step.to, self.step.from_)
+            )
 
 
 class Engine:
-    """Walks through all ranks' steps."""
+    """Walks through all ranks' steps.
 
-    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: Any) -> Any:
-        """Carry the messages of `out`, which `into` receives, and return their arrival.
+    Attributes:
+        states: of the ranks in the present run.
+    """
+
+    states: Sequence[RankState]
+
+    def carry(self, sender: int, receiver: int, step: Step, ready: Any) -> Any:
+        """Carry the messages of the sender's step, and return their arrival.
 
         Calls come in the order of `turn`.
 
         Args:
-            ready: the time at which both ranks had entered their step.
+            ready: the time at which the sender had entered the step, and unless the messages leave
+                at once, the receiver its own.
         """
         raise NotImplementedError
+
+    def leaves(self, step: Step) -> bool:
+        """Return whether a step's messages leave at once: their sender waits for nobody."""
+        return False
 
     def turn(self, ready: Any) -> Any:
         """Return the key that orders ready messages; ties go to the lower sender."""
@@ -95,61 +119,80 @@ class Engine:
         """Run until no message is ready, and return the state of each rank.
 
         Args:
-            steps: each rank's steps.
-            clocks: each rank's start.
+            steps: of each rank of a group.
+            clocks: the start of each rank, of one group or of several.
 
         Raises:
             ScheduleError: for a step with a partner outside the ranks.
         """
+        size = len(steps)
         for rank, local in enumerate(steps):
             for index, step in enumerate(local):
                 for partner in (step.to, step.from_):
-                    if partner is not None and (partner == rank or not 0 <= partner < len(steps)):
-                        there = f"rank {partner}, but the ranks are 0..{len(steps) - 1}"
+                    if partner is not None and (partner == rank or not 0 <= partner < size):
+                        there = f"rank {partner}, but the ranks are 0..{size - 1}"
                         who = "itself" if partner == rank else there
                         raise ScheduleError(f"rank {rank}, step {index} talks to {who}")
-        states = [
-            RankState(local, clock, clock) for local, clock in zip(steps, clocks, strict=True)
+        self.states = states = [
+            RankState(steps[rank % size], clock, clock, rank - rank % size)
+            for rank, clock in enumerate(clocks)
         ]
-        queue: list[tuple[Any, int, int, Any]] = []  # (turn, sender, receiver, ready)
+        # messages to be carried: (turn, sender, number, receiver, ready, step)
+        queue: list[tuple[Any, int, int, int, Any, Step]] = []
+        numbers = count_up()
+        posted: Counter[tuple[int, int]] = Counter()  # (sender, receiver): posted, not received
+        arrived: defaultdict[tuple[int, int], deque[Any]] = defaultdict(deque)
+
+        def post(sender: int, receiver: int, ready: Any) -> None:
+            posted[sender, receiver] += 1
+            turn, step = self.turn(ready), states[sender].step
+            heappush(queue, (turn, sender, next(numbers), receiver, ready, step))
 
         def meet(sender: int | None, receiver: int | None) -> None:
-            """Queue the messages between two ranks if both are in the step that exchanges them."""
-            if sender is None or receiver is None:
+            """Post the messages between two ranks if both are in the step that exchanges them."""
+            if sender is None or receiver is None or posted[sender, receiver]:
                 return
             source, target = states[sender], states[receiver]
             if source.sending == receiver and target.receiving == sender:
-                ready = max(source.clock, target.clock)
-                heappush(queue, (self.turn(ready), sender, receiver, ready))
+                post(sender, receiver, max(source.clock, target.clock))
 
-        def close(rank: int) -> None:
-            """While a rank's messages are complete, leave its step and enter the next one."""
+        def enter(rank: int) -> None:
+            """Enter a rank's next step; its messages may leave at once."""
             state = states[rank]
-            while not state.is_over and state.sending is None and state.receiving is None:
-                state.clock = self.add(rank, state.steps[state.at], state.over)
-                state.open()
-                # The later of two ranks queues their message. This rank may be the later one as
-                # sender and as receiver.
-                meet(rank, state.sending)
-                meet(state.receiving, rank)
-
-        for state in states:
             state.open()
-        for rank, state in enumerate(states):
-            # all are in their first step: asking by sender queues each message once
-            meet(rank, state.sending)
-        for rank in range(len(states)):
-            close(rank)  # a step without messages
+            if state.sending is not None and self.leaves(state.step):
+                post(rank, state.sending, state.clock)
+                state.sending = None
+
+        def advance(rank: int) -> None:
+            """Take a rank through its steps as far as their messages are complete."""
+            state = states[rank]
+            while not state.is_over:
+                source = state.receiving
+                if source is not None and arrived[source, rank]:
+                    state.over = max(state.over, arrived[source, rank].popleft())
+                    posted[source, rank] -= 1
+                    state.receiving = None
+                if state.sending is not None or state.receiving is not None:
+                    # the later of two ranks posts their message
+                    meet(rank, state.sending)
+                    meet(state.receiving, rank)
+                    return
+                state.clock = self.add(rank, state.step, state.over)
+                enter(rank)
+
+        for act in (enter, advance):
+            for rank in range(len(states)):
+                act(rank)
         while queue:
-            _, sender, receiver, ready = heappop(queue)
-            source, target = states[sender], states[receiver]
-            end = self.carry(
-                sender, receiver, source.steps[source.at], target.steps[target.at], ready
-            )
-            source.sending = target.receiving = None
-            for rank, state in ((sender, source), (receiver, target)):
-                state.over = max(state.over, end)
-                close(rank)
+            _, sender, _, receiver, ready, step = heappop(queue)
+            end = self.carry(sender, receiver, step, ready)
+            arrived[sender, receiver].append(end)
+            if not self.leaves(step):
+                source = states[sender]
+                source.sending, source.over = None, max(source.over, end)
+            for rank in (sender, receiver):
+                advance(rank)
         return states
 
 
@@ -280,7 +323,6 @@ class PartialSums(Engine):
     Attributes:
         held: by rank and chunk, the parts in it; 0 for an empty chunk.
         written: by rank and chunk, the step that changed it last.
-        at: by rank, its current step.
         arrived: by rank, the message and parts received in this step.
         sent: all messages so far.
     """
@@ -293,27 +335,27 @@ class PartialSums(Engine):
             [contract.begins(rank, chunk, size) or 0 for chunk in chunks] for rank in range(size)
         ]
         self.written: list[dict[int, int]] = [{} for _ in range(size)]
-        self.at = [0] * size
         self.arrived: dict[int, tuple[ProvedMessage, tuple[int, ...]]] = {}
 
     def carry(
-        self, sender: int, receiver: int, out: Step, into: Step, ready: tuple[int, int]
+        self, sender: int, receiver: int, step: Step, ready: tuple[int, int]
     ) -> tuple[int, int]:
         """Carry a message if its chunks are those that the receiver expects."""
-        if tuple(out.send) != tuple(into.recv):
+        into = self.states[receiver].step
+        if tuple(step.send) != tuple(into.recv):
             raise ScheduleError(
-                f"{self._name(sender)} sends chunks {list(out.send)} to {self._name(receiver)},"
+                f"{self._name(sender)} sends chunks {list(step.send)} to {self._name(receiver)},"
                 f" which expects chunks {list(into.recv)}"
             )
-        parts = tuple(self.held[sender][chunk] for chunk in out.send)
+        parts = tuple(self.held[sender][chunk] for chunk in step.send)
         if 0 in parts:
-            empty = out.send[parts.index(0)]
+            empty = step.send[parts.index(0)]
             raise ScheduleError(
                 f"{self._name(sender)} sends chunk {empty} to rank {receiver} before it has any"
                 " data"
             )
-        clock = ready[0] + 1, ready[1] + len(out.send)
-        message = ProvedMessage(sender, receiver, out.send, into.reduce, clock)
+        clock = ready[0] + 1, ready[1] + len(step.send)
+        message = ProvedMessage(sender, receiver, step.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
         self.sent.append(message)
         return clock
@@ -334,7 +376,6 @@ class PartialSums(Engine):
                     f" {step.from_} overwrites it"
                 )
             message.after = tuple(map(partial(self._store, rank, step), step.recv, everything))
-        self.at[rank] += 1
         return over
 
     def _store(self, rank: int, step: Step, chunk: int, parts: int) -> int:
@@ -349,7 +390,7 @@ class PartialSums(Engine):
             times = "twice" if most == 1 else f"more than {most} times"
             raise ScheduleError(f"{what} and counts {name_ranks(often)} {times}")
         self.held[rank][chunk] = total
-        self.written[rank][chunk] = self.at[rank]
+        self.written[rank][chunk] = self.states[rank].at
         return total
 
     def check(self) -> None:
@@ -364,7 +405,7 @@ class PartialSums(Engine):
                     raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank}, step {self.at[rank]}"
+        return f"rank {rank}, step {self.states[rank].at}"
 
 
 def _difference(parts: int, expected: int, size: int) -> str:

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
-from nnmpi.comm.duration import price
+from nnmpi.comm.duration import coefficients
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
 from nnmpi.errors import ScheduleError, UsageError, counted
@@ -32,7 +32,6 @@ DRAWN_IN_NOTEBOOKS = 4  # ranks
 DRAWN = 8  # every number of ranks up to this one has an animation
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
-_ITEMS = 840  # elements of each chunk: all chunks are equal
 SHOWN_BYTES = 2**20  # a page's initial buffer
 
 
@@ -144,16 +143,6 @@ def picture(collective: Collective, size: int) -> Picture:
     return Picture(title, "rounds", ranks, arrows)
 
 
-def coefficients(collective: Collective, size: int) -> tuple[int, float]:
-    """Return (latencies, buffers): seconds = latencies x alpha + buffers x bytes x beta."""
-    nbytes = 4 * _ITEMS * size
-    latencies, buffers = (
-        price(collective, size, nbytes, Machine.uniform(*cost))
-        for cost in ((1, 0), (0, 1 / nbytes))
-    )
-    return round(latencies), buffers
-
-
 def compare(
     collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine
 ) -> dict[str, Any]:
@@ -187,7 +176,9 @@ def compare(
                 "animations": {
                     size: animation(collective, size) for size in drawn if size in right
                 },
-                "costs": {size: coefficients(collective, size) for size in PRICED if size in right},
+                "costs": {
+                    size: coefficients(collective, size)[:2] for size in PRICED if size in right
+                },
             }
             for name, collective in collectives.items()
             for right in [{ranks, *(size for size in PRICED if _is_right(collective, size))}]

@@ -65,7 +65,7 @@ from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
-from nnmpi.schedule.simulate import carrier, measured_costs, simulate_schedule
+from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
@@ -610,14 +610,13 @@ def _forecast(mesh: BoundMesh, schedule: Schedule, reports: Sequence[PassReport]
     samples = [
         (Kind(kind).at(stage), seconds) for costs, *_ in by_rank for kind, stage, seconds in costs
     ]
-    carry = None
-    if machine is not None:
-        lengths = {
-            (kind, stage): tuple(sizes) for *_, sent in by_rank for kind, stage, sizes in sent
-        }
-        here, *_ = machine.parts(mesh.mesh.groups(PP), mesh.world.size)
-        carry = carrier(here, lambda send: lengths[send.kind, send.stage])
-    simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples), carry)
+    lengths = {(kind, stage): tuple(sizes) for *_, sent in by_rank for kind, stage, sizes in sent}
+    simulation = simulate_schedule(
+        schedule,
+        measured_costs(schedule.stages, samples),
+        machine and machine.parts(mesh.mesh.groups(PP), mesh.world.size)[0],
+        lambda send: lengths[send.kind, send.stage],
+    )
     measured_s = max(total_s for _, (total_s, _), *_ in by_rank)
     busy_s = sum(compute_s for _, (_, compute_s), *_ in by_rank)
     stage_s = [0.0] * schedule.stages

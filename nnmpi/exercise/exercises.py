@@ -34,7 +34,7 @@ from nnmpi.comm.collective import (
     as_collective,
     local_part,
 )
-from nnmpi.comm.duration import price
+from nnmpi.comm.duration import coefficients, price
 from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
 from nnmpi.command import suggest
@@ -357,7 +357,8 @@ def _seconds(collective: Collective, draw: Random) -> Iterator[Case]:
         ):
             hint = " (bytes are divided by /, not by //)" * (M == 1)
             case = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}{hint}"
-            yield case, (N, M, alpha, beta), float(collective.seconds(N, M, alpha, beta))
+            latencies, sent, _ = coefficients(collective, N)
+            yield case, (N, M, alpha, beta), latencies * alpha + sent * M * beta
 
 
 def _cost(name: str, operation: str, algorithm: str, statement: str) -> Exercise:
@@ -379,7 +380,7 @@ def bucket_cost(draw: Random) -> Iterator[Case]:
     for buckets, (case, values, seconds) in product((1, 2, 5), _seconds(RING, draw)):
         N, _, alpha, _ = values
         # each bucket has the latencies of a ring, and a share of its bytes
-        expected = seconds + (buckets - 1) * RING.seconds(N, 0, alpha, 0)
+        expected = seconds + (buckets - 1) * coefficients(RING, N)[0] * alpha
         yield f"{case} and {buckets} buckets", (*values, buckets), expected
 
 
@@ -392,7 +393,9 @@ def ring_tree_crossover(draw: Random) -> Iterator[Case]:
     """
     for N in (4, 8, 16, 64):
         alpha, beta = draw.uniform(1e-4, 1e-3), draw.uniform(1e-9, 1e-8)
-        (rounds, shares, _), (levels, buffers, _) = RING.cost(N), ALGORITHMS["tree"].cost(N)
+        (rounds, shares, _), (levels, buffers, _) = (
+            coefficients(item, N) for item in (RING, ALGORITHMS["tree"])
+        )
         expected = alpha * (rounds - levels) / (beta * (buffers - shares))
         yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), expected
 

@@ -20,7 +20,9 @@ import numpy as np
 from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.duration import price
 from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, counted
 from nnmpi.exercise.exercise import (
@@ -494,7 +496,11 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     "backward",
     _BACKWARD,
     lambda size: (
-        1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK))
+        1.05
+        * (
+            sum(SECONDS)
+            + price(ALGORITHMS["ring"], size, ITEM_BYTES * NUMBERS[0], Machine.uniform(*LINK))
+        )
     ),
     network="alpha_us=50,gbit=1",
 )

@@ -7,7 +7,7 @@ The sender of an eager send continues at once, and the message arrives after its
 rendezvous send holds its sender until the receive is posted and the message has arrived.
 
 Every rank has one clock, and does its program in order. Messages of one channel follow one another,
-or those of all ranks share a machine's links (`carrier`). This is the only interpretation of
+or those of all ranks share a machine's links. This is the only interpretation of
 schedules: `check` uses it to find deadlocks, `lower` to find where receives must be posted early,
 `simulate_schedule` to get times, from modelled or measured costs.
 
@@ -50,8 +50,8 @@ Costs: TypeAlias = Mapping[Kind, Sequence[float]]
 latency + bytes x seconds per byte.
 """
 
-Carry: TypeAlias = Callable[[Instruction, Channel, float], float]
-"""(send, its channel, seconds of its start) -> seconds of the arrival; starts come in order."""
+Lengths: TypeAlias = Callable[[Instruction], tuple[int, ...]]
+"""send -> bytes of its messages, which are posted together."""
 
 
 def even_costs(
@@ -87,17 +87,6 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
         kind: [median(result.get((kind, stage), (0.0,))) for stage in range(stages)]
         for kind in {k for k, _ in result}
     }
-
-
-def carrier(machine: Machine, lengths: Callable[[Instruction], tuple[int, ...]]) -> Carry:
-    """Return the carriage of messages over links.
-
-    Args:
-        machine: with the node of each rank of the pipeline; see `Machine.parts`.
-        lengths: send -> bytes of its messages, which are posted together.
-    """
-    links = Links(machine)
-    return lambda send, channel, ready_s: links.carry(*channel[:2], ready_s, lengths(send))
 
 
 # ---- the run ----
@@ -151,7 +140,8 @@ class ScheduleRun:
         schedule: Schedule,
         costs: Costs,
         rendezvous: bool = False,
-        carry: Carry | None = None,
+        machine: Machine | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         """Run.
 
@@ -159,16 +149,22 @@ class ScheduleRun:
             schedule: with messages; `lower` adds them.
             costs: the seconds of instructions.
             rendezvous: whether a send waits for its receive.
-            carry: carries messages, instead of their seconds in `costs`.
+            machine: with the node of each rank; its links carry the messages, instead of their
+                seconds in `costs`. With the nodes of several pipelines, one after the other, all
+                run at once.
+            lengths: of the messages on a machine.
         """
-        self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
+        nodes = machine and machine.nodes
+        programs = schedule.programs * (len(nodes or schedule.programs) // schedule.ranks)
+        self.ranks = [RankProgress(rank, program) for rank, program in enumerate(programs)]
         self.spans: list[TimedInstruction] = []
-        self._costs, self._rendezvous, self._channel_of = costs, rendezvous, schedule.channel_of
+        self._costs, self._rendezvous, self._schedule = costs, rendezvous, schedule
         # posts by channel and end
         self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)
         # the end of a channel's last message
         self._free_s: defaultdict[Channel, float] = defaultdict(float)
-        self._carry = carry or self._follow
+        self._links = machine and Links(machine)
+        self._lengths = lengths
         # (clock, rank): the earliest first, so that messages start in the order of time
         self._todo = [(0.0, progress.rank) for progress in self.ranks]
         while self._todo:
@@ -217,7 +213,9 @@ class ScheduleRun:
 
     def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
         """Post a transfer, and let the other rank continue if this completes its message."""
-        channel, is_send = self._channel_of(transfer), transfer.kind in SENDS
+        sender, receiver, kind = self._schedule.channel_of(transfer)
+        first = progress.rank - progress.rank % self._schedule.ranks  # of its pipeline
+        channel, is_send = (sender + first, receiver + first, kind), transfer.kind in SENDS
         post = _Post(transfer, progress.clock_s)
         posts, partners = self._posts[channel, is_send], self._posts[channel, not is_send]
         posts.append(post)
@@ -232,8 +230,11 @@ class ScheduleRun:
             heappush(self._todo, (self.ranks[partner].clock_s, partner))
         return post
 
-    def _follow(self, send: Instruction, channel: Channel, ready_s: float) -> float:
-        """Let messages of a channel follow one another; see `Carry`."""
+    def _carry(self, send: Instruction, channel: Channel, ready_s: float) -> float:
+        """Return the arrival of a message; starts come in the order of time."""
+        if self._links and self._lengths:
+            return self._links.carry(*channel[:2], ready_s, self._lengths(send))
+        # messages of a channel follow one another
         self._free_s[channel] = end_s = ready_s + self._seconds(send)
         return end_s
 
@@ -249,8 +250,8 @@ class Simulation:
         spans: all instructions with their times, rank after rank, each in program order.
         makespan_s: the end of the last one.
         busy_s: per rank, its seconds of computing (updates included).
-        peak_activations: per rank, its peak number of saved activations, of one stage and
-            microbatch each.
+        peak_activations: per rank of a pipeline, its peak number of saved activations, of one stage
+            and microbatch each.
         messages: the number of messages.
     """
 
@@ -277,7 +278,12 @@ def _receive_late(program: Instructions) -> Iterator[Item]:
             yield op
 
 
-def simulate_schedule(schedule: Schedule, costs: Costs, carry: Carry | None = None) -> Simulation:
+def simulate_schedule(
+    schedule: Schedule,
+    costs: Costs,
+    machine: Machine | None = None,
+    lengths: Lengths | None = None,
+) -> Simulation:
     """Return the times of a lowered schedule's run; see `ScheduleRun`.
 
     Raises:
@@ -289,7 +295,9 @@ def simulate_schedule(schedule: Schedule, costs: Costs, carry: Carry | None = No
         raise UsageError(
             f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}"
         )
-    run = ScheduleRun(schedule.map_instructions(_receive_late), costs, carry=carry)
+    run = ScheduleRun(
+        schedule.map_instructions(_receive_late), costs, machine=machine, lengths=lengths
+    )
     if run.stuck:
         progress = run.stuck[0]
         raise ScheduleError(
@@ -297,7 +305,7 @@ def simulate_schedule(schedule: Schedule, costs: Costs, carry: Carry | None = No
             " schedule first"
         )
     spans = sorted(run.spans, key=lambda span: span.rank)
-    busy_s = [0.0] * schedule.ranks
+    busy_s = [0.0] * len(run.ranks)
     for span in spans:
         if span.instruction.kind in _BUSY:
             busy_s[span.rank] += span.end_s - span.begin_s

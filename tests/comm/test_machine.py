@@ -52,9 +52,15 @@ def test_places() -> None:
     assert Machine.uniform(1.0, 1.0).nodes_of(3) == (0, 0, 0)
 
 
-def test_the_more_expensive_end_of_a_message_counts() -> None:
+def test_a_sender_that_receives_has_a_curve_of_its_own() -> None:
     machine = Machine(Link(Curve.line(1.0, 0.0), Curve.line(2.0, 0.0)))
-    assert machine.message(False, (False, True), [8]) == (2.0, 0.0)
+    assert [machine.message(False, both, [8])[0] for both in (False, True)] == [1.0, 2.0]
+
+
+def test_groups_that_share_a_node_are_one_part_and_equal_parts_are_one() -> None:
+    groups = [(0, 1), (1, 2), (0, 3), (6, 9), (4, 7)]  # two inside a node; two, and one that joins
+    parts = Machine(Link.line(1.0, 1.0), nodes=blocks(12, 3)).parts(groups, 12)
+    assert [part.nodes for part in parts] == [(0, 0), (0, 1, 2, 3, 1, 2)]
 
 
 def test_a_network_is_given_as_text() -> None:

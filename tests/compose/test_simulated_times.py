@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi import clock
 from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.duration import price
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -23,6 +24,7 @@ from tests.compose.small_runs import BATCH, build, dataset, optimizer_of
 PACE_S = 0.002
 ALPHA_S, BYTE_S = 0.01, 1e-5  # of a pace
 NBYTES = 8 * build().storage.size
+RING_S = price(ALGORITHMS["ring"], 4, NBYTES, Machine.uniform(ALPHA_S, BYTE_S))
 
 
 @dataclass
@@ -97,22 +99,18 @@ def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
     # loss, right answers, rows and a hash of the update, by doubling
     numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)
-    ring_s = ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S)
     assert step(Sync(), slow=f"rank={who},factor={factor}") == pytest.approx(
-        factor + ring_s + numbers_s, rel=0.002
+        factor + RING_S + numbers_s, rel=0.002
     )
 
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
     """A ring, and before it the ranks' rows."""
-    ring_s, rows_s = (
-        ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S),
-        2 * (ALPHA_S + 8 * BYTE_S),
-    )
+    rows_s = 2 * (ALPHA_S + 8 * BYTE_S)
     result = step(Sync("local", local_steps=every))
     # now and then they ask for signals
-    assert result == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)
+    assert result == pytest.approx(1 + (RING_S + rows_s) / every, abs=0.02)
     report = run(Sync("local", local_steps=every), 8).report
     assert report.staleness is not None and report.staleness.largest() == every - 1
 

@@ -173,19 +173,24 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     assert shared[0] == pytest.approx(4 * shared[1])
     (state,) = far.shapes.states(*Candidate().division, 0, 1)
     sums = (
-        far.network.exchange("all-reduce", [range(4)], nbytes) for nbytes in (state.gradients, 40)
+        far.network.exchange(*what)
+        for what in (
+            ("all-reduce", [range(4)], state.gradients),
+            ("all-gather", [range(4)], 4 * 40),
+        )
     )
     assert far.price(REPLICAS).exposed_s == pytest.approx(sum(sums))  # one bucket: nothing hides it
 
 
 @pytest.mark.parametrize(
-    ("name", "dp", "pp", "microbatches"),
-    [("gpipe", 1, 3, 7), ("1f1b", 1, 5, 11), ("interleaved", 1, 3, 9)]
-    + [(name, 1, 3, 7) for name in TURNING]
-    + [("1f1b", 2, 2, 5), ("zero-bubble", 3, 2, 4)],
+    ("name", "dp", "pp", "microbatches", "per_node"),
+    [("gpipe", 1, 3, 7, 1), ("1f1b", 1, 5, 11, 1), ("interleaved", 1, 3, 9, 1)]
+    + [(name, 1, 3, 7, 1) for name in TURNING]
+    + [("1f1b", 2, 2, 5, 2), ("zero-bubble", 3, 2, 4, 3)]
+    + [("1f1b", 4, 2, 4, 3), ("zero-bubble", 4, 2, 6, 3)],  # replicas begin in the middle of a node
 )
 def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
-    name: str, dp: int, pp: int, microbatches: int
+    name: str, dp: int, pp: int, microbatches: int, per_node: int
 ) -> None:
     """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
     one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
@@ -200,7 +205,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     step_s = 3.0 * stages
     cost = Profile({rows: StepCost(step_s, 0.0, 0.0)}, {(1, 1): ShareCost()}, layers, rows)
     link = Link.line(0.2, 1.6e-3)
-    machine = Machine(link, nodes=blocks(one.ranks, dp))
+    machine = Machine(link, nodes=blocks(one.ranks, per_node))
     priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
     options = one.options() | {
         "slow": f"ms={1e3 * step_s * microbatches / pp}",

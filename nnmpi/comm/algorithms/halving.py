@@ -29,6 +29,8 @@ of the N chunks, the bytes of the halving and of the doubling can each be up to 
 Source: Rabenseifner, Optimization of collective reduction operations, 2004.
 """
 
+from dataclasses import replace
+
 from nnmpi.comm.collective import Step, Steps
 
 
@@ -72,8 +74,14 @@ def _butterfly(position: int, power: int, folded: int, size: int) -> Steps:
     return (*halving, *doubling)
 
 
-def halving_cost(N: int) -> tuple[float, float, float]:
-    """Return the cost for powers of two (see `Collective.cost`); a lower bound otherwise."""
-    power = 1 << N.bit_length() - 1
-    fold, moved = power < N, (power - 1) / power
-    return 2 * (power.bit_length() - 1 + fold), 2 * (moved + fold), moved + fold
+def recursive_doubling(rank: int, size: int) -> Steps:
+    """Return the steps of MPI's usual sum of short arrays: log2 N (alpha + M beta).
+
+    The rounds are those of the halving, with whole buffers.
+    """
+    full = range(size)
+    return tuple(
+        replace(step, send=step.send and full, recv=step.recv and full)
+        for step in halving_doubling(rank, size)
+        if step.reduce or None in (step.to, step.from_)
+    )

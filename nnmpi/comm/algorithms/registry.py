@@ -6,11 +6,11 @@ from typing import TypeAlias
 
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
-from nnmpi.comm.algorithms.halving import halving_cost, halving_doubling
+from nnmpi.comm.algorithms.halving import halving_doubling, recursive_doubling
 from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
-from nnmpi.comm.algorithms.tree import levels, star, tree_broadcast, tree_reduce, tree_scatter
+from nnmpi.comm.algorithms.tree import star, tree_broadcast, tree_reduce, tree_scatter
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -26,40 +26,20 @@ from nnmpi.errors import UsageError
 
 HIERARCHICAL = "hierarchical"
 
-# The last argument is the cost with N ranks: the factors of (alpha, M beta, M gamma).
 _ALL = (
-    Collective(
-        "ring",
-        ALL_REDUCE,
-        (ring_reduce_scatter, ring_all_gather),
-        lambda N: (2 * N - 2, 2 - 2 / N, 1 - 1 / N),
-    ),
-    Collective(
-        "tree",
-        ALL_REDUCE,
-        (tree_reduce, tree_broadcast),
-        lambda N: (2 * levels(N), 2 * levels(N), levels(N)),
-    ),
-    Collective("ps", ALL_REDUCE, (star,), lambda N: (2 * N - 2, 2 * N - 2, N - 1)),
-    Collective("halving-doubling", ALL_REDUCE, (halving_doubling,), halving_cost),
+    Collective("ring", ALL_REDUCE, (ring_reduce_scatter, ring_all_gather)),
+    Collective("tree", ALL_REDUCE, (tree_reduce, tree_broadcast)),
+    Collective("ps", ALL_REDUCE, (star,)),
+    Collective("halving-doubling", ALL_REDUCE, (halving_doubling,)),
     Collective(HIERARCHICAL, ALL_REDUCE, (hierarchical,)),
-    Collective(
-        "ring", REDUCE_SCATTER, (ring_reduce_scatter,), lambda N: (N - 1, 1 - 1 / N, 1 - 1 / N)
-    ),
-    Collective(
-        "tree", REDUCE_SCATTER, (bruck_reduce_scatter,), lambda N: (levels(N), 1 - 1 / N, 1 - 1 / N)
-    ),
-    Collective("ring", ALL_GATHER, (ring_all_gather,), lambda N: (N - 1, 1 - 1 / N, 0)),
-    Collective("tree", ALL_GATHER, (bruck_all_gather,), lambda N: (levels(N), 1 - 1 / N, 0)),
-    Collective(
-        "ring",
-        BROADCAST,
-        (tree_scatter, ring_all_gather),
-        lambda N: (levels(N) + N - 1, 2 - 2 / N, 0),
-    ),
-    Collective("tree", BROADCAST, (tree_broadcast,), lambda N: (levels(N), levels(N), 0)),
-    Collective("pairwise", ALL_TO_ALL, (pairwise,), lambda N: (N - 1, 1 - 1 / N, 0)),
-    Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,), lambda N: (min(N - 1, 2),) * 3),
+    Collective("ring", REDUCE_SCATTER, (ring_reduce_scatter,)),
+    Collective("tree", REDUCE_SCATTER, (bruck_reduce_scatter,)),
+    Collective("ring", ALL_GATHER, (ring_all_gather,)),
+    Collective("tree", ALL_GATHER, (bruck_all_gather,)),
+    Collective("ring", BROADCAST, (tree_scatter, ring_all_gather)),
+    Collective("tree", BROADCAST, (tree_broadcast,)),
+    Collective("pairwise", ALL_TO_ALL, (pairwise,)),
+    Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,)),
 )
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {(c.contract.name, c.name): c for c in _ALL}
@@ -72,6 +52,16 @@ NATIVE = "native"  # MPI's own all-reduce: a library call without steps
 AUTO = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in shared memory of a node
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
+
+
+def native_algorithms(operation: str) -> list[Collective]:
+    """Return the algorithms whose fastest one MPI's own collective is, in the cost model."""
+    return [
+        item
+        for item in (*_ALL, Collective("doubling", ALL_REDUCE, (recursive_doubling,)))
+        if item.contract.name == operation
+        and item.name in ("ring", "tree", "halving-doubling", "doubling")
+    ]
 
 
 AlgorithmLike: TypeAlias = str | Algorithm

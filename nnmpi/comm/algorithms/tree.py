@@ -93,11 +93,6 @@ def _children(rank: int, size: int) -> list[int]:
     return children
 
 
-def levels(N: int) -> int:
-    """Return log N of the formulas: the smallest number of doublings that reach N."""
-    return (N - 1).bit_length()
-
-
 # All-reduce through a parameter server: rank 0 collects all buffers, adds, and sends the sum back.
 #
 # The server serves the workers in rank order, so that the sum's bits do not depend on arrival:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from itertools import count
 from mmap import mmap
 from types import SimpleNamespace
@@ -24,11 +24,11 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
-from nnmpi.comm.algorithms.tree import levels
+from nnmpi.comm.algorithms.registry import native_algorithms
 from nnmpi.comm.buffers import Buffer, as_bytes
-from nnmpi.comm.collective import Cost
-from nnmpi.comm.machine import Links, Machine
+from nnmpi.comm.collective import Collective
+from nnmpi.comm.duration import price
+from nnmpi.comm.machine import EAGER_BYTES, Links, Machine
 from nnmpi.comm.simulated.scheduler import (
     Lines,
     Scheduler,
@@ -50,24 +50,13 @@ Bytes: TypeAlias = NDArray[np.uint8]
 #
 # Messages share links (`machine.Links`) as in simulated collectives.
 
-# Open MPI's limit between ranks of a node; its limits on networks are of the same order.
-EAGER_BYTES = 4096
-
-
-# Cost formulas of MPI's native collectives, by call. A call takes the cheapest one's time.
-_ALL_REDUCES: tuple[Cost, ...] = (  # the first: recursive doubling, MPI's choice for short arrays
-    lambda N: (levels(N), levels(N), 0),
-    ALGORITHMS["ring"].cost,
-)
-_GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
-_BROADCASTS = tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring"))
-_CLOSED_FORMS: Mapping[str, Sequence[Cost]] = {
-    "allreduce": _ALL_REDUCES,
-    **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
-    **dict.fromkeys(("allgather", "reduce_scatter", "gather", "scatter"), _GATHERS),
-    "alltoall": (COLLECTIVES["all-to-all", "pairwise"].cost,),
+# MPI's native collectives by call, as operations; another call, such as a barrier, takes as long as
+# a short broadcast.
+_OPERATIONS: Mapping[str, str] = {
+    "allreduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    **dict.fromkeys(("allgather", "gather", "scatter", "alltoall"), "all-gather"),
 }
-_LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
 
 
 # Open requests of a simulated rank, and mistakes with them.
@@ -266,6 +255,7 @@ class MessageBoard:
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
+        self._native, self._sent = cache(_price_native), cache(Collective.sent)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
@@ -285,7 +275,7 @@ class MessageBoard:
         self.bytes += nbytes
         self.sent[source] += nbytes
         self.received[target] += nbytes
-        return self._links.carry(source, target, ready_s, (nbytes,), (both_ways,))
+        return self._links.carry(source, target, ready_s, (nbytes,), both_ways)
 
     def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the predicted seconds from the last rank's arrival to a native collective's end.
@@ -297,16 +287,11 @@ class MessageBoard:
             ranks: its ranks.
             nbytes: of the complete array.
         """
-        if len(ranks) == 1:
-            return 0.0
-        across = len({self.nodes[rank] for rank in ranks}) > 1
-        curve = self.machine.link(across).one_way
-        costs = [cost(len(ranks)) for cost in _CLOSED_FORMS.get(name, _LATENCIES)]
-        beta_s = curve.beta(max(nbytes, 1))
-        seconds, sent = min(
-            (alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs
+        (machine,) = self.machine.parts([ranks], len(self.nodes))
+        seconds, item = self._native(
+            _OPERATIONS.get(name, "broadcast"), len(ranks), nbytes or 1, machine
         )
-        for rank in ranks:
+        for rank, sent in zip(ranks, self._sent(item, len(ranks)), strict=True):
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
         return seconds
@@ -722,6 +707,15 @@ class SimulatedComm:
 
         parts = self._exchange("share_pages", own_bytes, make)
         return cast(SharedPages, SimpleNamespace(parts=parts, sync=lambda: None, free=lambda: None))
+
+
+def _price_native(
+    operation: str, size: int, nbytes: int, machine: Machine
+) -> tuple[float, Collective]:
+    """Return the seconds of the fastest algorithm, and that one; of equals, the first."""
+    algorithms = native_algorithms(operation)
+    seconds = [price(item, size, nbytes, machine) for item in algorithms]
+    return min(seconds), algorithms[seconds.index(min(seconds))]
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED, native_algorithms
+from nnmpi.comm.collective import Step, Steps, as_collective
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import (
     Fit,
@@ -20,12 +21,11 @@ from nnmpi.comm.fit import (
     save_fit,
 )
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Links, Machine
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.errors import UsageError
 
-NAMES = ("ring", "tree", "halving-doubling")  # of the algorithms
 FIT_S, QUICK = 6.0, "quick-fit"  # of the planner; `python -m nnmpi.comm fit` measures longer
 
 Say = Callable[[str], None]
@@ -66,7 +66,7 @@ class PlannedNetwork:
         """Whether the fit has the time of an all-reduce of all ranks through shared memory."""
         return self.fit is not None and self.fit.shared is not None and self.ranks == self.fit.ranks
 
-    def exchange(self, operation: str, groups: Iterable[Sequence[int]], nbytes: int) -> float:
+    def exchange(self, operation: str, groups: Sequence[Sequence[int]], nbytes: int) -> float:
         """Return the seconds of a collective by its fastest algorithm, in all groups at once.
 
         Args:
@@ -77,19 +77,13 @@ class PlannedNetwork:
         if not nbytes:
             return 0.0
         parts = self.machine.parts(groups, self.ranks)
-        return max(self._exchange(operation, machine, nbytes) for machine in parts)
+        return max(self._exchange(operation, machine, len(groups[0]), nbytes) for machine in parts)
 
-    def _exchange(self, operation: str, machine: Machine, nbytes: int) -> float:
-        ranks = len(machine.nodes or ())
-        algorithms = [
-            item
-            for (what, name), item in COLLECTIVES.items()
-            if what == operation and name in NAMES
+    def _exchange(self, operation: str, machine: Machine, ranks: int, nbytes: int) -> float:
+        result = [
+            price(item, ranks, nbytes, machine)
+            for item in native_algorithms(operation) or [as_collective(_pass_on)]
         ]
-        if not algorithms:
-            links = Links(machine)
-            return max(links.carry((i or ranks) - 1, i, 0.0, (nbytes,)) for i in range(ranks))
-        result = [price(item, ranks, nbytes, machine) for item in algorithms]
         if operation == "all-reduce" and self.fit is not None and ranks == self.fit.ranks:
             result.append(self.fit.predict(NATIVE, nbytes))
         return min(result)
@@ -97,6 +91,11 @@ class PlannedNetwork:
     def shared(self, nbytes: int) -> float:
         """Return an all-reduce's seconds through shared memory, if `has_shared`."""
         return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
+
+
+def _pass_on(rank: int, size: int) -> Steps:
+    full = range(size)
+    return (Step((rank + 1) % size, full, (rank - 1) % size, full),)
 
 
 def take_network(

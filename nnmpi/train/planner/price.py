@@ -43,7 +43,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost, saved_bytes
-from nnmpi.mesh import AXES, DP, PP, SP, Mesh
+from nnmpi.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
@@ -52,11 +52,11 @@ from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
-from nnmpi.schedule.simulate import carrier, simulate_schedule
+from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 
-NUMBERS_BYTES = 40  # loss, score, targets and hashes, summed over all ranks in each step
+NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
 END_S = 25e-6  # processor time of a pipeline's message at each end
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
@@ -484,7 +484,7 @@ class Pricer:
 
         pipelines = self._mesh(*candidate.axes).groups(PP)
         runs = [
-            simulate_schedule(schedule, costs, carrier(machine, lengths))
+            simulate_schedule(schedule, costs, machine, lengths)
             for machine in self.network.machine.parts(pipelines, candidate.ranks)
         ]
         busy_s = max(runs[0].busy_s)
@@ -519,7 +519,9 @@ class Pricer:
         network, mesh = self.network, self._mesh(*candidate.axes)
         result = 0.0 if candidate.pp > 1 else self._sent(candidate)
         if not self._fused(candidate):
-            result += network.exchange("all-reduce", mesh.groups(*AXES), NUMBERS_BYTES)
+            for axes in (AXES, AXES if candidate.zero else (PP, TP)):  # numbers, gradient norm
+                groups = mesh.groups(*axes)
+                result += network.exchange("all-gather", groups, len(groups[0]) * NUMBERS_BYTES)
         if candidate.pp > 1:
             # assume that the first and the last stage share them, as embedding and output layer do
             ends = [(ranks[0], ranks[-1]) for ranks in mesh.groups(PP)]

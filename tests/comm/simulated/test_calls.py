@@ -154,32 +154,6 @@ def test_times_are_the_machines() -> None:
     )
 
 
-def test_what_leaves_a_node_and_what_enters_one_goes_one_behind_the_other() -> None:
-    message_s, ranks = 8e5 * BYTE_S, 5
-    link = Link.line(LATENCY_S, BYTE_S)
-    machine = Machine(link, link, tuple(range(ranks)))
-
-    def main(group: Group) -> list[float]:
-        comm, buffer, result = group.comm, np.zeros(10**5), list[float]()
-        for outward in (True, False):
-            comm.barrier()
-            begin_s = clock.now()
-            if group.rank:
-                comm.wait_all([comm.irecv(buffer, 0, 0) if outward else comm.isend(buffer, 0, 0)])
-            elif outward:
-                comm.wait_all([comm.isend(buffer, rank, 0) for rank in range(1, ranks)])
-            else:
-                comm.wait_all([comm.irecv(np.zeros(10**5), rank, 0) for rank in range(1, ranks)])
-            result.append(clock.now() - begin_s)
-        return result
-
-    result = simulate(main, ranks, machine, seed=1, cpu_factor=0)
-    expected = [LATENCY_S + count * message_s for count in (1, 2, 3, 4)]
-    for way in range(2):
-        assert sorted(seconds[way] for seconds in result[1:]) == pytest.approx(expected)
-        assert result[0][way] == pytest.approx(expected[-1])
-
-
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
 def test_a_wait_ends_at_its_time_or_with_what_it_is_for(cpu_factor: float) -> None:
     """And a rank that has waited in vain may do so again; who waits for ever is still found."""

@@ -1,0 +1,25 @@
+"""The costs of collectives in the literature: on equal links, for buffers that N divides."""
+
+
+def formulas(N: int) -> dict[tuple[str, str], tuple[float, ...]]:
+    """Return (latencies, buffers sent, buffers added) on the critical path, for N ranks.
+
+    Halving's buffers and the broadcast's ring are exact for powers of two.
+    """
+    levels, power, part = (N - 1).bit_length(), N.bit_length() - 1, 1 - 1 / N
+    fold = 2**power < N
+    moved = 1 - 2.0**-power + fold
+    return {
+        ("all-reduce", "ring"): (2 * N - 2, 2 * part, part),
+        ("all-reduce", "tree"): (2 * levels, 2 * levels, levels),
+        ("all-reduce", "ps"): (2 * N - 2, 2 * N - 2, N - 1),
+        ("all-reduce", "halving-doubling"): (2 * (power + fold), 2 * moved, moved),
+        ("reduce-scatter", "ring"): (N - 1, part, part),
+        ("reduce-scatter", "tree"): (levels, part, part),
+        ("all-gather", "ring"): (N - 1, part, 0),
+        ("all-gather", "tree"): (levels, part, 0),
+        ("broadcast", "ring"): (levels + N - 1, 2 * part, 0),
+        ("broadcast", "tree"): (levels, levels, 0),
+        ("all-to-all", "pairwise"): (N - 1, part, 0),
+        ("neighbour-average", "gossip"): (min(N - 1, 2),) * 3,
+    }
