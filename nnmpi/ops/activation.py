@@ -16,7 +16,7 @@ from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
-from nnmpi.ops.planes import rectify_grad
+from nnmpi.ops.planes import flattened, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, in_float32, operands, require_floating
 from nnmpi.tensor.placement import Placement, uncut
@@ -36,8 +36,12 @@ class Relu(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
-        to_x = xp.empty(y.shape, y.dtype)
-        rectify_grad(xp, xp.ascontiguousarray(grad), y, to_x)
+        grad, to_x = xp.ascontiguousarray(grad), xp.empty(y.shape, y.dtype)
+        kernels = kernels_for(y, "relu_grad")
+        if kernels is not None:
+            kernels.relu_grad(*map(flattened, (grad, y, to_x)))
+        else:
+            rectify_grad(xp, grad, y, to_x)
         return (to_x,)
 
 

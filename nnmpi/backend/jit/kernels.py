@@ -33,6 +33,7 @@ LOOPS = {
     "bias_silu": ACTIVATION,
     "relu_grad_bias": ACTIVATION_GRAD,
     "slope_grad_bias": ACTIVATION_GRAD,
+    "relu_grad": (read(1), read(1), write(1)),
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
@@ -106,14 +107,15 @@ def _record_loop(name: str, *args: Any) -> None:
     record_call(loop(name), *args)
 
 
-# Adam's update of a block, see `optim.adaptive`; a step without its product, see `ops.lstm`;
-# batch normalization, see `ops.norm`.
-adam, lstm_step, lstm_step_grad, norm, norm_products, norm_grad = (
+# Adam's update of a block, see `optim.adaptive`; a step without its product, see `ops.lstm`; the
+# others see `ops.activation` and `ops.norm`.
+adam, lstm_step, lstm_step_grad, relu_grad, norm, norm_products, norm_grad = (
     partial(_record_loop, name)
     for name in (
         "adam",
         "lstm_step",
         "lstm_step_grad",
+        "relu_grad",
         "norm",
         "norm_products",
         "norm_grad",
