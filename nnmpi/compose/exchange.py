@@ -11,7 +11,8 @@
     NodeExchange     sums and updates in memory that a node's ranks share   parallel.fused
     Exchange         all-reduces of buckets, during the backward or after   parallel.data
 
-To add an exchange, write a class here or in a file of its own, and its condition in `make_exchange`.
+To add an exchange, write a class here or in a file of its own, and its condition in
+`make_exchange`.
 
 No exchange compresses gradients. Compression would break equality with the serial run, and the
 planner predicts hardly any gain on the links that were tried.

@@ -401,7 +401,8 @@ class Worker(Trainer):
         if y is None:
             raise UsageError(
                 "step takes a batch of a data.Loader, or samples and labels, not only a"
-                f" {type(x).__name__}: for batch in loader: worker.step(batch), or worker.step(x, y)"
+                f" {type(x).__name__}: for batch in loader: worker.step(batch), or"
+                " worker.step(x, y)"
             )
         samples, labels = (np.atleast_1d(read_array(values, "step")) for values in (x, y))
         if len(samples) != len(labels):

@@ -90,8 +90,8 @@ def exp(x):
 def tanh(x):
     """Return the hyperbolic tangent of a float32, within 6 units of the last place; NaN stays NaN.
 
-    A quotient of polynomials takes a third of the time of 1 - 2 / (e^(2 x) + 1), which needs another
-    form near 0.
+    A quotient of polynomials takes a third of the time of 1 - 2 / (e^(2 x) + 1), which needs
+    another form near 0.
     """
     z = x * x
     p = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * x
