@@ -7,7 +7,7 @@ Each kind has its checker:
     group operations  run on simulated ranks and compared with the serial result: `exercise.shared`
     schedules         `schedule.check` accepts any right one; then simulated time and the peak of
                       activations are compared with the package's
-    costs, rules      compared on drawn cases with the collectives' closed forms and `synchrony`;
+    costs, rules      compared on drawn cases with the collectives' `coefficients` and `synchrony`;
                       N ranks, M bytes, alpha seconds per message, beta seconds per byte
 """
 
@@ -349,6 +349,7 @@ RING = ALGORITHMS["ring"]
 
 def _seconds(collective: Collective, draw: Random) -> Iterator[Case]:
     for N in (1, 2, 3, 4, 5, 8, 16, draw.randint(17, 64)):
+        latencies, sent, _ = coefficients(collective, N)
         for M, alpha, beta in (
             (4000 * N, 1.0, 0.0),
             (4000 * N, 0.0, 1.0),
@@ -357,7 +358,6 @@ def _seconds(collective: Collective, draw: Random) -> Iterator[Case]:
         ):
             hint = " (bytes are divided by /, not by //)" * (M == 1)
             case = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}{hint}"
-            latencies, sent, _ = coefficients(collective, N)
             yield case, (N, M, alpha, beta), latencies * alpha + sent * M * beta
 
 
