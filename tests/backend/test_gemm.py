@@ -203,6 +203,7 @@ PIECES = [
     ((32, 256, 1024), "", None, "strips"),
     ((33, 300, 257), "", None, "strips"),
     ((33, 300, 257), "b", "strips", "strips"),
+    ((33, 990, 192), "b", "strips", "strips"),
     ((128, 128, 90), "", "rows", "rows"),
     ((128, 128, 90), "b", None, None),
     ((1000, 33, 65), "", "rows", "rows"),
@@ -262,6 +263,9 @@ def test_pieces_give_the_product(
     np.testing.assert_array_equal(out, 2 * expected)
     expected_name = on_intel if intel else elsewhere
     assert names == [expected_name] * 6 if expected_name else not names
+    out[...] = 0
+    GEMM.multiplier(np, b)(a, out)
+    np.testing.assert_array_equal(out, expected)
     names.clear()
     wide = np.zeros((m, n + 1), np.float32)[:, :n]
     np.testing.assert_array_equal(gemm(np, a, b, wide), expected)

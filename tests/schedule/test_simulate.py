@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nnmpi.comm.machine import Link, Machine
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.schedule import COMPUTE, Kind
@@ -134,3 +135,15 @@ def test_what_cannot_be_simulated_is_refused() -> None:
             replace(unfused, programs=(unfused.programs[0], unfused.programs[1][:-1])),
             even_costs(2),
         )
+
+
+def test_the_messages_of_two_pipelines_share_a_link() -> None:
+    """Of the second one the activation waits for 10 bytes; its gradient is then alone."""
+    schedule, costs = lowered("naive", 2, 1), even_costs(2)
+    times = [
+        simulate_schedule(
+            schedule, costs, Machine(Link.line(1.0, 1.0), nodes=nodes), lambda _: (10,)
+        ).makespan_s
+        for nodes in ((0, 1), (0, 1, 0, 1), (0, 1, 2, 3))
+    ]
+    assert times == [28, 38, 28]

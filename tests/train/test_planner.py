@@ -218,7 +218,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
         return auto_layout.time_layout(work, options, group, numpy_backend())
 
     took_s = simulate(run, one.ranks, machine, cpu_factor=0.0)[0]
-    assert priced.price(one).seconds == pytest.approx(took_s, rel=0.05)
+    assert priced.price(one).seconds == pytest.approx(took_s, rel=0.005 if dp == 1 else 0.05)
 
 
 @pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
