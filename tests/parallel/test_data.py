@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops, optim
-from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout
@@ -12,7 +11,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import DivergenceError, UsageError
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.shard import part
@@ -169,54 +167,6 @@ def test_release_gives_the_model_back(group: Group) -> None:
         with nn.training():
             ops.cross_entropy(model(np.ones((4, 5), np.float32)), np.zeros(4, np.int64)).backward()
     assert all(p.hook is None for p in model.parameters())
-
-
-# Sums in a fixed order, on a model: the same bits however microbatches are dealt to replicas,
-# statistics too.
-
-
-def train(
-    group: Group, microbatches: int, reverse: bool = False
-) -> tuple[list[Array], dict[str, Array], float]:
-    """Return gradients, running statistics and loss of microbatches that are dealt to the group's
-    ranks.
-    """
-    rng = np.random.default_rng(5)
-    x = rng.standard_normal((microbatches, 3, 8, 8, 1)).astype(np.float32)
-    y = rng.integers(10, size=(microbatches, 3))
-    model = models.resnet((8, 8, 1), 10).initialize(seed=2)
-    fixed = FixedReduction(model, group)
-    fixed.begin(microbatches)
-    losses, mine = {}, list(part(microbatches, group.size, group.rank))
-    for m in reversed(mine) if reverse else mine:
-        fixed.microbatch = m
-        with nn.training():
-            loss = cross_entropy(model(x[m]), y[m], reduction="sum")
-        fixed.begin_pass(False)
-        loss.backward()
-        fixed.finish_pass()
-        fixed.end_pass()
-        losses[m] = loss.item()
-    fixed.finish()
-    total = fixed.sum_losses(losses, group)
-    fixed.release()
-    state = {name: value for name, value in model.state().items() if "running" in name}
-    return [np.array(grad) for grad in model.storage.grads], state, total
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("microbatches", [1, 3, 5, 8])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_bits_do_not_depend_on_the_ranks(
-    group: Group, microbatches: int, reverse: bool
-) -> None:
-    alone = group.split(group.rank)
-    grads, state, total = train(group, microbatches, reverse)
-    expected, expected_state, expected_total = train(alone, microbatches)
-    right = [np.array_equal(a, b) for a, b in zip(grads, expected, strict=True)]
-    right += [np.array_equal(state[name], value) for name, value in expected_state.items()]
-    right += [total == (expected_total if group.is_root else 0.0)]
-    assert all(group.gather(bool(all(right))))
 
 
 def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:

@@ -27,6 +27,15 @@ def train(
     return run(command, folder / "output", LIMIT_S, environ, is_lost=is_lost, cwd=folder)
 
 
+def last_checkpoint(run: Path) -> Path:
+    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+
+
+def arrays(run: Path) -> tuple[bytes, ...]:
+    """Return the last checkpoint's files of arrays: the model's, and the optimizer's."""
+    return tuple(file.read_bytes() for file in sorted(last_checkpoint(run).glob("*.safetensors")))
+
+
 def processes(mark: str) -> list[int]:
     """Return the processes with this text among their arguments: those of one job, if the text
     names its folder.

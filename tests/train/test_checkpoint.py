@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
-from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
@@ -35,7 +34,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from tests.models.sequence_runs import TIME, TOKENS, batch
-from tests.parallel.test_model_state import LAYOUTS, WHOLE, equal, make, text_on_all
+from tests.parallel.test_model_state import equal, text_on_all
 
 
 def shared(group: Group, tmp_path: Path) -> Path:
@@ -69,23 +68,6 @@ def fill(worker: Worker, value: float) -> dict[str, Array]:
             value += 1000
     worker.optimizer.steps = int(value)
     return arrays_of(worker)
-
-
-@pytest.mark.simulated
-def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_path: Path) -> None:
-    folder = shared(group, tmp_path)
-    for number, writes in enumerate(LAYOUTS):
-        state, _ = make(writes, group, filled=True)
-        draft, specs = CheckpointWriter(folder, number), state.specs()
-        on_root(group, draft.begin)
-        on_root(group, lambda d=draft, o=specs: d.open("file", o))  # type: ignore[misc]
-        state.gather(draft.write)
-        on_root(group, lambda d=draft: d.finish({}, keep=9) and None)  # type: ignore[misc]
-        for reads in LAYOUTS:
-            other, _ = make(reads, group, filled=False)
-            file = TensorFile(folder / f"step-{number:08d}" / "file")
-            other.scatter(file.__getitem__, file.specs, file.file)
-            assert all(group.gather(equal(other.to_dict(everywhere=True), WHOLE)))
 
 
 @pytest.mark.simulated(min_size=4, max_size=4)

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from nnmpi.backend.device import expects_device
 from nnmpi.comm.group import Group
@@ -20,6 +19,7 @@ from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
+from tests.train.jobs import arrays
 
 Train: TypeAlias = Callable[[str], Path]
 
@@ -57,16 +57,9 @@ EVAL_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "elapsed_s", "r
 EVAL_KEYS += ["samples_per_second", "steps_per_second"]
 
 
-def weights(run: Path) -> dict[str, Any]:
-    name = (run / "checkpoints" / "latest").read_text().strip()
-    return load_file(run / "checkpoints" / name / "model.safetensors")
-
-
 def same(one: Path, other: Path) -> bool:
-    mine, theirs = weights(one), weights(other)
-    return mine.keys() == theirs.keys() and all(
-        np.array_equal(mine[name], theirs[name]) for name in mine
-    )
+    """Whether two runs have the same weights."""
+    return arrays(one)[0] == arrays(other)[0]
 
 
 def rates(run: Path) -> list[float]:

@@ -12,6 +12,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
+from tests.train.jobs import arrays
 
 Train: TypeAlias = Callable[[str], Path]
 
@@ -48,12 +49,6 @@ def test_wrong_use_is_one_sentence(group: Group, tmp_path: Path, words: str, sen
     assert not list(tmp_path.iterdir())
 
 
-def files(run: Path) -> list[bytes]:
-    """Return the last checkpoint's arrays."""
-    last = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
-
-
 def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
     """And its steps are as many, with a short segment at the end of each epoch and one at the end
     of the run.
@@ -62,7 +57,7 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
     plain = train(words)
     for mode in ("--sync asp", "--sync ssp --staleness 0", "--sync local"):
         asynchronous = train(f"{words} {mode} --save-every 2steps")
-        assert files(asynchronous) == files(plain), mode
+        assert arrays(asynchronous) == arrays(plain), mode
         records = read_metrics(asynchronous / "metrics.jsonl")
         segments = [record["global_step"] for record in records if record["kind"] == "staleness"]
         assert segments == [2, 4, 5, 6, 8, 10, 12, 13]
