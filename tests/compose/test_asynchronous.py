@@ -109,27 +109,6 @@ def test_running_statistics_are_averaged(group: Group, sync: Sync) -> None:
         worker.release()
 
 
-def test_averaging_after_every_step_is_the_synchronous_run(group: Group) -> None:
-    for name in ("sgd", "momentum"):
-        worker = make(group, Sync("local", local_steps=1), name)
-        # Momentum stays a rank's own, but its mean is that of all.
-        train(worker, ((0, 0, BATCHES - 1),))
-        expected = all_reduced(group, name, build(), batches=BATCHES - 1)
-        assert float(np.abs(weights(worker.model) - expected).max()) <= limit(name)
-        worker.release()
-
-
-def test_one_rank_out_of_step_is_the_serial_run_bit_for_bit(group: Group) -> None:
-    local = group.split(group.rank)
-    expected = all_reduced(local, "adam", build(dropout=0.2), clip=0.5)
-    for sync in (Sync("asp"), Sync("ssp", staleness=3), Sync("local")):
-        worker = make(local, sync, "adam", model=build(dropout=0.2), clip=0.5)
-        train(worker)
-        assert np.array_equal(weights(worker.model), expected), sync
-        worker.release()
-    local.free()
-
-
 def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group: Group) -> None:
     clip, lr = 0.01, 0.5
     for sync in (Sync("ssp", staleness=0), Sync("local", local_steps=1)):

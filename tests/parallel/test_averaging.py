@@ -15,12 +15,10 @@ from nnmpi import nn, ops, optim
 from nnmpi.backend.array import namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
 from nnmpi.shard import split
 from tests.device.library import device_backend
-from tests.harness.refusals import caught
 
 Make = Callable[[Any], Optimizer]
 SGD: dict[str, Make] = {
@@ -175,22 +173,6 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     for item in (outer, plain):
         item.release()
     assert not outer.optimizer.extra_slots  # another strategy finds the optimizer's own state
-
-
-@pytest.mark.simulated(max_size=8)
-@pytest.mark.parametrize("without", [0, 1])
-def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
-    """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous
-    run.
-    """
-    rows, steps, some = 13, 4, max(1, group.size - without)
-    parts = [*split(rows, some), *[range(rows, rows)] * (group.size - some)]
-    model = network()
-    local = LocalSGD(group, model.storage, SGD["plain"](model.storage), every=1)
-    train(local, model, parts, steps)
-    right = close(flat(model.storage.data), flat(serial(SGD["plain"], rows, steps)[0].storage.data))
-    assert all(group.gather(right))
-    local.release()
 
 
 @pytest.mark.simulated(min_size=2)
@@ -367,18 +349,3 @@ def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
         used = group.gather(time.process_time() - began)
         assert max(used) < 0.6 * late_s, used
         averaging.release()
-
-
-@pytest.mark.simulated(max_size=8)
-def test_different_models_are_refused_on_all_ranks(group: Group) -> None:
-    if group.size == 1:
-        return
-    other = network(hidden=7 + (group.rank == group.size - 1)).storage
-    wrong = caught(lambda: LocalSGD(group, other, SGD["plain"](other), 1))
-    assert everywhere(
-        group,
-        [
-            isinstance(wrong, CommError),
-            f"rank {group.size - 1} has 0.weight (5, 8)" in str(wrong),
-        ],
-    )

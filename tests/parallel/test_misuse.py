@@ -24,6 +24,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
+from nnmpi.parallel.averaging import LocalSGD
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.shard import part
@@ -196,6 +197,8 @@ def attach(model: nn.Module, group: Group, strategy: str) -> object:
     """Make a strategy, by name."""
     if strategy in ("auto", "shared"):
         return DataParallel(model, group, strategy)
+    if strategy == "averaging":
+        return LocalSGD(group, model.storage, sgd(model), every=1)
     fused = GradientExchange(fused_update=True if strategy == "fused" else None)
     return Worker(model, sgd(model), group, exchange=fused)
 
@@ -212,7 +215,7 @@ OTHERS = {
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
-    "strategy", ["auto", "shared", "Worker", pytest.param("fused", marks=HOST)]
+    "strategy", ["auto", "shared", "averaging", "Worker", pytest.param("fused", marks=HOST)]
 )
 def test_different_models(group: Group, other: str, strategy: str) -> None:
     """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has
