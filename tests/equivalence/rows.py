@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.losses import ERRORS
 from nnmpi.data.dataset import IGNORED, Dataset, Samples
 from nnmpi.nn.module import Module
 from tests.equivalence import own
@@ -270,7 +271,12 @@ ROWS = {
     "dropout": Row(Setup(models.mlp, {"dropout": 0.4}, microbatches=2), replicas),
     "float32": Row(replace(SETUPS["cnn"], dtype="float32", **MOMENTUM)),
     # losses, labels and texts
-    "quantities": Row(Setup(own.numeric, data=numbers, microbatches=2, worker={"loss": "mse"})),
+    **{
+        f"quantities, {loss}": Row(
+            Setup(own.numeric, data=numbers, microbatches=2, worker={"loss": loss})
+        )
+        for loss in ERRORS
+    },
     "classes apart": Row(HALVES, sharded_classes),
     "smoothed classes apart": Row(replace(HALVES, smoothing=0.1), sharded_classes),
     "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),

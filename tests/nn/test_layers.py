@@ -337,6 +337,7 @@ def test_running_statistics():
     """
     layer = nn.BatchNorm(4, momentum=0.25).initialize(dtype="float64")
     x = np.random.default_rng(0).standard_normal((2, 3, 4)) * 2 + 1
+    layer.weight.data[...], layer.bias.data[...] = weight, bias = np.arange(1.0, 9).reshape(2, 4)
     layer(x)
     np.testing.assert_array_equal(layer.running_mean.data, np.zeros(4))
     with nn.training():
@@ -345,8 +346,10 @@ def test_running_statistics():
     np.testing.assert_allclose(layer.running_mean.data, 0.25 * flat.mean(0))
     np.testing.assert_allclose(layer.running_variance.data, 0.75 + 0.25 * flat.var(0, ddof=1))
     mean, variance = layer.running_mean.data.copy(), layer.running_variance.data.copy()
-    np.testing.assert_allclose(layer(x).data, (x - mean) / np.sqrt(variance + 1e-5))
-    np.testing.assert_allclose(trained.data, (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5))
+    scaled = (x - mean) / np.sqrt(variance + 1e-5)
+    np.testing.assert_allclose(layer(x).data, scaled * weight + bias)
+    scaled = (x - flat.mean(0)) / np.sqrt(flat.var(0) + 1e-5)
+    np.testing.assert_allclose(trained.data, scaled * weight + bias)
     np.testing.assert_array_equal(layer.running_mean.data, mean)
 
 

@@ -42,14 +42,17 @@ def test_cross_entropy_by_hand(smoothing):
         )
 
 
-def test_ignored_labels():
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ignored_labels(reduction, smoothing):
     """They add nothing to value, count or gradient, whatever their logits are."""
+    given = {"reduction": reduction, "label_smoothing": smoothing}
     labels = np.array([2, -7, 1])
     wild = LOGITS.copy()
     wild[1] = [np.nan, np.inf, -np.inf]
     with np.errstate(invalid="ignore"):
-        value, grad = run(cross_entropy, wild, labels, ignore_index=-7)
-    saved, kept_grad = run(cross_entropy, LOGITS[[0, 2]], labels[[0, 2]])
+        value, grad = run(cross_entropy, wild, labels, ignore_index=-7, **given)
+    saved, kept_grad = run(cross_entropy, LOGITS[[0, 2]], labels[[0, 2]], **given)
     np.testing.assert_allclose(value, saved, rtol=1e-15)
     np.testing.assert_allclose(grad[[0, 2]], kept_grad, rtol=1e-15)
     np.testing.assert_array_equal(grad[1], 0)
