@@ -620,8 +620,7 @@ def main(words: Sequence[str]) -> str:
     if given.starter:
         return "\n".join(write_starter(assignment, path))
     kind = given.as_ or ONE * (given.format in ("gradescope", "classroom50"))
-    submissions = find_submissions(assignment, path, kind)
-    grades = grade_class(assignment, file, submissions, given.jobs)
+    grades = grade_class(assignment, file, find_submissions(assignment, path, kind), given.jobs)
     text = FORMATS[given.format](assignment, grades)
     if given.json is not None:
         with raised_as(UsageError, f"{given.json} cannot be written"):

@@ -204,8 +204,7 @@ class Supervisor:
     # ---- one start ----
 
     def _start(self, number: int) -> StartOutcome:
-        answering = self._launcher.answering(self._plan.hosts)
-        hosts = dict.fromkeys(answering, self._slots)
+        hosts = dict.fromkeys(self._launcher.answering(self._plan.hosts), self._slots)
         lost = [host for host in self._plan.hosts if host not in hosts]
         ranks, folder = self._ranks, self._plan.folder
         if hosts:

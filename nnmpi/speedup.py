@@ -97,8 +97,10 @@ class ScalingConfig:
         require(
             min(self.ranks) > 0, f"--ranks is {shown}; give numbers of at least 1, such as 1,2,4"
         )
-        rises = list(self.ranks) == sorted({*self.ranks})
-        require(rises, f"{shown} does not increase; give each number once, such as 1,2,4")
+        require(
+            list(self.ranks) == sorted({*self.ranks}),
+            f"{shown} does not increase; give each number once, such as 1,2,4",
+        )
 
 
 def main(words: Sequence[str]) -> str:

@@ -269,8 +269,7 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
         if report is not None and not (folder / source.filename).is_file():
             size = format_bytes(source.size)
             report(f"downloading {source.filename} ({size}) from {urlsplit(mirror).netloc}")
-        limit = _Limit(source.size)
-        by = pooch.HTTPDownloader(limit, CHUNK_BYTES, timeout=STALL_S)
+        by = pooch.HTTPDownloader(_Limit(source.size), CHUNK_BYTES, timeout=STALL_S)
         try:
             url = f"{mirror}/{source.filename}"
             return Path(

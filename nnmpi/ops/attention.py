@@ -336,5 +336,4 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     q, k, v = (converted(item, reads) for item in (q, k, v))
-    kernels = attention_for(q.data)
-    return with_kernels("attend", Attention(causal, kernels), q, k, v)
+    return with_kernels("attend", Attention(causal, attention_for(q.data)), q, k, v)

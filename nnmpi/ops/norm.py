@@ -555,8 +555,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("layer_norm", x, scale, shift, None)
-    function = LayerNormFunction(number("eps", eps))
-    return with_kernels("layer_norm", function, x, scale, shift)
+    return with_kernels("layer_norm", LayerNormFunction(number("eps", eps)), x, scale, shift)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, axes: int | None = 1) -> None:

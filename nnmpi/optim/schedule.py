@@ -52,7 +52,7 @@ class StepDecay:
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
-        whole("every", self.every, 1)
+        whole("every", self.every)
         number("factor", self.factor, most=1)
 
     def __call__(self, step: int) -> float:
@@ -171,7 +171,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
-        whole("total", self.total, 1)
+        whole("total", self.total)
         number("final", self.final, most=1)
 
     def __call__(self, step: int) -> float:

@@ -49,7 +49,7 @@ class Sync:
         if self.mode not in MODES:
             raise UsageError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
         whole("staleness", self.staleness, 0)
-        whole("local_steps", self.local_steps, 1)
+        whole("local_steps", self.local_steps)
         for name, default, mode in (
             ("staleness", DEFAULT_STALENESS, "ssp"),
             ("local_steps", DEFAULT_LOCAL_STEPS, "local"),

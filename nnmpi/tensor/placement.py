@@ -389,8 +389,7 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
 
 def moved(x: Any, axis: int) -> Placement:
     """Return a shard's placement, with the sharded axis renumbered."""
-    placement = x.shard.placement
-    return replace(placement, axis=axis)
+    return replace(x.shard.placement, axis=axis)
 
 
 def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:

@@ -384,8 +384,7 @@ def trial_run(
     Raises:
         NnmpiError: on all ranks, when the layout is impossible.
     """
-    mesh = find_mesh(group, layout)
-    inputs = load_inputs(config, group, lambda _: None, mesh, samples)
+    inputs = load_inputs(config, group, lambda _: None, find_mesh(group, layout), samples)
     model = build_full_model(config, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     assert isinstance(trainer, Worker)  # callers have no --sync
@@ -410,7 +409,9 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     mesh = find_mesh(group, layout)
     for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
         # a resumed run may have had a pipeline before: its options are ignored then
-        fits = mesh.pp > 1 or config.run.resume is not None
-        sentence = f"is for a pipeline, but {mesh} has none; give --pp 2 or more, or leave it out"
-        require(fits, f"{flag_of(name)} {sentence}")
+        require(
+            mesh.pp > 1 or config.run.resume is not None,
+            f"{flag_of(name)} is for a pipeline, but {mesh} has none; give --pp 2 or more, or leave"
+            " it out",
+        )
     return layout, mesh

@@ -76,14 +76,11 @@ def check_idle(section: Any, option: str) -> None:
     """Refuse sub-options that have no meaning with this option's value; see ONLY_WITH."""
     has = getattr(section, option)
     for name, values in ONLY_WITH[option].items():
-        fits = (
+        require(
             not getattr(section, name)
             or name not in non_defaults(section)
             or has in values
-            or (name == "context" and is_custom(has))
-        )
-        require(
-            fits,
+            or (name == "context" and is_custom(has)),
             f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out",
         )
 
@@ -179,9 +176,9 @@ class ParallelConfig:
         check_numbers(
             self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1
         )
-        layers = self.split == "auto" or min(self.split, default=0) > 0
         require(
-            layers, f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3"
+            self.split == "auto" or min(self.split, default=0) > 0,
+            f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3",
         )
         require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
         sums = ("auto", "shared", "native", "ring", "tree")
@@ -189,9 +186,8 @@ class ParallelConfig:
             f"scatters sums and gathers parts, which {self.allreduce} does not; give"
             f" {', '.join(sums)}"
         )
-        fits = not self.zero or self.allreduce in sums
         require(
-            fits,
+            not self.zero or self.allreduce in sums,
             f"--allreduce {self.allreduce} cannot be combined with --zero {self.zero}, which {why}",
         )
 
@@ -273,11 +269,9 @@ class SyncConfig:
             return
         for name, value in non_defaults(parallel).items():
             what = f"{flag_of(name)} cannot be combined with --sync {self.sync}"
-            fits = name in ("dp", "microbatches", "layout") or (
-                name in ("pp", "tp", "sp") and value == 1
-            )
             require(
-                fits,
+                name in ("dp", "microbatches", "layout")
+                or (name in ("pp", "tp", "sp") and value == 1),
                 f"{what}, whose workers each have the full model and sum no gradients; leave it"
                 " out",
             )
@@ -370,8 +364,11 @@ def check_positions(config: ModelConfig, sp: int) -> None:
     mixes = sp > 1 and (config.experts or model in MODELS and model != "gpt")
     why = "needs them one after another" if model in SEQUENCE_MODELS else "has none"
     why = "with --experts counts all of a sequence together" if config.experts else why
-    sentence = f"--sp {sp} shards the positions of sequences, but --model {model} {why}"
-    require(not mixes, f"{sentence}; leave --sp out, or use --model gpt without --experts")
+    require(
+        not mixes,
+        f"--sp {sp} shards the positions of sequences, but --model {model} {why}; leave --sp out,"
+        " or use --model gpt without --experts",
+    )
 
 
 @dataclass(frozen=True)
@@ -419,9 +416,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
         check_numbers(self, "test_fraction", 0, 1, above=True)
-        known = self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys()
         require(
-            known,
+            self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys(),
             f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)},"
             " joined by dashes",
         )
@@ -496,9 +492,8 @@ class OptimizationConfig:
         _ = self.drops  # raises UsageError for a bad --lr-schedule
         check_idle(self, "loss")
         check_idle(self, "optimizer")
-        fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(
-            fixed,
+            not is_custom(self.optimizer) or self.weight_decay is None,
             f"--weight-decay cannot be combined with --optimizer {self.optimizer}, which sets its"
             " own; leave it out",
         )
@@ -518,17 +513,18 @@ class OptimizationConfig:
         """Epochs between drops and the factor, of --lr-schedule step:EPOCHS,FACTOR; else None."""
         name, _, values = self.lr_schedule.partition(":")
         if name != "step":
-            known = self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule)
-            sentence = "give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"
-            require(known, f"--lr-schedule is {self.lr_schedule}; {sentence}")
+            require(
+                self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule),
+                f"--lr-schedule is {self.lr_schedule}; give constant, cosine, step:EPOCHS,FACTOR or"
+                " FILE.py:NAME",
+            )
             return None
         try:
             epochs, factor = map(float, (values or "10,0.1").split(","))
         except ValueError:
             epochs = factor = 0.0
-        fits = 0 < epochs < LONG and 0 < factor <= 1
         require(
-            fits,
+            0 < epochs < LONG and 0 < factor <= 1,
             f"--lr-schedule is {self.lr_schedule}; give epochs and a factor up to 1, such as"
             " step:10,0.1",
         )
@@ -594,20 +590,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "log_every", 1)
         check_numbers(self, "stall_limit seed", 0)
-        in_order = not self.stall_limit or self.stall_limit >= WARNING_S
         require(
-            in_order,
+            not self.stall_limit or self.stall_limit >= WARNING_S,
             f"--stall-limit {self.stall_limit:g} is below the warning's {WARNING_S:g} s; give more",
         )
-        wide = self.dtype == "float64" and self.precision != "float32"
         require(
-            not wide,
+            self.dtype != "float64" or self.precision == "float32",
             f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of"
             " them out",
         )
-        possible = self.precision == "float32" or self.backend != "numpy"
         require(
-            possible,
+            self.precision == "float32" or self.backend != "numpy",
             f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave"
             " it out",
         )
@@ -616,9 +609,8 @@ class RunConfig:
             compiled or self.jit != "on",
             "--jit compiles only for float32 on the CPU; leave it out",
         )
-        both = self.out is not None and self.resume is not None and self.out != self.resume
         require(
-            not both,
+            None in (self.out, self.resume) or self.out == self.resume,
             f"--resume continues in the run's folder {self.resume}; leave --out {self.out} out",
         )
 
@@ -641,24 +633,23 @@ class Config:
                 not self.sync.rule.asynchronous,
                 "--layout auto is for synchronous ranks; leave it or --sync out",
             )
-            new = "--layout auto is for a new run; leave it out: --resume keeps the run's layout"
-            require(self.run.resume is None, new)
+            require(
+                self.run.resume is None,
+                "--layout auto is for a new run; leave it out: --resume keeps the run's layout",
+            )
             for name in non_defaults(self.parallel):
-                allowed = name in ("layout", "memory_limit", "offload")
                 require(
-                    allowed,
+                    name in ("layout", "memory_limit", "offload"),
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         check_positions(self.model, self.parallel.sp)
-        mixed = self.model.experts and self.data.text_samples == "sentences"
-        why = (
-            "--experts counts the tokens of a sequence, and --text-samples sentences pads them to"
-            " their batch's longest"
-        )
-        require(not mixed, f"{why}; leave one of them out")
-        fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
-            not fixed,
+            not self.model.experts or self.data.text_samples != "sentences",
+            "--experts counts the tokens of a sequence, and --text-samples sentences pads them to"
+            " their batch's longest; leave one of them out",
+        )
+        require(
+            self.parallel.reduction != "fixed" or self.data.partition == "none",
             f"--partition {self.data.partition} cannot be combined with --reduction fixed, which"
             " gives any sample to any rank; leave one of them out",
         )

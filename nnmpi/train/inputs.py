@@ -201,9 +201,8 @@ class SampleConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "classes", 1)
         if self.shape is not None:
-            fits = min(self.shape, default=0) > 0
             require(
-                fits,
+                min(self.shape, default=0) > 0,
                 f"--shape is {self.shape}; give the lengths of one sample's axes, such as 28 28 1",
             )
 
@@ -226,10 +225,9 @@ class SampleConfig:
             return Dataset("random samples", x, draws.integers(0, classes, count), classes)
         except (MemoryError, ValueError):
             # ValueError: the size exceeds the address space
-            sentence = (
+            raise UsageError(
                 f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape"
-            )
-            raise UsageError(sentence) from None
+            ) from None
 
 
 def match_loss(loss: str, samples: Samples) -> Samples:
@@ -310,17 +308,17 @@ def text_source(config: Config) -> TextSource | None:
                 f"--model {model.model} needs a text; name its columns with --text-columns"
             )
         for name in ("tokenizer", "text_samples"):
-            sentence = (
-                f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out"
+            require(
+                name not in non_defaults(data),
+                f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
-            require(name not in non_defaults(data), sentence)
         return None
     for name in ("data_dir", "target"):
-        sentence = (
+        require(
+            name not in non_defaults(data),
             "a text names its file itself, and its tokens are the labels; leave"
-            f" {flag_of(name)} out"
+            f" {flag_of(name)} out",
         )
-        require(name not in non_defaults(data), sentence)
     tokenizer = data.tokenizer or (
         CHARACTERS if model.pretrained is None else str(model.pretrained)
     )
@@ -426,6 +424,8 @@ def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
         f"{what} is for images, but samples of {train.name} have shape {shape}; leave it out",
     )
     side = min(shape[:2])
-    sentence = f"{what} moves images of shape {shape} away; leave shift out of it"
-    require("shift" not in data.augment or side > 1, sentence)
+    require(
+        "shift" not in data.augment or side > 1,
+        f"{what} moves images of shape {shape} away; leave shift out of it",
+    )
     return [make(side) for name, make in AUGMENTATIONS.items() if name in data.augment.split("-")]
