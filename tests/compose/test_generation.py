@@ -36,8 +36,7 @@ def by_whole_passes(kind: str) -> list[int]:
     """Return what the model writes, by a pass over all that it sees for each token."""
     model, seen, written = build(kind).initialize(1, "float64"), list(PROMPT), list[int]()
     for _ in range(COUNT):
-        logits = model(np.array([seen])).data[0, -1]
-        written.append(int(logits.argmax()))
+        written.append(int(model(np.array([seen])).data[0, -1].argmax()))
         seen.append(written[-1])
         if kind == "gpt" and len(seen) > CONTEXT:
             seen = seen[-(CONTEXT // 2) :]

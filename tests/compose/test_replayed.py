@@ -38,8 +38,7 @@ def images() -> Dataset:
 
 
 def tokens() -> Dataset:
-    generator = np.random.default_rng(0)
-    text = generator.integers(0, 7, (ROWS, 5))
+    text = np.random.default_rng(0).integers(0, 7, (ROWS, 5))
     return Dataset("tokens", text[:, :-1], text[:, 1:], 7)
 
 

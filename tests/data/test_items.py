@@ -91,8 +91,7 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
 
 
 def test_bytes_are_images_and_floats_are_targets() -> None:
-    images = Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2)
-    batch = next(images.epoch(0))
+    batch = next(Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2).epoch(0))
     assert batch.x.shape == (2, 4, 3, 1) and batch.x[0, 0, 0, 0] == pytest.approx(0.2)
     assert batch.y.dtype == np.float32 and batch.global_targets == 2
 

@@ -92,8 +92,7 @@ def test_cuts_say_where_the_microbatches_are() -> None:
 
 
 def test_rank_without_rows_gets_empty_arrays() -> None:
-    loader = Loader(made_up(9), 4, rank=3, world=4, transform=AUGMENT)
-    last = list(loader.epoch(0))[-1]
+    last = list(Loader(made_up(9), 4, rank=3, world=4, transform=AUGMENT).epoch(0))[-1]
     assert (last.x.shape, last.y.shape, last.indices.shape) == ((0, 4, 4, 1), (0,), (0,))
     assert (last.x.dtype, last.global_rows, last.first_row) == (np.float32, 1, 1)
 

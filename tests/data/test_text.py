@@ -151,8 +151,7 @@ def test_every_rank_pads_alike_and_knows_all_tokens(txt: Path) -> None:
 
 
 def test_batches_have_like_lengths_in_an_order_of_their_own(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    lengths = random.integers(1, 40, 203)
+    lengths = np.random.default_rng(0).integers(1, 40, 203)
     path = write(tmp_path / "many.txt", "\n".join("a" * length for length in lengths))
     train, _ = loaded(path, 50, sentences=True, tokenizer="bytes")
     loader = Loader(train, 8, workers=0)

@@ -135,8 +135,7 @@ def test_colors_and_holes() -> None:
     edge.
     """
     gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
-    result = ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0)
-    factors = (result / gray).reshape(60, -1)
+    factors = (ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0) / gray).reshape(60, -1)
     np.testing.assert_allclose(factors.min(1), factors.max(1), rtol=1e-5)
     assert 0.7 <= factors.min() < 0.75 and 1.25 < factors.max() <= 1.3
     flat = ColorJitter(0, 0.9, 0)(gray, np.arange(60), 0, 0)

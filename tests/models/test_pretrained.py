@@ -73,8 +73,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
             save_file(plain | {"h.0.attn.bias": np.ones((9, 9))}, folder / "model.safetensors")
         model = small(seed=2)
         load_pretrained(model, folder)
-        expected = small().state()
-        np.testing.assert_equal(model.state(), expected)
+        np.testing.assert_equal(model.state(), small().state())
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def check_adjoint(
     """Fail on all ranks unless <F x, y> = <x, F* y> on each."""
     leaf = Tensor(x, requires_grad=True)
     result = function(leaf)
-    shape_fits = result.shape == y.shape
-    everyone = group.gather(shape_fits)
+    everyone = group.gather(result.shape == y.shape)
     assert all(everyone), f"F x has shape {result.shape} here, y {y.shape}"
     if result.requires_grad and result.node is not None:
         result.backward(y)
@@ -210,8 +209,7 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
     result = function(leaf, group)
     expected = reference(everyones, group.rank)
     same = result.shape == expected.shape and np.allclose(result.data, expected, rtol=1e-14)
-    weight = of_ranks(100 + group.rank, expected.shape[1])
-    (result * result * weight).sum().backward()
+    (result * result * of_ranks(100 + group.rank, expected.shape[1])).sum().backward()
 
     def loss(rank: int, place: tuple[int, int], step: float) -> float:
         changed = [everyone.copy() for everyone in everyones]

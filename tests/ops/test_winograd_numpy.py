@@ -121,8 +121,7 @@ def test_results_that_see_zeros_alone_are_0(kernel, side, fill):
     x = np.full((2, 16, 16, 8), fill, "float32")
     x[:, :6, :6, :2] = 1.0, -1.0
     weight = rng.standard_normal((kernel, kernel, 8, 8), "float32")
-    spec = resized(ALONE, kernel)
-    y = tiled(spec, side, Tensor(x), Tensor(weight)).numpy()
+    y = tiled(resized(ALONE, kernel), side, Tensor(x), Tensor(weight)).numpy()
     reach = 6 + kernel // 2
     seen = np.zeros((16, 16), bool)
     seen[:reach, :reach] = True

@@ -33,8 +33,7 @@ def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
         m = beta1 * m + (1 - beta1) * grad
         v = beta2 * v + (1 - beta2) * grad**2
         m_hat = m / (1 - beta1**t)
-        v_hat = v / (1 - beta2**t)
-        weight = weight - lr * m_hat / (math.sqrt(v_hat) + eps)
+        weight = weight - lr * m_hat / (math.sqrt(v / (1 - beta2**t)) + eps)
     return weight, m, v
 
 

@@ -178,8 +178,7 @@ def test_a_plans_film_is_its_price() -> None:
     are waited for.
     """
     costs = [LayerCost("", 8, 8, 32, True, False, 1.0, 1.0, 2.0, True)] * 3
-    plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
-    price = price_plan(costs, plan, 8.0)
+    price = price_plan(costs, parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0"), 8.0)
     actions = price.rows
     assert (actions[-1][5], price.moved, price.recomputed) == (price.seconds, 32, 0)
     assert max(action[6] for action in actions) == price.peak and all(

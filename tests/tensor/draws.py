@@ -113,8 +113,7 @@ def array(draw: Draw, domain: Domain, size: Shape) -> np.ndarray:
     """Draw an array of a shape whose values come from a domain and lie in memory in some awkward
     way.
     """
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    return awkward(draw, domain(rng, size))
+    return awkward(draw, domain(np.random.default_rng(draw(st.integers(0, 2**16))), size))
 
 
 def arrays(draw: Draw, domain: Domain, sizes: Sequence[Shape]) -> list[np.ndarray]:

@@ -49,8 +49,7 @@ def test_once_and_as_early_as_possible(leaves, log):
 def test_used_twice(leaves, log):
     """Called after the last of its contributions, with their sum."""
     a, b, _ = leaves
-    h = Passes("below", log)(a * 1.0)
-    y = Passes("above", log)(h * b)
+    y = Passes("above", log)(Passes("below", log)(a * 1.0) * b)
     (y * 5.0 + b * 7.0).sum().backward()
     assert log == ["above", ("b", 12), "below", ("a", 5)]
 

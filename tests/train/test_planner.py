@@ -204,8 +204,7 @@ def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
     )
     step_s = 3.0 * stages
     cost = Profile({rows: StepCost(step_s, 0.0, 0.0)}, {(1, 1): ShareCost()}, layers, rows)
-    link = Link.line(0.2, 1.6e-3)
-    machine = Machine(link, nodes=blocks(one.ranks, per_node))
+    machine = Machine(Link.line(0.2, 1.6e-3), nodes=blocks(one.ranks, per_node))
     priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
     options = one.options() | {
         "slow": f"ms={1e3 * step_s * microbatches / pp}",

@@ -105,8 +105,7 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["tokenizer"] == "characters"
     saved = load_tokenizer(folder / "tokenizer")
     assert saved.decode(saved.encode("alpha be")) == "alpha be"
-    text = (place / "words.txt").read_text()
-    (place / "words.txt").write_text(text.replace("z", "Z"))
+    (place / "words.txt").write_text((place / "words.txt").read_text().replace("z", "Z"))
     with pytest.raises(
         DataError, match="a run on different data, but the samples or labels have changed since"
     ):
