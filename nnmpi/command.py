@@ -22,6 +22,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to eve
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
 EXAMPLE = (" ", "python -m ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
 MOST = 1e12  # of ranks, layers, microbatches
+INTERRUPTED = 130
 HELP_INDENT = 26  # the column of the explanations
 
 # types of options: their values in the help, and their name in a sentence
@@ -125,11 +127,7 @@ def announce(what: str, seconds: float) -> None:
             f"{what} would take {format_duration(min(seconds, 1e9))} or so; ask for fewer"
         )
     if seconds > LONG_S:
-        print(
-            f"nnmpi: {what} takes about {format_duration(seconds)}; Ctrl-C ends it",
-            file=sys.stderr,
-            flush=True,
-        )
+        complain(f"{what} takes about {format_duration(seconds)}; Ctrl-C ends it")
 
 
 @dataclass(frozen=True)
@@ -195,8 +193,10 @@ def check_numbers(
             kind = "whole number" if isinstance(value, int) else "finite number"
             bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
             limit = "" if below == inf else f", and below {below:g}"
-            fits = (least < value if above else least <= value) and value < below
-            require(fits, f"{flag_of(name)} is {value}; give a {bound}{limit}")
+            require(
+                (least < value if above else least <= value) and value < below,
+                f"{flag_of(name)} is {value}; give a {bound}{limit}",
+            )
 
 
 def options_of(section: type) -> list[Option]:
@@ -403,6 +403,51 @@ def printable(text: str) -> str:
     )
 
 
+def complain(text: str) -> None:
+    """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
+    text = text if "Traceback" in text else f"nnmpi: {text}"
+    with suppress(OSError, ValueError):  # closed, or its reader is gone
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
+
+
+def describe_uncaught(error: BaseException) -> tuple[int, str]:
+    """Return an uncaught exception's exit status and text.
+
+    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
+    exception.
+    """
+    if isinstance(error := translated(error), NnmpiError):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, ""
+    return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+def watch_alone() -> None:
+    """Let an uncaught exception of a lone process end it with its sentence and exit status."""
+    sys.excepthook = _failed_alone
+
+
+def _failed_alone(_kind: type[BaseException], error: BaseException, _trace: object) -> None:
+    """End a single process as `Shutdown.on_exception` ends a rank: the first `sys.excepthook`."""
+    raise SystemExit(_complain_of(error))
+
+
+def _complain_of(error: BaseException, speaks: bool = True) -> int:
+    """Print an uncaught exception's text; return its exit status.
+
+    Args:
+        speaks: whether this rank prints sentences; a traceback may be this rank's alone.
+    """
+    status, text = describe_uncaught(error)
+    if text and (speaks or "Traceback" in text):
+        complain(text)
+    return status
+
+
 def say(main: Callable[[Sequence[str]], str]) -> int:
     """Run a command and print its result, or its error in one sentence; rank 0 alone prints.
 
@@ -417,18 +462,9 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             text = main(sys.argv[1:])
         except HelpAsked as request:
             text = str(request)
-        console.say(*filter(None, [text]))
-        console.check()
-    except (NnmpiError, OSError) as caught:
-        if not isinstance(error := translated(caught), NnmpiError):
-            raise
-        if speaks:
-            print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        if launch is not None:
-            raise  # the other ranks end, too
-        return 130
+        console.finish(*filter(None, [text]))
+    except (Exception, KeyboardInterrupt) as error:
+        return _complain_of(error, speaks)
     return 0
 
 
@@ -450,6 +486,7 @@ def program_words(description: str, section: type[Any] = ProgramConfig) -> Any:
         description: of the program, for its help.
         section: of its options.
     """
+    watch_alone()
     given: list[Any] = []
 
     def read(words: Sequence[str]) -> str:
@@ -518,8 +555,12 @@ class Console:
                 os.dup2(null, self._stream.fileno())
                 os.close(null)
 
-    def check(self) -> None:
-        """Raise NnmpiError if lines could not be written; a closed pipe is no error."""
+    def finish(self, *lines: str) -> None:
+        """Print a command's last lines; raise NnmpiError if any line could not be written.
+
+        A closed pipe is no error.
+        """
+        self.say(*lines)
         if self._error is not None:
             raise NnmpiError(f"the output could not be written: {self._error.strerror}")
 

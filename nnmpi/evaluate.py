@@ -189,7 +189,7 @@ def main(words: Sequence[str], group: Group) -> None:
     if group.is_root:
         with suppress(OSError):  # another user's run may be read-only
             write_atomically(run.folder.evaluation, text.encode())
-    console.say(text if options.json else _sentence(run, samples, result, options))
+    console.finish(text if options.json else _sentence(run, samples, result, options))
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:

@@ -47,7 +47,7 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks.
     """
     console, (folder, options) = parse_together(words, parse, group)
-    console.say(on_root(group, partial(export, folder, options)))
+    console.finish(on_root(group, partial(export, folder, options)))
 
 
 def export(folder: Path, options: ExportConfig) -> str:

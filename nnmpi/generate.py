@@ -95,13 +95,12 @@ def main(words: Sequence[str], group: Group) -> None:
             break
         written.append(token)
     seconds, text = clock.now() - ready, [*prompt, *written]
-    console.say(
+    generator.release()
+    console.finish(
         " ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text),
         f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a"
         f" second; loading took {ready - begin:.2f} s",
     )
-    generator.release()
-    console.check()
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:

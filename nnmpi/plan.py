@@ -103,13 +103,15 @@ def parse(words: Sequence[str]) -> _Asked:
         "--batch-size full needs a data set, but --shape names none; give a number",
     )
     if shape is not None and config.model.model in SEQUENCE_MODELS:
-        sentence = f"--shape for --model {config.model.model} is one number, its tokens, such as 64"
-        require(len(shape) == 1, sentence)
-        sentence = (
-            f"--shape has {shape[0]} tokens, but --context is {config.model.context}; leave"
-            " --context out"
+        require(
+            len(shape) == 1,
+            f"--shape for --model {config.model.model} is one number, its tokens, such as 64",
         )
-        require(config.model.context in (None, shape[0]), sentence)
+        require(
+            config.model.context in (None, shape[0]),
+            f"--shape has {shape[0]} tokens, but --context is {config.model.context}; leave"
+            " --context out",
+        )
         given["context"] = shape[0]
     return asked
 
@@ -145,9 +147,7 @@ def main(words: Sequence[str], group: Group) -> None:
             step_s = profile.step(workload.batch_size, "seconds")
             return [*_header(asked, ranks, network, step_s), *describe(result), "", command]
 
-        console.say(*on_root(group, search))
-    with agreed(group):
-        console.check()
+        console.finish(*on_root(group, search))
 
 
 def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:

@@ -124,8 +124,7 @@ def main(words: Sequence[str], group: Group) -> None:
 
     def write() -> None:
         if options.out is None:
-            console.say(text)
-            console.check()
+            console.finish(text)
         else:
             with raised_as(UsageError, f"--out {options.out} cannot be written"):
                 options.out.write_text(text + "\n")

@@ -135,9 +135,9 @@ def parse(words: Sequence[str]) -> Asked:
     )
     model = config.model.model
     if model in SEQUENCE_MODELS:
-        plain = samples.shape is None and "dataset" not in given
         require(
-            plain, f"--model {model} is verified on random tokens; leave --shape and --dataset out"
+            samples.shape is None and "dataset" not in given,
+            f"--model {model} is verified on random tokens; leave --shape and --dataset out",
         )
         samples = replace(samples, shape=(config.model.context or CONTEXT,))
     require(
@@ -180,7 +180,7 @@ def main(words: Sequence[str], group: Group) -> bool:
             serial, _ = run(config, trial.steps, dataset, alone, one_rank, backend)
             findings = compare(actual, serial, trial.steps, config.run.dtype, samples, exact)
         alone.free()
-    console.say(*table(findings), "", verdict(findings))
+    console.finish(*table(findings), "", verdict(findings))
     return bool(group.share(all(finding.holds for finding in findings)))
 
 

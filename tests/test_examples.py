@@ -157,22 +157,29 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
     ("words", "status", "told"),
     [
         (
-            "--simulate 2",
+            "2_ring.py --simulate 2",
             0,
             "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries",
         ),
-        ("--help", 0, "usage: 2_ring.py [-h] [OPTIONS]"),
+        ("2_ring.py --help", 0, "usage: 2_ring.py [-h] [OPTIONS]"),
         (
-            "--simulate",
+            "2_ring.py --simulate",
             2,
             "nnmpi: --simulate has no value; it must be a whole number\n",
         ),
-        ("--simulate 0", 2, "nnmpi: --simulate is 0; give a whole number, 1 or more"),
-        ("--similate 3", 2, "nnmpi: --similate is not an option; did you mean --simulate?\n"),
+        ("2_ring.py --simulate 0", 2, "nnmpi: --simulate is 0; give a whole number, 1 or more"),
+        (
+            "2_ring.py --similate 3",
+            2,
+            "nnmpi: --similate is not an option; did you mean --simulate?\n",
+        ),
+        ("9_ring_attention.py --simulate 99", 2, "nnmpi: 99 ranks share"),
     ],
 )
 def test_a_lesson_is_a_program_without_mpi(words: str, status: int, told: str) -> None:
     """Its status says whether it is equal; nothing is trained by words that it does not know."""
-    command = [sys.executable, str(LESSONS[1]), *words.split()]
-    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    command = [sys.executable, *words.split()]
+    ran = subprocess.run(
+        command, cwd=LESSONS[1].parent, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert ran.returncode == status and (ran.stderr if status else ran.stdout).startswith(told), ran

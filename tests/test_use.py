@@ -4,6 +4,7 @@ printed.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,16 @@ def test_a_loaded_run_predicts_what_the_command_says(
     assert repr(result) == f"Run({str(folder)!r}: mlp on table, after {result.step} steps)"
 
 
-def test_predictions_that_a_full_disk_lost(
+def test_results_that_a_full_disk_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = files(tmp_path)["table.csv"]
     folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        with pytest.raises(NnmpiError, match="could not be written: No space left"):
-            simulate(lambda group: predict(f"{folder} {data}".split(), group), 2)
+    for program, words in ((predict, [str(data)]), (evaluate, []), (export, [])):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            with pytest.raises(NnmpiError, match="could not be written: No space left"):
+                simulate(partial(program, [str(folder), *words]), 2)
 
 
 def test_an_image_file_is_read_as_the_data_was(

@@ -155,7 +155,7 @@ def main(group):
     for layer, w in trained.items():
         np.testing.assert_array_equal(w, saved[layer])  # recomputation repeats every bit
         np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")
-    assert least < most
+    assert least < most or not most  # a rank without samples saves nothing
     title = f"Saved inputs of the layers: at most {most:,} bytes, {least:,} by the plan"
     picture = Picture(title, "actions", draw("all saved", ALL_SAVED) + draw("plan", PLAN))
     if group.is_root:

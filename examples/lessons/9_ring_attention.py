@@ -16,6 +16,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.command import program_words
+from nnmpi.errors import UsageError
 from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.shard import split
 
@@ -154,6 +155,8 @@ def draw(size):
 
 def main(group):
     """Train on all ranks and on one; raise AssertionError if the weights differ."""
+    if group.size > POSITIONS:
+        raise UsageError(f"{group.size} ranks share {POSITIONS} positions; give at most as many")
     expected = serial()
     for layer, w in train(group).items():
         np.testing.assert_allclose(w, expected[layer], 1e-9, 1e-12, err_msg=f"layer {layer}")

@@ -22,9 +22,16 @@ from typing import Any, Literal, TypeVar
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
-from nnmpi.comm.mpi.start import start, watch_alone
+from nnmpi.comm.mpi.start import start
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import Console, check_numbers, make_section, options_of, read_words
+from nnmpi.command import (
+    Console,
+    check_numbers,
+    make_section,
+    options_of,
+    read_words,
+    watch_alone,
+)
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import HelpAsked, UsageError
@@ -144,7 +151,7 @@ def run_on_ranks(
         with exit_refused():
             return program(words, group)
     except HelpAsked as request:
-        return Console(quiet).say(str(request))
+        return Console(quiet).finish(str(request))
 
 
 def main(words: Sequence[str], group: Group) -> None:

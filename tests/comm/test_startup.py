@@ -138,7 +138,7 @@ def test_an_error_without_an_output_is_one_sentence() -> None:
     words = f"{sys.executable} -m nnmpi.predict nowhere none.csv >&-"
     ran = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2
-    assert ran.stderr.startswith("nowhere: there is no run") and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("nnmpi: nowhere: there is no run") and ran.stderr.count("\n") == 1
 
 
 def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,4 +159,4 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
     )
     with pytest.raises(SystemExit):
         shutdown.on_exception(DataError, DataError("\udcff"), None)
-    assert capsys.readouterr().err == "\\udcff\n"
+    assert capsys.readouterr().err == "nnmpi: \\udcff\n"

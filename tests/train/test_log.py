@@ -75,7 +75,7 @@ def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(comm
 
 @pytest.mark.parametrize("command", ["> /dev/null", "| head -n 1", "> /dev/full"])
 def test_what_could_not_be_written_is_an_error_for_those_who_ask(command: str) -> None:
-    status, text = shell(command, "c.check()")
+    status, text = shell(command, "c.finish()")
     assert status == int("full" in command)
     assert ("could not be written: No space left on device" in text) == bool(status)
 

@@ -21,15 +21,14 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import nnmpi.clock as clock
-from nnmpi.command import printable
-from nnmpi.errors import NnmpiError, name_ranks, translated
+from nnmpi.command import complain, describe_uncaught
+from nnmpi.errors import name_ranks
 
 GRACE_S = 1.0
 # The launcher forwards printed text only while the job lives: text was lost on a busy machine.
@@ -37,7 +36,6 @@ DRAIN_S = 0.2
 # more than DRAIN_S, so that the first rank to give up ends the job before the next one prints
 STAGGER_S = 0.35
 LONGEST_TURN_S = 1.4
-INTERRUPTED = 130
 STALLED = os.EX_TEMPFAIL  # exit status of a job aborted for a long wait
 
 
@@ -66,7 +64,7 @@ class Shutdown:
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
             _leave_fork(1)
-        status, text = describe_uncaught(kind, error, trace)
+        status, text = describe_uncaught(error)
         rank = self._comm.Get_rank()
         same = self._announce(status, text, GRACE_S + self._turn_s())
         if same is None:
@@ -83,7 +81,7 @@ class Shutdown:
         elif not isinstance(args.exc_value, SystemExit):
             # (SystemExit in a thread ends only the thread)
             name = args.thread.name if args.thread else "unknown"
-            status, text = describe_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+            status, text = describe_uncaught(args.exc_value)
             self._print(f"In thread {name}:\n{text}", [self._comm.Get_rank()])
             abort(self._mpi, status)
 
@@ -155,15 +153,6 @@ class Shutdown:
         return os.getpid() != self._process
 
 
-def complain(text: str) -> None:
-    """Print to stderr, after pending output of stdout."""
-    with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
-        if sys.stdout is not None:  # closed before the start
-            sys.stdout.flush()
-        sys.stderr.write(printable(text) + "\n")
-        sys.stderr.flush()
-
-
 def abort(mpi: ModuleType, status: int) -> NoReturn:
     """Abort the job, after printed text has left."""
     time.sleep(DRAIN_S)
@@ -184,21 +173,6 @@ def _leave_fork(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def describe_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> tuple[int, str]:
-    """Return an uncaught exception's exit status and text.
-
-    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
-    exception.
-    """
-    if isinstance(error := translated(error), NnmpiError):
-        return error.exit_status, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, ""
-    return 1, "".join(traceback.format_exception(kind, error, trace)).rstrip()
 
 
 @contextlib.contextmanager

@@ -17,12 +17,13 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import threadpoolctl
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import Shutdown, complain, describe_uncaught
+from nnmpi.comm.mpi.shutdown import Shutdown
+from nnmpi.command import watch_alone
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import Launch, read_launch, user_chose_threads
 
@@ -219,18 +220,3 @@ def _start() -> tuple[Group, Shutdown]:
             shutdown.close = world.watch_over_ranks()
     group = Group(world.comm)
     return group, shutdown
-
-
-def watch_alone() -> None:
-    """Let an uncaught exception of a lone process end it with its sentence and exit status."""
-    sys.excepthook = _failed_alone
-
-
-def _failed_alone(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """End a single process as `Shutdown.on_exception` ends a rank: the first `sys.excepthook`."""
-    status, text = describe_uncaught(kind, error, trace)
-    if text:
-        complain(text)
-    raise SystemExit(status)

@@ -34,9 +34,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from nnmpi.comm.mpi.shutdown import STALLED, abort, complain
+from nnmpi.comm.mpi.shutdown import STALLED, abort
 from nnmpi.comm.world import WARNING_S
-from nnmpi.command import printable
+from nnmpi.command import complain, printable
 from nnmpi.errors import group_ranks, name_ranks
 
 PERIOD_S = 0.5
@@ -226,12 +226,12 @@ class Watchdog:
             if self.limit_s > waited_s
             else ""
         )
-        complain(f"nnmpi: waiting {text}{consequence}")
+        complain(f"waiting {text}{consequence}")
 
     def _end(self, text: str) -> None:
         """Write a flight record and abort the job."""
         if text:
-            complain(f"nnmpi: {text}")
+            complain(text)
         with contextlib.suppress(Exception):  # any failure: the job must end
             self._record(text)
         time.sleep(RECORD_S if text else 4 * RECORD_S)
