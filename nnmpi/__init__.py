@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.errors import NnmpiError
+from nnmpi.errors import NnmpiError, instead
 from nnmpi.launcher import limit_threads
 from nnmpi.version import VERSION
 
@@ -128,5 +128,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # a package
         return import_module(f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
-    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    suggestion = instead(name) or (f"; did you mean {close[0]!r}?" if close else "")
     raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{suggestion}")

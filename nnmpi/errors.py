@@ -4,9 +4,10 @@
 failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
 """
 
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from errno import EACCES, ELOOP, ENAMETOOLONG
+from contextlib import contextmanager, suppress
+from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
 from math import inf, nan
 from operator import index
 
@@ -80,18 +81,21 @@ class UsageError(NnmpiError, ValueError):
     exit_status = 2
 
 
-def whole(name: str, value: object, least: int = 1) -> int:
+def whole(name: str, value: object, least: float = 1) -> int:
     """Return the value if it is an integer of at least `least`; an error calls it `name`.
+
+    Args:
+        least: the inclusive lower bound; -inf for none.
 
     Raises:
         UsageError: for a smaller number, a fraction, or another type.
     """
-    try:
+    number: Any = nan
+    with suppress(TypeError):
         number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}")
+    if not number >= least:
+        bound = f" of at least {least}" if least > -inf else ""
+        raise UsageError(f"{name} is {shortened(repr(value))}; give a whole number{bound}")
     return number
 
 
@@ -149,6 +153,41 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
             raise UsageError(f"{type(value).__name__} is no {kind.__name__}; call {call}")
 
 
+# PyTorch's names, and what to write instead
+_INSTEAD = """
+eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
+to cuda cpu device contiguous clone: leave it out; x.astype("float32") converts a tensor
+float double half long: x.astype("float32")
+unsqueeze squeeze: x[None] and x.reshape(...)
+dim numel tolist: x.ndim, x.size and x.numpy().tolist()
+clamp masked_fill: x.clip(low, high) and nnmpi.tensor.where(mask, value, x)
+std norm abs pow: x.var().sqrt(), (x * x).sum().sqrt(), abs(x) and x ** 2
+t mm matmul bmm: x.T and x @ y
+relu gelu sigmoid softmax log_softmax: nnmpi.ops.relu(x) and the like
+modules named_children apply: named_modules()
+register_buffer: self.name = nnmpi.nn.Buffer(shape, value)
+requires_grad_ is_leaf grad_fn: x.requires_grad = True and x.node
+manual_seed: model.initialize(seed=0)
+zeros ones rand randn arange from_numpy: nnmpi.Tensor(array) of an array of NumPy
+cat stack: nnmpi.tensor.concatenate and nnmpi.tensor.stack
+"""
+
+
+def instead(name: str) -> str:
+    """Return the end of a sentence: what to write instead of a name of PyTorch's, if known."""
+    known = re.search(rf"^[\w ]*\b{name}\b[\w ]*: (.*)", _INSTEAD, re.M)
+    return f"; in nnmpi: {known[1]} (docs/pytorch.md)" if known else ""
+
+
+def no_attribute(owner: object, name: str) -> AttributeError:
+    """Return the error of a missing attribute, for `__getattr__`."""
+    return AttributeError(
+        f"{type(owner).__name__!r} object has no attribute {name!r}{instead(name)}",
+        name=name,
+        obj=owner,
+    )
+
+
 @contextmanager
 def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[None]:
     """Turn an OSError of the body into another error: "WHAT (the system's reason); ADVICE"."""
@@ -161,12 +200,12 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
 def translated(error: BaseException) -> BaseException:
     """Return the error; for the system's errors about paths, a UsageError with a sentence.
 
-    A test for a file raises them on any rank, for a folder without permission or a name that is too
-    long. Their cause is the user's path, whichever code raises them.
+    Any access raises them on any rank, for a folder without permission or in place of a file, or a
+    name that is too long. Their cause is the user's path, whichever code raises them.
     """
     if (
         isinstance(error, OSError)
-        and error.errno in (EACCES, ELOOP, ENAMETOOLONG)
+        and error.errno in (EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR)
         and error.filename
     ):
         return UsageError(

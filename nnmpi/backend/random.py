@@ -10,6 +10,7 @@ constants are those of "lowbias32", from C. Wellons' search for mixes with littl
 """
 
 import hashlib
+from math import inf
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
+from nnmpi.errors import whole
 
 ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
 
@@ -29,7 +31,9 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     easy as 1, 2, 3", 2011). Its 128-bit key is a BLAKE2b hash of the arguments, so the streams of
     neighbouring seeds are unrelated.
     """
-    text = "\x1f".join([str(int(seed)), *(f"{type(name).__name__}:{name}" for name in names)])
+    text = "\x1f".join(
+        [str(whole("seed", seed, -inf)), *(f"{type(name).__name__}:{name}" for name in names)]
+    )
     key = _Key(hashlib.blake2b(text.encode(), digest_size=16).digest())
     counter = np.zeros(4, np.uint64)  # Philox takes longer to convert a number
     return np.random.Generator(np.random.Philox(key, counter))  # type: ignore[arg-type]  # it takes any ISeedSequence

@@ -17,12 +17,12 @@ pooling's windows:
     m n | o p
 """
 
+from contextlib import suppress
 from math import prod
-from operator import index
 from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, whole
 
 Pair = tuple[int, int]  # rows, columns
 PairLike: TypeAlias = int | Pair  # one number for both
@@ -39,16 +39,10 @@ def pair(name: str, value: PairLike, least: int) -> Pair:
     Raises:
         UsageError: for a value below `least`, or another number of values.
     """
-    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    try:
-        first, second = (index(v) for v in given)
-    except (TypeError, ValueError):  # no integers, or not two of them
-        first = second = least - 1
-    if min(first, second) < least:
-        raise UsageError(
-            f"{name} must be one or two whole numbers of at least {least}, not {value!r}"
-        )
-    return first, second
+    with suppress(ValueError):  # also of `whole`
+        first, second = value if isinstance(value, tuple | list) else (value, value)
+        return whole(name, first, least), whole(name, second, least)
+    raise UsageError(f"{name} must be one or two whole numbers of at least {least}, not {value!r}")
 
 
 def bordered(x: Array, padding: Pair, value: float, xp: Any) -> Array:

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, is_array
 from nnmpi.backend.random import stream
-from nnmpi.errors import DataError, UsageError, shortened, whole
+from nnmpi.errors import DataError, UsageError, number, shortened, whole
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
@@ -393,17 +393,22 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
         raise UsageError(
             f"split takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)"
         )
-    if not 0 < test_fraction < 1:
-        raise UsageError(f"test fraction {test_fraction} is not between 0 and 1; try 0.2")
-    n = len(dataset)
-    if n < 2:
+    if (n := len(dataset)) < 2:
         raise DataError(
             f"{dataset.name}: {n} samples cannot be split into a training and a test part; give 2"
             " or more"
         )
-    tests = min(max(round(n * test_fraction), 1), n - 1)
-    order = stream(seed, "split").permutation(n)
-    return dataset.take(order[tests:]), dataset.take(order[:tests])
+    train, test = map(dataset.take, split_indices(n, test_fraction, seed))
+    return train, test
+
+
+def split_indices(count: int, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
+    """Return the indices of the two parts of a `split`, in random order."""
+    if not number("test_fraction", test_fraction, 1):
+        raise UsageError(f"test_fraction is {test_fraction}; give one between 0 and 1, such as 0.2")
+    tests = min(max(round(count * test_fraction), 1), count - 1)
+    order = stream(seed, "split").permutation(count)
+    return order[tests:], order[:tests]
 
 
 def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:

@@ -45,11 +45,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
-from nnmpi.backend.random import stream
-from nnmpi.data.dataset import IGNORED, Samples
+from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.tables import read_cells, read_lines
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
-from nnmpi.errors import DataError, UsageError, raised_as
+from nnmpi.errors import DataError, UsageError, expect, raised_as
 from nnmpi.files import cache_folder, folder_atomically, locked, parse_json, sha256
 
 DEFAULT_CONTEXT = 64
@@ -373,6 +372,7 @@ def load_text(
         UsageError, DataError: as `prepare_tokens`; for damaged token files; and for a part shorter
             than a block.
     """
+    expect("load_text(data.TextSource(path))", (source, TextSource))
     folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
@@ -386,13 +386,10 @@ def load_text(
             f"{folder} is damaged ({error}); remove it, and it is made again"
         ) from error
     spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+    parts = [spans[np.sort(part)] for part in split_indices(len(spans), test_fraction, seed)]
     if len(spans) == 1:
         cut = int(ends[0]) - max(1, round(int(ends[0]) * test_fraction))
         parts = [np.array([[0, cut]]), np.array([[cut, ends[0]]])]
-    else:
-        tests = min(max(round(len(spans) * test_fraction), 1), len(spans) - 1)
-        order = stream(seed, "split").permutation(len(spans))
-        parts = [spans[np.sort(order[tests:])], spans[np.sort(order[:tests])]]
     least = 2 if source.sentences else context + 1
     for part, what in zip(parts, ("training", "test"), strict=True):
         if (length := int((part[:, 1] - part[:, 0]).sum())) < least:

@@ -33,7 +33,14 @@ from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import feed
-from nnmpi.errors import CheckpointError, DtypeError, GraphError, UninitializedError, UsageError
+from nnmpi.errors import (
+    CheckpointError,
+    DtypeError,
+    GraphError,
+    UninitializedError,
+    UsageError,
+    no_attribute,
+)
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
@@ -181,9 +188,7 @@ class Module:
             raise UninitializedError(
                 "this model has no storage yet; call model.initialize(seed=0) first"
             )
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
-        )
+        raise no_attribute(self, name)
 
     def __repr__(self) -> str:
         """Show the module tree with kinds, shapes and the number of parameters.

@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, ste
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
-from nnmpi.errors import DtypeError, ShapeError, UsageError, number
+from nnmpi.errors import DtypeError, ShapeError, UsageError, number, whole
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating, whole_values
@@ -270,8 +270,14 @@ def checked_labels(
     """
     check_reduction(reduction)
     number("label_smoothing", label_smoothing, 1)
+    if ignore_index is not None:
+        whole("ignore_index", ignore_index, -np.inf)
     given = whole_values("cross_entropy", labels)
-    values = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
+    values = (
+        given
+        if isinstance(labels, Variable)
+        else namespace(logits.data).asarray(Tensor(given).data)
+    )
     if values.dtype.kind not in "iu":
         raise DtypeError(
             f"cross_entropy needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
@@ -326,7 +332,7 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    if not delta > 0:
+    if not number("delta", delta, most=np.inf):
         raise UsageError(f"delta is {delta}; give a number above 0")
     return _error("huber", partial(_huber, float(delta)), x, target, reduction)
 

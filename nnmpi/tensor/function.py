@@ -37,13 +37,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
 from nnmpi.backend.kernels import cast, to_float32
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError
@@ -153,6 +153,13 @@ class Variable:
             recorder.record(setattr, self, "_grad", None)
             recorder.cleared.add(id(self))
         self._grad = value
+
+    def check_floating(self) -> None:
+        """Refuse a dtype without gradients, also of a tensor whose `requires_grad` was assigned."""
+        if not is_floating(self.data.dtype):
+            raise DtypeError(
+                f"a tensor of {self.data.dtype} can have no gradient; use floating point"
+            )
 
     def add_grad(self, grad: Array, xp: Any) -> None:
         """Accumulate one operation's contribution to this leaf's gradient, maybe in place.
@@ -268,6 +275,12 @@ class Function:
     saved: tuple[Any, ...]
     shape: Shape
     writes: Writes | None
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphError(
+            "a tensor of a graph cannot be copied or pickled; copy x.detach(), or compute it under"
+            " nnmpi.no_grad()"
+        )
 
     def forward(self, *inputs: Any) -> Array:
         """Return the output array. Tensors arrive as their arrays, other inputs unchanged."""
@@ -447,6 +460,8 @@ class Function:
             if not needed:
                 edges.append(None)
             elif x.node is None:
+                if x.buffer is None:
+                    x.check_floating()
                 edges.append(x)
                 hooked = hooked or x.hook is not None
                 writes = writes or x.writes

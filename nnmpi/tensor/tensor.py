@@ -16,10 +16,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -41,8 +42,10 @@ from nnmpi.errors import (
     DtypeError,
     GraphError,
     LayoutError,
+    NnmpiError,
     ShapeError,
     UsageError,
+    no_attribute,
     number,
     shortened,
     whole,
@@ -102,10 +105,8 @@ class Tensor(Variable):
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         self.data = _as_array(data, dtype)
-        if requires_grad and not is_floating(self.data.dtype):
-            raise DtypeError(
-                f"a tensor of {self.data.dtype} can have no gradient; use floating point"
-            )
+        if requires_grad:
+            self.check_floating()
         self.requires_grad = requires_grad
         self._grad = self.node = self.tape = self.buffer = self.hook = self.shard = None
 
@@ -116,6 +117,11 @@ class Tensor(Variable):
         tensor.requires_grad = False
         tensor._grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
         return tensor
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute(self, name)  # called only for missing attributes
 
     def backward(
         self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None
@@ -295,15 +301,17 @@ class Tensor(Variable):
         return in_float32(Pointwise("absolute"), self)
 
     def __getitem__(self, key: Any) -> Tensor:
-        parts = tuple(map(_index, key if isinstance(key, tuple) else (key,)))
         try:
+            parts = tuple(map(_index, key if isinstance(key, tuple) else (key,)))
             if is_basic(parts):
                 return View(parts)(self)
             function = GetItem(parts)
             if not isinstance(self.data, np.ndarray):
                 function.check(self.shape)
             return in_float32(function, self)
-        except IndexError as error:
+        except NnmpiError:
+            raise
+        except (IndexError, TypeError, ValueError) as error:
             raise ShapeError(f"index {key!r} does not fit shape {self.shape}: {error}") from None
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
@@ -510,11 +518,10 @@ class Tensor(Variable):
             ShapeError: when there is not one non-negative pair per axis.
             DtypeError: for a value that is no number, or that the tensor's dtype cannot hold.
         """
-        try:
-            pairs = tuple((index(a), index(b)) for a, b in widths)
-        except (TypeError, ValueError):
-            pairs = ((-1, -1),)
-        if len(pairs) != self.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
+        pairs: Any = None
+        with suppress(TypeError, ValueError):
+            pairs = tuple((whole("before", a, 0), whole("after", b, 0)) for a, b in widths)
+        if pairs is None or len(pairs) != self.data.ndim:
             raise ShapeError(
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
                 f" not {widths!r}"
@@ -707,7 +714,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
             )
         try:
             array = np.asarray(data, dtype)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise DtypeError(
                 f"a tensor holds numbers, in rows of one length, not {shortened(repr(data))}"
             ) from None

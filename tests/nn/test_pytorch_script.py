@@ -153,12 +153,21 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "with_state": lambda: typed.nn.LSTM(4, 4)(np.ones((2, 3, 4), np.float32), (None, None)),
         "takes modules": lambda: nn.Sequential(nn.Flatten(), ops.relu),
         "split takes a data set": lambda: typed.data.split(np.ones(3), 0.2),
+        "load_text(data.TextSource(path))": lambda: typed.data.load_text("paradise-lost"),
+        "seed is 'a'; give a whole number": lambda: nn.Linear(1, 1).initialize(cast(Any, "a")),
     }
     for words, call in calls.items():
         with pytest.raises(UsageError, match=re.escape(words)):
             call()
-    with pytest.raises(AttributeError, match="did you mean 'Worker'"):
-        typed.Workr  # noqa: B018
+    for owner, name, told in (
+        (nnmpi, "Workr", "did you mean 'Worker'"),
+        (nnmpi, "manual_seed", r"in nnmpi: model.initialize\(seed=0\)"),
+        (nn.ReLU(), "train", "with nnmpi.nn.training"),
+        (nnmpi.Tensor(1), "unsqueeze", r"in nnmpi: x\[None\]"),
+        (nnmpi.Tensor(1), "lost", "no attribute 'lost'$"),
+    ):
+        with pytest.raises(AttributeError, match=told):
+            getattr(owner, name)
     with pytest.raises(GraphError, match="needs a Tensor, not ndarray"):
         ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
 

@@ -361,6 +361,7 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     for item, how in (
         (setting.model, again),
         (group, again),
+        (setting.model.parameters()[0] * 2, r"copy x.detach\(\)"),
         (optimizer, "save both with nnmpi.save"),
     ):
         with pytest.raises(NnmpiError, match=how):

@@ -47,6 +47,8 @@ def test_arrays_are_kept():
         (lambda: Tensor(["a"]), "<U1"),
         (lambda: Tensor([1j]), "complex128"),
         (lambda: Tensor([1, 2], requires_grad=True), "int64 can have no gradient"),
+        (lambda: [setattr(x := Tensor([1]), "requires_grad", True), x * 2], "int64 can have no"),
+        (lambda: Tensor(2**63, dtype="int64"), "not 9223372036854775808"),
         (lambda: Tensor([1.0]) + [1.0], "list cannot be combined with a tensor"),
         (lambda: Tensor([1.0]) - np.complex128(1j), "complex cannot be combined"),
         (lambda: Tensor([1.0]) + np.ones(1), "add of float32 and float64"),

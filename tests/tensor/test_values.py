@@ -128,6 +128,8 @@ SHAPES = [
     (lambda: zeros(2).pad([(0, "1")]), r"per axis of shape \(2,\), not \[\(0, '1'\)\]"),
     (lambda: zeros(2).pad(1), "not 1"),
     (lambda: zeros(2, 2).pad([(0, 1)]), r"shape \(2, 2\)"),
+    (lambda: zeros(2)["a":], r"index slice\('a', None, None\) does not fit"),
+    (lambda: zeros(2)[::0], "step cannot be zero"),
     (lambda: zeros(2)[2], r"index 2 does not fit shape \(2,\)"),
     (lambda: zeros(2)[np.array([0, 5])], "5"),
 ]

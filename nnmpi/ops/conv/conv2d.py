@@ -36,7 +36,7 @@ from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
@@ -304,7 +304,7 @@ def checked_spec(
         raise ShapeError(
             f"conv2d needs a weight (kernel_height, kernel_width, in, out), not {weight.shape}"
         )
-    if groups < 1 or x.shape[3] % groups or weight.shape[3] % groups:
+    if x.shape[3] % whole("groups", groups) or weight.shape[3] % groups:
         raise UsageError(
             f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output"
             " channels; give a divisor"
