@@ -7,6 +7,7 @@ their own size.
 
 import os
 import signal
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -265,18 +266,14 @@ class Mean(Module):
         return x.mean(axis=1).reshape(x.shape[0], 1)
 
 
-def selecting(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model with activations whose shape depends on the data; four layers, the second is
-    at fault.
-    """
-    first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
-    return Sequential(Whole(first), Selecting(), Mean(), Linear(1, classes))
+def faulty(kind: type[Module]) -> Callable[..., Sequential]:
+    """Return what builds a model of four layers, the second of which is of this kind."""
 
+    def build(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+        first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
+        return Sequential(Whole(first), kind(), Mean(), Linear(1, classes))
 
-def dying(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model that kills its rank; four layers, the second is at fault."""
-    first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
-    return Sequential(Whole(first), Dying(), Mean(), Linear(1, classes))
+    return build
 
 
 class Whole(Module):

@@ -20,7 +20,7 @@ from nnmpi.compose.layout import Layout
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, run
 layout = Layout(pp=group.size, schedule=sys.argv[2], split=(2, 1, 1))
-run(Setup(getattr(own, sys.argv[1]), microbatches=4), group, layout)
+run(Setup(own.faulty(getattr(own, sys.argv[1])), microbatches=4), group, layout)
 """
 
 
@@ -41,7 +41,7 @@ def train(folder: Path, model: str, schedule: str) -> Ending:
 def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
     tmp_path: Path, schedule: str
 ) -> None:
-    ending = train(tmp_path, "selecting", schedule)
+    ending = train(tmp_path, "Selecting", schedule)
     assert ending.status == 1, ending.output
     assert (
         "stage 0 gave float64 (8, " in ending.output or "stage 0 gave float64 (7, " in ending.output
@@ -50,6 +50,6 @@ def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
 
 
 def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
-    ending = train(tmp_path, "dying", "1f1b")
+    ending = train(tmp_path, "Dying", "1f1b")
     assert ending.status not in (None, 0), ending.output
     assert ending.seconds < LIMIT_S / 2

@@ -5,7 +5,6 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.errors import UsageError
-from tests.models.sequence_runs import TOKENS
 
 
 def shapes(model):
@@ -133,15 +132,16 @@ def test_models_learn(make):
     assert (model(x).argmax(1) == y).mean() > 0.9
 
 
-# The recurrent language model: tied and untied, padded and alone.
-
-
-def small(tied: bool = True) -> nn.Sequential:
-    return models.lstm(TOKENS, features=10, layers=2, dropout=0.1, tied=tied)
-
-
-def test_padding_changes_nothing() -> None:
-    """Whatever tokens stand behind a sequence."""
-    model = small().initialize(0, "float64")
-    tokens = np.random.default_rng(0).integers(0, TOKENS, (2, 9))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.lstm(23, features=10, layers=2, dropout=0.1),
+        lambda: models.gpt(23, 9, features=12, layers=3, heads=3, dropout=0.1),
+    ],
+    ids=["lstm", "gpt"],
+)
+def test_a_token_sees_nothing_after_it(make):
+    """So the logits of a beginning are those of the whole, whatever pads it."""
+    model = make().initialize(0, "float64")
+    tokens = np.random.default_rng(0).integers(0, 23, (2, 9))
     assert np.allclose(model(tokens).data[:, :4], model(tokens[:, :4]).data, rtol=0, atol=1e-15)

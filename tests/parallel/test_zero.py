@@ -157,41 +157,6 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
         assert told - item[0][1] == (times * elements if ranks > 1 else 0)
 
 
-def test_a_checkpoint_of_any_stage_goes_on_in_any_other() -> None:
-    """Its arrays are the whole model's; each rank takes its part of them, bit for bit."""
-
-    def main(group: Group) -> None:
-        saved: dict[str, Array] = {}
-        for stage in (3, 1, 0, 2, 3):
-            where = arrange(
-                MODELS["gpt"](), group, Layout(zero=stage, memory_limit=2**40, unit_bytes=1)
-            )
-            where.model.initialize(seed=stage, storage=where.storage)
-            optimizer = optim.Adam(where.model.storage)
-            worker = Worker(where.model, optimizer, group, arrangement=where)
-            if saved:
-                for state in worker.state():
-                    state.scatter(saved.__getitem__)
-            else:
-                worker.step(
-                    next(
-                        Loader(
-                            samples("gpt"), 7, rank=group.rank, world=group.size, workers=0
-                        ).epoch(0)
-                    )
-                )
-            result = {
-                name: array
-                for state in worker.state()
-                for name, array in state.to_dict(everywhere=True).items()
-            }
-            assert not saved or all((result[name] == array).all() for name, array in saved.items())
-            saved = result
-            worker.release()
-
-    simulate(main, 3)
-
-
 def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
     """The others are refused with the stage that would do; without any, with what else would."""
 

@@ -3,6 +3,7 @@ is read twice.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -11,12 +12,10 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
-from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module
@@ -33,7 +32,8 @@ from nnmpi.train.checkpoint import (
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
-from tests.models.sequence_runs import TIME, TOKENS, batch
+from tests.equivalence.reference import batches, build
+from tests.equivalence.rows import GPT
 from tests.parallel.test_model_state import equal, text_on_all
 
 
@@ -70,39 +70,36 @@ def fill(worker: Worker, value: float) -> dict[str, Array]:
     return arrays_of(worker)
 
 
+GPT3 = replace(
+    GPT, model_options={"features": 12, "heads": 3}, optimizer="adam", optimizer_options={}
+)
+STAGES = {"schedule": "interleaved", "virtual_stages": 2}
+LAYOUTS = (
+    *(Layout(tp=4), Layout(pp=2, tp=2, **STAGES)),
+    *(Layout(dp=2, pp=2, schedule="v-half"), Layout(dp=2, pp=2, **STAGES)),
+    *(Layout(dp=4, zero=stage, unit_bytes=1) for stage in (3, 1, 2)),
+)
+
+
 @pytest.mark.simulated(min_size=4, max_size=4)
-def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(
+def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
     group: Group, tmp_path: Path
 ) -> None:
     """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2,
-    stages dealt out.
+    stages dealt out, parts of ZeRO's units.
     """
     folder, alone = RunFolder(shared(group, tmp_path)), group.split(group.rank)
-    stages = {"schedule": "interleaved", "virtual_stages": 2}
-    turning = Layout(dp=2, pp=2, schedule="v-half")
-    layouts = (Layout(tp=4), Layout(pp=2, tp=2, **stages), turning, Layout(dp=2, pp=2, **stages))
-
-    def worker_of(layout: Layout, ranks: Group, seed: int) -> Worker:
-        model = gpt(TOKENS, TIME, features=12, layers=2, heads=3)
-        where = arrange(model, ranks, layout, np.zeros((2, TIME), np.int64), "float64")
-        where.model.initialize(seed, "float64")
-        return Worker(
-            where.model,
-            updates.build("adam", where.model.storage, lr=0.1),
-            ranks,
-            arrangement=where,
-        )
 
     def everything(worker: Worker) -> list[dict[str, Array]]:
         return [item.to_dict(everywhere=True) for item in worker.state()]
 
-    for step, layout in enumerate(layouts, 1):
-        writes = worker_of(layout, group, seed=0)
-        writes.step(batch(0, writes.arrangement.data_rank, writes.arrangement.data_ranks))
+    for step, layout in enumerate(LAYOUTS, 1):
+        writes = build(GPT3, group, layout)
+        writes.step(next(batches(GPT3, writes)))
         save_at(writes, folder, group, step)
         expected = everything(writes)
-        for other, ranks in ((layouts[step % len(layouts)], group), (Layout(), alone)):
-            reads = worker_of(other, ranks, seed=1)
+        for other, ranks in ((LAYOUTS[step % len(LAYOUTS)], group), (Layout(), alone)):
+            reads = build(GPT3, ranks, other)
             restore(reads, find(folder, ranks), folder, RunState(samples=9))
             assert all(group.gather(all(map(equal, everything(reads), expected)))), (
                 f"{layout} by {other}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -67,29 +68,10 @@ class ndarray:
         self._host = self._host.view()
         self._host.shape = shape
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return self._host.strides
-
-    @property
-    def dtype(self) -> Any:
-        return self._host.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self._host.ndim
-
-    @property
-    def size(self) -> int:
-        return self._host.size
-
-    @property
-    def itemsize(self) -> int:
-        return self._host.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self._host.nbytes
+    strides, dtype, ndim, size, itemsize, nbytes = (
+        property(attrgetter(f"_host.{name}"))
+        for name in ("strides", "dtype", "ndim", "size", "itemsize", "nbytes")
+    )
 
     @property
     def flags(self) -> Flags:
