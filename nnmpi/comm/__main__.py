@@ -27,6 +27,7 @@ from nnmpi.comm.fit import (
     parse_network,
     save_fit,
 )
+from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
@@ -107,6 +108,8 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
     lines = [
         f"N = {ranks} ranks, M = {format_bytes(asked.bytes)} in a buffer",
         f"messages by {describe_network(asked.network)}",
+        f"formulas of messages above {format_bytes(EAGER_BYTES)}; shorter ones do not wait for"
+        " their receivers",
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():

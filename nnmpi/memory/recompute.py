@@ -254,8 +254,8 @@ class RecomputedModel:
             moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if"
-            f" all were kept; {price.recomputed} of {len(self._layers)} layers are computed again,"
-            f" {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
+            f" all were kept; {price.recomputed} forward passes of {len(self._layers)} layers are"
+            f" recomputed, {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
     def __call__(self, x: Any, head: Head | None = None, size: int | None = None) -> Tensor:

@@ -78,7 +78,7 @@ def test_simulate_and_list() -> None:
     assert (
         main(["list", "--network", "gbit=10"]).splitlines()[1] == "messages by gbit=10 (no latency)"
     )
-    listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[3:]}
+    listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[4:]}
     assert listed["all-reduce", "ring"].split()[2:] == [
         "6",
         "alpha",
