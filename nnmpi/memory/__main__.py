@@ -1,4 +1,4 @@
-"""`python -m nnmpi.memory`: plan recomputation and swapping without training.
+"""`python -m nnmpi.memory`: plan recomputation and offloading without training.
 
 python -m nnmpi.memory plan --layers 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 16MiB
@@ -70,7 +70,7 @@ class MemoryPlanConfig:
     budget: str = "50%"
     """Bytes such as 16MiB, or from 0% (least) to 100% (ordinary)."""
     bandwidth: Bytes | None = None
-    """Allow swapping, at this many bytes per second."""
+    """Allow offloading, at this many bytes per second."""
     html: Path | None = None
     """File for an interactive page."""
     svg: Path | None = None
@@ -189,7 +189,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
     Args:
         plans: of the chain.
         budget: the page's first choice.
-        bandwidth: of the store, in bytes per second; None for no swapping.
+        bandwidth: of the store, in bytes per second; None for no offloading.
 
     Raises:
         UsageError: for a chain too long for a page, or a budget below the least.
@@ -215,7 +215,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
         "all kept": lambda limit: keep_all(costs),
     }
     if bandwidth is not None:
-        kinds = {"swapped, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
+        kinds = {"offloaded, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
     budgets = sorted({*plans.budgets(POINTS), budget})
     return {
         "layers": [cost.name for cost in costs],

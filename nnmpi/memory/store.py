@@ -1,4 +1,4 @@
-"""The store of swapped arrays: a mapped file, or for a device page-locked host memory.
+"""The store of offloaded arrays: a mapped file, or for a device page-locked host memory.
 
     states, weights     store.zeros(length, dtype)     an array as any other, always in the store
     activations         send(arrays), fetch(arrays)    copied out and back, beside computation
@@ -47,7 +47,7 @@ Pairs = list[tuple[Any, Any]]  # (target, source) of copies
 
 
 class Store:
-    """The destination of swapped arrays. Its file has no name, so it vanishes with the process.
+    """The destination of offloaded arrays. Its file has no name, so it vanishes with the process.
 
     On a device computation and transfers run in two streams, which wait for each other's events.
 
