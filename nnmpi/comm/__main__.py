@@ -108,12 +108,11 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
     lines = [
         f"N = {ranks} ranks, M = {format_bytes(asked.bytes)} in a buffer",
         f"messages by {describe_network(asked.network)}",
-        f"formulas of messages above {format_bytes(EAGER_BYTES)}; shorter ones do not wait for"
-        " their receivers",
+        f"formulas above {format_bytes(EAGER_BYTES)} a message; others do not wait for receivers",
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():
-        latencies, sent = coefficients(collective, ranks)[:2]
+        latencies, sent, _ = coefficients(collective, ranks)
         result = find_collective(operation, name, machine.nodes)
         seconds = format_seconds(price(result, ranks, asked.bytes, machine))
         lines.append(
@@ -152,7 +151,7 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     machine = parse_network(asked.network, ranks, ranks)
     operation, collective = _collective(algorithm, asked, machine.nodes)
     result = simulate_collective(collective, ranks, asked.bytes, machine)
-    first = min(range(len(result)), key=result.__getitem__)
+    first = result.index(min(result))
     return (
         f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}:"
         f" {format_seconds(max(result))}, messages by {describe_network(asked.network)}\n"
