@@ -112,7 +112,7 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():
-        latencies, sent, _ = coefficients(collective, ranks)
+        latencies, sent = coefficients(collective, ranks)[:2]
         result = find_collective(operation, name, machine.nodes)
         seconds = format_seconds(price(result, ranks, asked.bytes, machine))
         lines.append(
@@ -151,11 +151,11 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     machine = parse_network(asked.network, ranks, ranks)
     operation, collective = _collective(algorithm, asked, machine.nodes)
     result = simulate_collective(collective, ranks, asked.bytes, machine)
-    first = result.index(min(result))
     return (
         f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}:"
         f" {format_seconds(max(result))}, messages by {describe_network(asked.network)}\n"
-        f"the first to finish is rank {first} after {format_seconds(result[first])}"
+        f"the first to finish is rank {result.index(min(result))}"
+        f" after {format_seconds(min(result))}"
     )
 
 

@@ -105,7 +105,9 @@ def main(words: Sequence[str]) -> str:
     budget = _budget(options.budget, plans)
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
     price, ordinary = price_plan(costs, plan, bandwidth or inf), price_plan(costs, keep_all(costs))
-    files = []
+    more = []
+    if bandwidth:
+        more.append(f"moved     {format_bytes(price.moved)}, at {format_bytes(bandwidth)}/s")
     if options.svg is not None:
         picture(price).save(options.svg)
     if options.html is not None:
@@ -115,7 +117,7 @@ def main(words: Sequence[str]) -> str:
             f"memory plans of {len(costs)} layers",
             compare(plans, budget, bandwidth),
         )
-        files.append(f"open {options.html} in a browser")
+        more.append(f"open {options.html} in a browser")
     return "\n".join(
         [
             price.draw(),
@@ -135,12 +137,7 @@ def main(words: Sequence[str]) -> str:
                 f" {format_seconds(price.seconds)}, {price.seconds / ordinary.seconds:.3f} of the"
                 f" ordinary time; layers recomputed: {price.recomputed}"
             ),
-            *(
-                [f"moved     {format_bytes(price.moved)}, at {format_bytes(bandwidth)}/s"]
-                if bandwidth
-                else []
-            ),
-            *files,
+            *more,
         ]
     )
 
