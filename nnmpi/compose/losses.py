@@ -21,7 +21,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from math import nan, prod
 from typing import Any, TypeAlias
@@ -347,8 +346,7 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
         entries = vocabulary_of(model)
         if entries is not None:
             _check_range("index", batch.x, entries)
-    x, y = backend.asarray(batch.x), backend.asarray(batch.y)
-    return replace(batch, x=x, y=y, host_y=batch.labels)
+    return batch.to(backend)
 
 
 def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> None:

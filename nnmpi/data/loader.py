@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
@@ -103,6 +103,11 @@ class Batch:
     def labels(self) -> NDArray[Any] | None:
         """The labels on the host; None if they are on a device only."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
+
+    def to(self, device: Backend) -> Batch:
+        """Return the batch on a device, with its labels on the host, too."""
+        x, y = device.asarray(self.x), device.asarray(self.y)
+        return replace(self, x=x, y=y, host_y=self.labels)
 
     def rows(self, cut: Cut) -> Batch:
         """Return the samples and labels of a cut; all else is this batch's."""
@@ -237,17 +242,12 @@ class Loader:
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
 
-        def upload(device: Backend, batch: Batch) -> Batch:
-            return replace(
-                batch, x=device.asarray(batch.x), y=device.asarray(batch.y), host_y=batch.y
-            )
-
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
             range(start, self.batches_per_epoch),
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
-            finish=None if device is None else partial(upload, device),
+            finish=None if device is None else lambda batch: batch.to(device),
         )
 
     @property
