@@ -50,6 +50,7 @@ ITEM_BYTES = 4  # of an element
 EXACT_RANKS = 64
 
 
+@lru_cache(maxsize=2**12)
 def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds until a collective's last rank finishes; see `simulate_collective`.
 
@@ -125,25 +126,18 @@ def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
     steps = call_user(phase, Step, 0, size)
     if any(step.to is None or step.from_ is None for step in steps):
         return None
-    for rank in {1 % size, size // 2, size - 1}:
-        local = call_user(phase, Step, rank, size)
-        if [_seen_from(rank, step, size) for step in local] != [
-            _seen_from(0, step, size) for step in steps
-        ]:
-            return None
-    return steps
-
-
-def _seen_from(rank: int, step: Step, size: int) -> tuple[object, ...]:
-    """Return a step with a rank's number subtracted from all ranks and chunks, as a tuple."""
-    partners = [
-        None if partner is None else (partner - rank) % size for partner in (step.to, step.from_)
+    seen = [
+        [_seen_from(rank, step, size) for step in call_user(phase, Step, rank, size)]
+        for rank in (0, 1 % size, size // 2, size - 1)
     ]
-    return (
-        *partners,
-        *([(chunk - rank) % size for chunk in some] for some in (step.send, step.recv)),
-        step.reduce,
-    )
+    return steps if seen == seen[:1] * len(seen) else None
+
+
+def _seen_from(rank: int, step: Step, size: int) -> list[object]:
+    """Return a step with a rank's number subtracted from all ranks and chunks."""
+    ends = [[] if end is None else [end] for end in (step.to, step.from_)]
+    numbers = [[(item - rank) % size for item in some] for some in (*ends, step.send, step.recv)]
+    return [*numbers, step.reduce]
 
 
 class _Seconds(Engine):

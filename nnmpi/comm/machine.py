@@ -162,16 +162,15 @@ class Machine:
         """
         node_of = self.nodes_of(size)
         # by node, the nodes of all ranks whose groups share its link, or others through them
-        sharing: dict[int, list[int]] = {}
+        sharing: dict[int, tuple[int, ...]] = {}
         for ranks in groups:
-            on = [node_of[rank] for rank in ranks]
+            on = tuple(node_of[rank] for rank in ranks)
             if len({*on}) == 1:
                 sharing[-1] = on
-                continue
-            met = {id(sharing[node]): sharing[node] for node in on if node in sharing}
-            joined = sum(met.values(), []) + on
-            sharing |= dict.fromkeys(joined, joined)
-        places = dict.fromkeys(tuple(map(part.index, part)) for part in sharing.values())
+            else:
+                on = sum(dict.fromkeys(sharing[node] for node in on if node in sharing), ()) + on
+                sharing |= dict.fromkeys(on, on)
+        places = dict.fromkeys(tuple(map(on.index, on)) for on in dict.fromkeys(sharing.values()))
         return [replace(self, nodes=nodes) for nodes in places]
 
     def message(self, across: bool, both_ways: bool, lengths: Sequence[int]) -> tuple[float, float]:

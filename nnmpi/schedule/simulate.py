@@ -92,22 +92,16 @@ def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) ->
 # ---- the run ----
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedInstruction:
-    """A rank's instruction in time; receives last from posting, sends until arrival."""
+    """A rank's instruction in time; receives last from posting, sends until arrival.
+
+    The end of a posted transfer is infinite until its message's times are decided.
+    """
 
     rank: int
     instruction: Instruction
     begin_s: float
-    end_s: float
-
-
-@dataclass(slots=True)
-class _Post:
-    """A posted transfer; `end_s` is infinite until its message's times are decided."""
-
-    transfer: Instruction
-    begin_s: float  # of a receive, when it was posted
     end_s: float = inf
 
 
@@ -119,7 +113,7 @@ class RankProgress:
     program: Program
     at: int = 0
     clock_s: float = 0.0
-    posts: list[_Post] = field(default_factory=list)  # the current item's transfers
+    posts: list[TimedInstruction] = field(default_factory=list)  # the current item's transfers
 
     @property
     def item(self) -> Item | None:
@@ -160,7 +154,7 @@ class ScheduleRun:
         self.spans: list[TimedInstruction] = []
         self._costs, self._rendezvous, self._schedule = costs, rendezvous, schedule
         # posts by channel and end
-        self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)
+        self._posts: defaultdict[tuple[Channel, bool], list[TimedInstruction]] = defaultdict(list)
         # the end of a channel's last message
         self._free_s: defaultdict[Channel, float] = defaultdict(float)
         self._links = machine and Links(machine)
@@ -181,7 +175,7 @@ class ScheduleRun:
 
     def waiting(self, progress: RankProgress) -> list[Instruction]:
         """Return the transfers that a stuck rank waits for."""
-        return [post.transfer for post in progress.posts if post.end_s == inf]
+        return [post.instruction for post in progress.posts if post.end_s == inf]
 
     def _seconds(self, instruction: Instruction) -> float:
         times = self._costs.get(instruction.kind, ())
@@ -202,21 +196,19 @@ class ScheduleRun:
             if self.waiting(progress):
                 return False
             for post in progress.posts:
-                self.spans.append(
-                    TimedInstruction(progress.rank, post.transfer, post.begin_s, post.end_s)
-                )
-                if self._rendezvous or post.transfer.kind in RECEIVES:
+                if self._rendezvous or post.instruction.kind in RECEIVES:
                     progress.clock_s = max(progress.clock_s, post.end_s)
+            self.spans += progress.posts
             progress.posts = []
         progress.at += 1
         return True
 
-    def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
+    def _post(self, progress: RankProgress, transfer: Instruction) -> TimedInstruction:
         """Post a transfer, and let the other rank continue if this completes its message."""
         sender, receiver, kind = self._schedule.channel_of(transfer)
         first = progress.rank - progress.rank % self._schedule.ranks  # of its pipeline
         channel, is_send = (sender + first, receiver + first, kind), transfer.kind in SENDS
-        post = _Post(transfer, progress.clock_s)
+        post = TimedInstruction(progress.rank, transfer, progress.clock_s)
         posts, partners = self._posts[channel, is_send], self._posts[channel, not is_send]
         posts.append(post)
         other = partners[len(posts) - 1] if len(posts) <= len(partners) else None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
 from itertools import count
 from mmap import mmap
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, Self, TypeAlias, cast
 
@@ -255,7 +256,7 @@ class MessageBoard:
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
-        self._native, self._sent = cache(_price_native), cache(Collective.sent)
+        self._sent = cache(Collective.sent)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
@@ -288,9 +289,9 @@ class MessageBoard:
             nbytes: of the complete array.
         """
         (machine,) = self.machine.parts([ranks], len(self.nodes))
-        seconds, item = self._native(
-            _OPERATIONS.get(name, "broadcast"), len(ranks), nbytes or 1, machine
-        )
+        algorithms = native_algorithms(_OPERATIONS.get(name, "broadcast"))
+        prices = ((price(item, len(ranks), nbytes or 1, machine), item) for item in algorithms)
+        seconds, item = min(prices, key=itemgetter(0))
         for rank, sent in zip(ranks, self._sent(item, len(ranks)), strict=True):
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
@@ -707,15 +708,6 @@ class SimulatedComm:
 
         parts = self._exchange("share_pages", own_bytes, make)
         return cast(SharedPages, SimpleNamespace(parts=parts, sync=lambda: None, free=lambda: None))
-
-
-def _price_native(
-    operation: str, size: int, nbytes: int, machine: Machine
-) -> tuple[float, Collective]:
-    """Return the seconds of the fastest algorithm, and that one; of equals, the first."""
-    algorithms = native_algorithms(operation)
-    seconds = [price(item, size, nbytes, machine) for item in algorithms]
-    return min(seconds), algorithms[seconds.index(min(seconds))]
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:

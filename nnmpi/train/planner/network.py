@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, native_algorithms
@@ -47,9 +46,6 @@ class PlannedNetwork:
     machine: Machine
     ranks: int
     fit: Fit | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_exchange", cache(self._exchange))
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias
@@ -172,8 +173,6 @@ def candidates(
             ] += 1
         elif dp > batch_size:
             refused["more replicas than rows of a batch"] += 1
-        elif pp > layers:
-            refused["more stages than the model has layers to cut between"] += 1
         else:
             for item in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
                 for zero, recompute in product(
@@ -339,24 +338,26 @@ class ModelShapes:
         self._build, self._dtype, self._state_arrays = build, dtype, state_arrays
         self._sample, self._seconds, self._backend = sample, seconds, backend
         self.cuts, self.states = cache(self._cuts), cache(self._states)
+        self.tied_bytes = cache(self._tied_bytes)
         self._model = cache(self._spread)
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
+    def _tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
         """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
-        _, layers = self._model(tp)
         ranks = Counter(
             parameter
-            for local in self.layers_of(pp, virtual, home)
-            for parameter in parameters_of([layers[i] for i in local])
+            for local in self._layers_of(tp, pp, virtual, home)
+            for parameter in parameters_of(local)
         )
         tied = sum(parameter.size for parameter, count in ranks.items() if count > 1)
         return tied * np.dtype(self._dtype).itemsize
 
-    def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
+    def _layers_of(self, tp: int, pp: int, virtual: int, home: Home) -> list[list[ChainLayer]]:
         """Return the layers of each rank of a pipeline."""
+        _, layers = self._model(tp)
         cuts = self.cuts(pp, virtual)
         return [
-            [i for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]] for rank in range(pp)
+            [layers[i] for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]]
+            for rank in range(pp)
         ]
 
     def _states(
@@ -375,13 +376,10 @@ class ModelShapes:
             once: the replicas read one copy of the weights in their node's shared memory.
         """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
-        model, layers = self._model(tp)
+        model, _ = self._model(tp)
         parts = [model]
         if pp > 1:
-            parts = [
-                ModelPart(model, [layers[i] for i in local])
-                for local in self.layers_of(pp, virtual, home)
-            ]
+            parts = [ModelPart(model, local) for local in self._layers_of(tp, pp, virtual, home)]
         return tuple(
             predict_bytes(part, zero, 0, replicas, itemsize, arrays, None, once) for part in parts
         )
@@ -426,18 +424,17 @@ class Pricer:
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
-        self._piped = cache(self._pipeline)
+        self._piped = cache(self._bubble)
         self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
 
-    def price(self, candidate: Candidate) -> LayoutPrice:
-        """Return the price of a step."""
-        busy_s, bubble_s = (
-            self._piped(replace(candidate, zero=0))
-            if candidate.pp > 1
-            else (self._computing(candidate), 0.0)
-        )
+    def price(self, candidate: Candidate, simulated: bool = True) -> LayoutPrice:
+        """Return the price of a step; of a pipeline that is not simulated, the least possible."""
+        busy_s, bubble_s = self._computing(candidate), 0.0
+        if candidate.pp > 1:
+            busy_s, _ = self._work(candidate)
+            bubble_s = self._piped(replace(candidate, zero=0)) if simulated else 0.0
         return LayoutPrice(
             busy_s, bubble_s, self._exposed(candidate, busy_s, bubble_s), self._update_s(candidate)
         )
@@ -460,22 +457,34 @@ class Pricer:
             sum(layer.seconds for layer in layers), 1e-12
         )
 
-    def _pipeline(self, candidate: Candidate) -> tuple[float, float]:
-        """Return the busiest rank's seconds of computing in a step, and its seconds of waiting."""
+    def _work(self, candidate: Candidate) -> tuple[float, list[float]]:
+        """Return the busiest rank's seconds of computing, and those of each stage's microbatch."""
         schedule, cuts = self._stages(candidate)
-        layers, rows = self.profile.layers, self._rows(candidate)
+        layers = self.profile.layers
         scale = self._computing(candidate) / (sum(layer.seconds for layer in layers) or 1.0)
-        sent_s, forward = self._sent(candidate) / len(cuts), self._forward_part()
+        sent_s = self._sent(candidate) / len(cuts)
         work = [
             scale * sum(layers[i].seconds for i in cut)
             + sent_s
             + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
         ]
-        half = (1 - forward) / 2
+        most_s = max(
+            sum(work[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp)
+        )
+        return most_s * candidate.microbatches, work
+
+    def _bubble(self, candidate: Candidate) -> float:
+        """Return the busiest rank's seconds of waiting in a step."""
+        schedule, cuts = self._stages(candidate)
+        rows, forward = self._rows(candidate), self._forward_part()
+        backward = 1 - forward
+        busy_s, work = self._work(candidate)
         costs = {
             Kind(kind): [part * seconds for seconds in work]
-            for kind, part in zip("FBIW", (forward, 2 * half, half, half), strict=True)
+            for kind, part in zip(
+                "FBIW", (forward, backward, backward / 2, backward / 2), strict=True
+            )
         }
 
         def lengths(send: Instruction) -> tuple[int]:
@@ -483,12 +492,9 @@ class Pricer:
             return (round(self._entering(layer, rows) / candidate.sp),)
 
         pipelines = self._mesh(*candidate.axes).groups(PP)
-        runs = [
-            simulate_schedule(schedule, costs, machine, lengths)
-            for machine in self.network.machine.parts(pipelines, candidate.ranks)
-        ]
-        busy_s = max(runs[0].busy_s)
-        return busy_s, max(run.makespan_s for run in runs) - busy_s
+        parts = self.network.machine.parts(pipelines, candidate.ranks)
+        runs = (simulate_schedule(schedule, costs, part, lengths) for part in parts)
+        return max(run.makespan_s for run in runs) - busy_s
 
     def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
         pp, virtual = candidate.pp, candidate.virtual_stages
@@ -693,22 +699,27 @@ def plan(
         )
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
-    prices = {element: pricer.price(element) for element in result}
-    for candidate in sorted(result, key=lambda item: (prices[item].seconds, item)):
+    # Most pipelines are too slow without a bubble, and need not be simulated.
+    queue = [(pricer.price(item, False).seconds, False, item) for item in result]
+    heapify(queue)
+    while queue and len(best) < count:
+        _, simulated, candidate = heappop(queue)
         if kind(candidate) in best:
+            continue
+        price = pricer.price(candidate)
+        if not simulated:
+            heappush(queue, (price.seconds, True, candidate))
             continue
         split = (
             tuple(map(len, pricer.shapes.cuts(candidate.pp, candidate.virtual_stages)))
             if candidate.pp > 1
             else ()
         )
-        planned = PlannedLayout(candidate, prices[candidate], pricer.memory(candidate), split)
+        planned = PlannedLayout(candidate, price, pricer.memory(candidate), split)
         if limit_bytes is not None and planned.bytes > limit_bytes:
             too_large.append(planned)
             continue
         best[kind(candidate)] = planned
-        if len(best) == count:
-            break
     if not best:
         nearest = min(too_large, key=lambda item: item.bytes)
         raise LayoutError(
