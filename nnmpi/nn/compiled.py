@@ -25,7 +25,7 @@ It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each re
 memory as long as the recording exists, so a recorded step needs more memory than an eager one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import update_wrapper
 from threading import RLock
 from types import MethodType
@@ -149,10 +149,20 @@ class Recording:
         self._calls: tuple[Call, ...] = tuple(recorder.calls)
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
-        """Repeat the calls for these inputs."""
+        """Repeat the calls for these inputs, then restore the mode, which they may change.
+
+        Raises:
+            ShapeError: for an index that does not fit; in a replay no operation checks it.
+        """
         for i, buffer in self._buffers:
             buffer[...] = values_of(inputs[i])
-        make(self._calls, mode)
+        try:
+            for call in self._calls:
+                call()
+        except IndexError as error:
+            raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
+        finally:
+            restore(mode)
         if self.recorder.loose:
             self.recorder.copy_loose_grads()
         return self.results()
@@ -160,21 +170,6 @@ class Recording:
     def results(self) -> Any:
         """Return copies of the outputs."""
         return _mapped(_copied, self._outputs)
-
-
-def make(calls: Iterable[Call], mode: Mode) -> None:
-    """Repeat recorded calls, then restore the mode, which they may change.
-
-    Raises:
-        ShapeError: for an index that does not fit; in a replay no operation checks it.
-    """
-    try:
-        for call in calls:
-            call()
-    except IndexError as error:
-        raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
-    finally:
-        restore(mode)
 
 
 def compile(step: Callable[..., Any]) -> Compiled:

@@ -266,6 +266,11 @@ class Mean(Module):
         return x.mean(axis=1).reshape(x.shape[0], 1)
 
 
+def flat(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model whose first layer has no parameters."""
+    return Sequential(Flatten(), Linear(prod(sample_shape), classes))
+
+
 def faulty(kind: type[Module]) -> Callable[..., Sequential]:
     """Return what builds a model of four layers, the second of which is of this kind."""
 

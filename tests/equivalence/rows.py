@@ -218,6 +218,7 @@ MOMENTUM: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum"
 TEXT: dict[str, Any] = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
 NOISY = Setup(own.noisy, microbatches=3, batch_size=28)  # no microbatch has a single row
 HALVES = Setup(own.halves, microbatches=3)
+FLAT = Setup(own.flat, microbatches=2)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
@@ -342,6 +343,8 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
+    (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
+    *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
     (replace(GPT, **MUON), Layout(dp=2, sp=2)),
     (replace(NOISY, **MUON), Layout(pp=3, split=(1, 1, layers(NOISY) - 2))),  # flattens, no weights

@@ -33,7 +33,7 @@ from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
 from nnmpi.shard import part
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
-from tests.equivalence.reference import differences, run
+from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import ZERO
 from tests.harness.refusals import told
 
@@ -297,42 +297,11 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
             np.testing.assert_allclose(state[name], array, rtol=1e-12, atol=1e-14)
 
 
-def train_small(group: Group, model: Module, layout: Layout) -> list[float]:
-    """Return the losses of two epochs."""
-    draw = np.random.default_rng(1)
-    data = Dataset(
-        "images", draw.standard_normal((16, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 16), 3
-    )
-    where = arrange(model, group, layout, np.zeros((4, 2, 2, 1), np.float32))
-    where.model.initialize(seed=0, storage=where.storage)
-    worker = Worker(where.model, optim.Adam(where.model.storage), group, arrangement=where)
-    replica = {"rank": where.data_rank, "world": where.data_ranks}
-    loader = Loader(data, 8, microbatches=2, workers=0, **replica)
-    result = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
-    worker.release()
-    where.free()
-    return result
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_of_a_pipeline_without_parameters(stage: int) -> None:
-    """It has nothing to share out, and trains and ends like the others."""
-
-    def main(group: Group, layout: Layout) -> list[float]:
-        return train_small(group, nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), layout)
-
-    layout = Layout(dp=2, pp=2, zero=stage) if stage == 1 else Layout(dp=2, zero=stage)
-    result = simulate(lambda group: main(group, layout), 4 if stage == 1 else 2)[0]
-    np.testing.assert_allclose(
-        result, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5
-    )
-
-
 class Plain(nn.Module):
     """No chain of layers."""
 
     def __init__(self) -> None:
-        self.flat, self.only = nn.Flatten(), nn.Linear(4, 3)
+        self.flat, self.only = nn.Flatten(), nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits."""
@@ -345,7 +314,7 @@ def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> Non
     with pytest.raises(
         UsageError, match="replaced this model's forward, .* make the model an nn.Sequential"
     ):
-        simulate(lambda group: train_small(group, Plain(), layout), 2)
+        simulate(partial(run, Setup(lambda *_: Plain()), layout=layout), 2)
 
 
 @pytest.mark.host_only("windows are of the host's memory")
