@@ -1,21 +1,19 @@
 """Modules of one's own that change a Buffer in forward: the serial run's values, or a sentence."""
 
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import nn, optim
+from nnmpi import nn
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.tensor.tensor import Tensor
+from tests.equivalence.reference import Setup, batches, build, release
+from tests.equivalence.rows import MOMENTUM
 
 
 class Moving(nn.Module):
@@ -63,35 +61,20 @@ class Annealed(Moving):
 
 def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
     """Return the losses and the mean of 6 steps of two microbatches each."""
-    rng = np.random.default_rng(0)
-    data = Dataset(
-        "rows", rng.standard_normal((48, 6)).astype("float32"), rng.integers(0, 4, 48), 4
-    )
-    model = nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), kind(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
-    )
-    where = arrange(model, group, layout, np.zeros((8, 6)), "float64")
-    where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
-    loader = Loader(
-        data,
-        16,
-        rank=where.data_rank,
-        world=where.data_ranks,
-        microbatches=2,
-        whole_microbatches=layout.fixed,
-        dtype="float64",
-        workers=0,
-    )
-    losses = []
-    for batch in chain.from_iterable(map(loader.epoch, range(2))):
+
+    def model(shape: tuple[int, ...], classes: int) -> nn.Module:
+        hidden = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), kind(8), *hidden)
+
+    setup = Setup(model, microbatches=2, **MOMENTUM)
+    worker, losses = build(setup, group, layout), []
+    for batch in islice(batches(setup, worker), 6):
         if kind is Annealed:
-            for _, buffer in where.model.named_buffers():
+            for _, buffer in worker.model.named_buffers():
                 buffer.data += 0.5
         losses.append(worker.step(batch).loss)
     mean = worker.state()[0].to_dict().get("2.mean")  # on rank 0
-    worker.release()
-    where.free()
+    release(worker)
     return [losses, mean]
 
 

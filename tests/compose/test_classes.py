@@ -1,6 +1,7 @@
 """Logits that are shared out over a tensor group: nothing is gathered, and what is refused."""
 
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,13 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
 from nnmpi.tensor.sharded import whole
 from nnmpi.timeline import Timeline, recording
+from tests.compose.small_runs import dataset
 from tests.equivalence import own
-from tests.equivalence.reference import Setup, run
+from tests.equivalence.reference import Setup, batches, build, evaluate, release, run
 from tests.harness.refusals import told
 
 
@@ -55,7 +55,7 @@ class Net(nn.Module):
     """A module of one's own, whose head leaves each rank some of the classes."""
 
     def __init__(self) -> None:
-        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.sharding = {"head": Sharding.COLUMN}
 
     def forward(self, x: Any) -> Any:
@@ -75,22 +75,14 @@ LOSSES: dict[str, Any] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_head_that_leaves_parts(group: Group, name: str) -> None:
     """Losses, scores and outputs are those of all classes, also where a rank has none."""
-    rng = np.random.default_rng(0)
-    data = Dataset(
-        "rows", rng.standard_normal((16, 5)).astype("float32"), rng.integers(0, 3, 16), 3
-    )
+    setup = Setup(lambda *_: Net(), data=dataset, worker={"loss": LOSSES[name]})
 
     def train(ranks: Group) -> list[Any]:
-        where = arrange(Net(), ranks, Layout(tp=ranks.size), np.zeros((4, 5)), "float64")
-        where.model.initialize(seed=0, dtype="float64")
-        adam = optim.Adam(where.model.storage, lr=0.1)
-        worker = Worker(where.model, adam, ranks, loss=LOSSES[name], arrangement=where)
-        loader = Loader(data, 16, dtype="float64", shuffle=False, workers=0)
-        reports = [worker.step(batch) for epoch in range(3) for batch in loader.epoch(epoch)]
-        reports.append(worker.evaluate(loader.epoch(0)))
-        outputs = Inference(where, worker.backend)(data.x[:7].astype("float64"))
-        worker.release()
-        where.free()
+        worker = build(setup, ranks, Layout(tp=ranks.size))
+        reports = [worker.step(batch) for batch in islice(batches(setup, worker), 3)]
+        reports.append(evaluate(setup, worker))
+        outputs = Inference(worker.arrangement, worker.backend)(dataset(7).x.astype("float64"))
+        release(worker)
         return [[report.loss for report in reports], [report.score for report in reports], outputs]
 
     for result, right in zip(train(group), train(group.split(group.rank)), strict=True):
