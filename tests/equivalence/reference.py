@@ -132,12 +132,12 @@ def build(
     """Return a worker with a new model."""
     dataset = setup.data()
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
-    where, storage = None, {}
+    where, given = None, {name: worker_options[name] for name in {"backend"} & {*worker_options}}
     if layout is not None:
         sample = setup.prepare(dataset.rows(np.arange(4), setup.dtype))
-        where = arrange(model, group, layout, sample, dtype=setup.dtype)
-        model, storage = where.model, {"storage": where.storage}
-    model.initialize(seed=5, dtype=setup.dtype, **storage)
+        where = arrange(model, group, layout, sample, dtype=setup.dtype, **given)
+        model, given["storage"] = where.model, where.storage
+    model.initialize(seed=5, dtype=setup.dtype, **given)
     optimizer = optim.build(
         setup.optimizer, model.storage, **{"lr": 1e-2, **setup.optimizer_options}
     )

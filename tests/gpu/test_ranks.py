@@ -3,6 +3,8 @@ travel.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,20 +13,17 @@ import pytest
 from nnmpi import optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small
 from tests.equivalence.cover import SETUPS, spread
-from tests.equivalence.reference import digits
+from tests.equivalence.reference import batches, build, evaluate, release
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise
 from tests.harness.slow import MORE_LAYOUTS
-from tests.worker_options import grouped
 
 SIZE, MICROBATCHES = 31, 3
 # Of losses and of weights, as a share of the largest: after three steps of Adam with a large eps.
@@ -67,34 +66,19 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Return losses, evaluation and weights of an epoch of three batches, the last one short."""
-    data, wide = digits(), FLOAT64 if mode == FLOAT64 else FLOAT32
-    model = SETUPS[setup].model(data.sample_shape, data.classes, **SETUPS[setup].model_options)
-    where = None
-    if layout is not None:
-        where = arrange(
-            model, group, layout, np.zeros((4, *data.sample_shape), wide), wide, backend
-        )
-        model = where.model
-    model.initialize(seed=5, dtype=wide, backend=backend)
-    options = {"backend": backend, "check": True, "arrangement": where, **options}
-    rank, world = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
-    place = {"rank": rank, "world": world, "dtype": wide, "workers": 0}
-    parts = {
-        "microbatches": MICROBATCHES,
-        "whole_microbatches": layout is not None and layout.fixed,
-    }
+    given = replace(
+        SETUPS[setup],
+        optimizer_options={"lr": 1e-3, "eps": 1e-3},
+        dtype=FLOAT64 if mode == FLOAT64 else FLOAT32,
+        microbatches=MICROBATCHES,
+        batch_size=SIZE,
+    )
     with precise(mode):
-        worker = Worker(
-            model, optim.Adam(model.storage, lr=1e-3, eps=1e-3), group, **grouped(**options)
-        )
-        losses = [
-            worker.step(batch).loss for batch in Loader(data, SIZE, **place, **parts).epoch(0)
-        ]
-        evaluation = worker.evaluate(Loader(data, 17, **place).epoch(0))
+        worker = build(given, group, layout, backend=backend, **options)
+        losses = [worker.step(batch).loss for batch in islice(batches(given, worker), 3)]
+        evaluation = evaluate(given, worker)
         state = worker.state()[0].to_dict(everywhere=True)
-    worker.release()
-    if where is not None:
-        where.mesh.free()
+    release(worker)
     return {
         "losses": np.array(losses),
         "evaluation": np.array(evaluation.loss),
