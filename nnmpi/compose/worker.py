@@ -253,18 +253,18 @@ class Worker(Trainer):
                     - paused_s
                 )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
-            first, many = batch.first, batch.microbatches
             # the stages of a pipeline have different parameters
-            frozen = 0 if self.passes.is_cut else len(self.model.storage.frozen())
-            own = (
-                f"lr {self.optimizer.lr}, step {step + 1}, {many} microbatches from sample {first}"
-                f", {frozen} parameters frozen"
-            )
-            check = crc32(own.encode()) * (1 - self.group.size * self.group.is_root)
+            spans = [] if self.passes.is_cut else self.model.storage.spans
+            own = [
+                f"lr {self.optimizer.lr}, step {step + 1}, {batch.microbatches} microbatches from"
+                f" sample {batch.first}",
+                *(f"{s.parameter.name} frozen" for s in spans if not s.parameter.requires_grad),
+            ]
+            check = crc32(f"{own}".encode()) * (1 - self.group.size * self.group.is_root)
             (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
-            require_same_options(self.group, [own])
+            require_same_options(self.group, own)
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             names = (

@@ -318,10 +318,10 @@ def test_a_parameter_that_one_rank_freezes_later(group: Group) -> None:
     setting = Setting(group)
     worker = setting.worker()
     worker.step(setting.batch())
-    next(iter(setting.model.parameters())).requires_grad = group.is_root
+    list(setting.model.parameters())[group.rank].requires_grad = False
     setting.assert_refused(
         lambda: worker.step(setting.batch()),
-        "from sample 0, 1 parameters frozen; give all the same",
+        "rank 0 has 1.weight frozen; rank 1 has 1.bias frozen; give all the same",
     )
 
 

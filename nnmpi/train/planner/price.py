@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import product
 from math import prod
 from typing import Any, TypeAlias
@@ -493,8 +493,9 @@ class Pricer:
 
         pipelines = self._mesh(*candidate.axes).groups(PP)
         parts = self.network.machine.parts(pipelines, candidate.ranks)
-        runs = (simulate_schedule(schedule, costs, part, lengths) for part in parts)
-        return max(run.makespan_s for run in runs) - busy_s
+        return -busy_s + max(
+            simulate_schedule(schedule, costs, part, lengths).makespan_s for part in parts
+        )
 
     def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
         pp, virtual = candidate.pp, candidate.virtual_stages
@@ -700,8 +701,7 @@ def plan(
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
     # Most pipelines are too slow without a bubble, and need not be simulated.
-    queue = [(pricer.price(item, False).seconds, False, item) for item in result]
-    heapify(queue)
+    queue = sorted((pricer.price(item, False).seconds, False, item) for item in result)
     while queue and len(best) < count:
         _, simulated, candidate = heappop(queue)
         if kind(candidate) in best:
