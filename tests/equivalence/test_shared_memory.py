@@ -2,21 +2,23 @@
 the last bit.
 """
 
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import models, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
-from tests.equivalence.reference import BATCH_SIZE, digits
-from tests.worker_options import grouped
+from tests.equivalence import reference
+
+SETUP = reference.Setup(dtype="float32")
 
 
 @pytest.fixture
@@ -27,22 +29,12 @@ def ranks(group: Group) -> Group:
 
 def build(group: Group, optimizer: str = "adamw", **options: Any) -> Worker:
     """Return a worker for the digits."""
-    dataset = digits()
-    model = models.mlp(dataset.sample_shape, dataset.classes).initialize(
-        seed=group.rank, dtype="float32"
-    )
-    return Worker(
-        model, optim.build(optimizer, model.storage, lr=0.01), group, **grouped(**options)
-    )
+    return reference.build(replace(SETUP, optimizer=optimizer), group, **options)
 
 
 def batches(group: Group) -> list[Batch]:
     """Return this rank's parts of an epoch's batches."""
-    return list(
-        Loader(
-            digits(), BATCH_SIZE, seed=3, rank=group.rank, world=group.size, dtype="float32"
-        ).epoch(0)
-    )
+    return [*islice(reference.parts(SETUP, group.rank, group.size), 4)]
 
 
 def train(worker: Worker, parts: list[Batch]) -> list[list[float]]:
