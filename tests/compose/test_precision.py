@@ -2,23 +2,24 @@
 go together.
 """
 
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import data, models, nn, optim
+from nnmpi import models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.equivalence.reference import Setup, batches, build
 from tests.harness.refusals import told
 from tests.worker_options import grouped
 
@@ -59,33 +60,22 @@ class Fuse(Module):
 
 def fused(
     group: Group, layout: Layout | None, **options: Any
-) -> tuple[Worker, Fuse | None, Loader]:
+) -> tuple[Worker, Fuse | None, Iterator[Batch]]:
     """Return a worker of a model with a Fuse between two layers, that Fuse if it is on this rank,
-    and the data.
+    and the batches.
     """
-    train, _ = data.load("digits")
     fuse = Fuse()
-    model: Module = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), fuse, nn.Linear(20, 10)
-    )
-    model.sharding = {"1": nn.Sharding.COLUMN, "4": nn.Sharding.ROW}
-    where = None if layout is None else arrange(model, group, layout, SAMPLE)
-    model = model if where is None else where.model
-    model.initialize(seed=0)
-    worker = Worker(
-        model,
-        optim.Adam(model.storage, lr=1e-2),
-        group,
-        arrangement=where,
-        **grouped(precision="fp16", check=True, **options),
-    )
-    here = any(module is fuse for _, module in model.named_modules())
-    place = (group.rank, group.size) if where is None else (where.data_rank, where.data_ranks)
-    full = layout is not None and layout.fixed
-    loader = Loader(
-        train, 32, rank=place[0], world=place[1], microbatches=4, whole_microbatches=full
-    )
-    return worker, fuse if here else None, loader
+
+    def model(*_: Any) -> Module:
+        first, last = nn.Linear(64, 20), nn.Linear(20, 10)
+        result = nn.Sequential(nn.Flatten(), first, nn.Tanh(), fuse, last)
+        result.sharding = {"1": nn.Sharding.COLUMN, "4": nn.Sharding.ROW}
+        return result
+
+    setup = Setup(model, dtype="float32", microbatches=4, batch_size=32)
+    worker = build(setup, group, layout, precision="fp16", **options)
+    here = any(module is fuse for _, module in worker.model.named_modules())
+    return worker, fuse if here else None, batches(setup, worker)
 
 
 WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
@@ -113,20 +103,19 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     layout, options = WAYS[way]
     if layout is not None and group.size % 2 and "reduction" not in layout:
         return
-    worker, fuse, loader = fused(
+    worker, fuse, given = fused(
         group, None if layout is None else Layout(**layout), clip=1.0, **options
     )
     holders = group.gather(fuse is not None)
-    batches = islice(loader.epoch(0), 3)
-    first = worker.step(next(batches))
+    first = worker.step(next(given))
     before = worker.model.state()
     if fuse is not None:
         fuse.light(group.rank == holders.index(True))
-    second = worker.step(next(batches))
+    second = worker.step(next(given))
     if fuse is not None:
         fuse.light(False)
     unchanged = all((before[name] == value).all() for name, value in worker.model.state().items())
-    third = worker.step(next(batches))
+    third = worker.step(next(given))
     assert worker.scaling is not None
     assert first.grad_norm < 100 < first.loss_scale  # without the scale
     told = [

@@ -1,6 +1,7 @@
 """The ledger: bytes by kind, predicted and measured alike, and where they can be seen."""
 
 import contextvars
+from contextlib import nullcontext
 from itertools import chain, count, islice
 from typing import Any
 
@@ -11,8 +12,7 @@ import nnmpi
 from nnmpi import models, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -26,8 +26,13 @@ from nnmpi.memory.ledger import (
     MemoryReport,
 )
 from nnmpi.timeline import Timeline, recording, to_chrome
+from tests.equivalence.reference import Setup, batches, build
 
 HIDDEN = (30, 20, 40)
+
+
+def ones() -> Dataset:
+    return Dataset("ones", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
 
 
 def train(
@@ -37,24 +42,12 @@ def train(
     trace: bool = False,
     hidden: tuple[int, ...] = HIDDEN,
 ) -> tuple[MemoryReport, str, Any]:
-    data = Dataset("numbers", np.ones((24, 6), np.float32), np.zeros(24, int), 3)
-    where = arrange(
-        models.mlp((6,), 3, hidden), group, Layout(zero=zero, memory_limit=2**40, unit_bytes=1)
-    )
-    where.model.initialize(storage=where.storage)
-    optimizer, exchange = (
-        optim.Adam(where.model.storage),
-        GradientExchange(allreduce, fused_update=False),
-    )
-    worker, timeline = (
-        Worker(where.model, optimizer, group, arrangement=where, exchange=exchange),
-        Timeline(),
-    )
-    for batch in Loader(data, 8, rank=group.rank, world=group.size, workers=0).epoch(0):
-        if trace:
-            with recording(timeline):
-                worker.step(batch)
-        else:
+    setup = Setup(models.mlp, {"hidden": hidden}, dtype="float32", data=ones, batch_size=8)
+    layout = Layout(zero=zero, memory_limit=2**40, unit_bytes=1)
+    options = {"allreduce": allreduce, "fused_update": False, "check": False}
+    worker, timeline = build(setup, group, layout, **options), Timeline()
+    for batch in islice(batches(setup, worker), 3):
+        with recording(timeline) if trace else nullcontext():
             worker.step(batch)
     result, (line, *kinds) = nnmpi.memory.report(), worker.memory()
     assert kinds and max(map(len, kinds)) <= 98

@@ -3,6 +3,7 @@ checkpoints, limits.
 """
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -10,31 +11,31 @@ import pytest
 import nnmpi
 from nnmpi import models, optim
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
+from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
+from tests.equivalence.reference import Setup, batches, build
 from tests.memory.test_recompute import store_here
 
 ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
+
+
+def numbers():
+    x = np.random.default_rng(0).normal(size=(8, 9)).astype("f4")
+    return Dataset("numbers", x, np.arange(8) % 3, 3)
 
 
 def steps(group, layout):
     """Return the ledger's report after some steps, all arrays, and the worker's line about
     memory.
     """
-    data = Dataset(
-        "numbers", np.random.default_rng(0).normal(size=(8, 9)).astype("f4"), np.arange(8) % 3, 3
+    setup = Setup(
+        models.mlp, {"hidden": (64,) * 9}, "adamw", dtype="float32", data=numbers, batch_size=4
     )
-    where = arrange(models.mlp((9,), 3, (64,) * 9), group, layout, data.x[:2])
-    where.model.initialize(seed=0, storage=where.storage)
-    optimizer = optim.AdamW(where.model.storage)
-    exchange = GradientExchange("native", fused_update=False)
-    worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
-    for batch in Loader(data, 4, rank=where.data_rank, world=where.data_ranks, workers=0).epoch(0):
+    options = {"allreduce": "native", "fused_update": False, "check": False}
+    worker = build(setup, group, layout, **options)
+    for batch in islice(batches(setup, worker), 2):
         worker.step(batch)
     state = [item.to_dict(everywhere=True) for item in worker.state()]
     report, line = nnmpi.memory.report(), worker.memory()[0]
