@@ -19,6 +19,14 @@ TRAINING, REDUCE = (
     FOLDER / name / "assignment.toml" for name in ("parallel-training", "my-all-reduce")
 )
 pytestmark = pytest.mark.host_only("solutions are written in NumPy")
+SERVER = """from nnmpi.comm.collective import Step
+def my_all_reduce(rank, size):
+    others, buffer = range(1, size), range(size)
+    if rank:
+        return [Step(to=0, send=buffer), Step(from_=0, recv=buffer)]
+    added = [Step(from_=other, recv=buffer, reduce=True) for other in others]
+    return added + [Step(to=other, send=buffer) for other in others]
+"""
 
 
 def points(assignment: Path, work: Path) -> tuple[str, dict[str, str]]:
@@ -62,6 +70,13 @@ def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> 
     assert failed.keys() == {"seconds on the laptops", "seconds on the nodes"}
     assert failed["seconds on the nodes"].startswith("0.00311658 seconds on nodes, 1 times ring's")
     assert 75 < float(total.split()[0]) < 80
+
+
+def test_a_parameter_server_is_right_and_too_slow_everywhere(tmp_path: Path) -> None:
+    """Its messages overlap if they are short: the laptops' were."""
+    for name in ("cluster", "laptops", "nodes"):
+        (tmp_path / f"{name}.py").write_text(SERVER)
+    assert points(REDUCE, tmp_path)[0] == "50 of 100"
 
 
 def test_the_handout_says_what_the_checker_says() -> None:
