@@ -10,34 +10,20 @@ import pytest
 import nnmpi
 from nnmpi import data, models, nn, optim
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.errors import ShapeError, UsageError
+from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told
-from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
 
-def make(
-    group: Group, layout: Layout, dropout: float = 0.0, **options: Any
-) -> tuple[Worker, Arrangement]:
-    where = arrange(
-        models.mlp((8, 8, 1), 10, hidden=(20,) * 8, dropout=dropout), group, layout, SAMPLE
-    )
-    where.model.initialize(seed=0)
-    return (
-        Worker(
-            where.model,
-            optim.SGD(where.model.storage, lr=0.1),
-            group,
-            arrangement=where,
-            **grouped(**options),
-        ),
-        where,
-    )
+def make(group: Group, layout: Layout, dropout: float = 0.0) -> Worker:
+    options = {"hidden": (20,) * 8, "dropout": dropout}
+    setup = Setup(models.mlp, options, "sgd", {"lr": 0.1}, "float32", worker={"check": False})
+    return build(setup, group, layout)
 
 
 def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
@@ -51,7 +37,7 @@ def refusal(group: Group, worker: Worker, loader: Loader) -> list[str]:
 def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     """As when the world's rank and size are given to the Loader of a pipeline."""
     train, _ = data.load("digits")
-    worker, _ = make(group, Layout(pp=group.size, dp=1))
+    worker = make(group, Layout(pp=group.size, dp=1))
     if 32 % group.size:  # else the stages notice the different shapes, one by one, and the job ends
         return
     answers = refusal(
@@ -135,7 +121,8 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
 @pytest.mark.simulated
 def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     train, _ = data.load("digits")
-    worker, where = make(group, Layout())
+    worker = make(group, Layout())
+    where = worker.arrangement
     # of two rows each: one row would be the first rank's, which had all of a batch then
     many = 2 * group.size
     loader = Loader(
@@ -150,7 +137,8 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     assert (
         answers == [""] if group.size == 1 else all("leave it out" in answer for answer in answers)
     )
-    fixed, where = make(group, Layout(reduction="fixed"))
+    fixed = make(group, Layout(reduction="fixed"))
+    where = fixed.arrangement
     shared = Loader(
         train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many
     )
@@ -166,7 +154,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> None:
     """Without it, rank 0's part would be everybody's."""
-    _, where = make(group, Layout(**{"dp": 1, axis: group.size}))
+    where = make(group, Layout(**{"dp": 1, axis: group.size})).arrangement
     if group.size == 1:
         return
     with pytest.raises(UsageError, match="give the Worker the arrangement that made it"):
@@ -178,7 +166,8 @@ def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> Non
 def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     """What crosses between two stages was agreed once; the first stage's rank notices."""
     train, _ = data.load("digits")
-    worker, where = make(group, Layout(pp=group.size, dp=1))
+    worker = make(group, Layout(pp=group.size, dp=1))
+    where = worker.arrangement
     loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=4)
     if group.size != 2:
         return
@@ -231,7 +220,8 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
 
     def train(group: Group, layout: Layout) -> list[float]:
         # whose masks go by the place in the whole batch
-        worker, where = make(group, layout, dropout=0.2)
+        worker = make(group, layout, dropout=0.2)
+        where = worker.arrangement
         ends = [0, *(11 - (11 >> number) for number in range(1, where.data_ranks)), 11]
         mine = (
             slice(*ends[where.data_rank : where.data_rank + 2])
@@ -275,7 +265,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
 )
 def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     def main(group: Group) -> None:
-        step(make(group, Layout())[0], SAMPLE)
+        step(make(group, Layout()), SAMPLE)
 
     with pytest.raises((UsageError, ShapeError), match=text):
         nnmpi.simulate(main, ranks=1)
