@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import traceback
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,21 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
             timeout=60,
         )
         assert ran.returncode == 0, ran.stderr
+
+
+def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command, table = re.findall(
+        r"^    python (-m nnmpi.speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
+    )[0]
+    ran = subprocess.run(
+        [sys.executable, *command.replace("\\\n", " ").split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert textwrap.dedent(table) in ran.stdout, ran
 
 
 def test_the_map_shows_all_packages_and_modules() -> None:
