@@ -67,8 +67,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
     result = Totals()
-    shape = (size, size) if is_classes and samples.targets is None else 0
-    confusion = np.zeros(shape, np.int64)
+    confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
     with loader.epoch(0) as batches:
         for batch in batches:
             result.samples += batch.global_rows
@@ -128,10 +127,9 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
     is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
     scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
-    x = signature.in_order(samples.x, samples.columns, samples.name)
     return replace(
         samples,
-        x=x,
+        x=signature.in_order(samples.x, samples.columns, samples.name),
         y=labels,
         classes=classes,
         class_names=model_names,

@@ -78,10 +78,9 @@ def main(words: Sequence[str], group: Group) -> None:
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
-    draw = np.random.default_rng(options.seed)
     choose = partial(
         choose_token,
-        draw=draw,
+        draw=np.random.default_rng(options.seed),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

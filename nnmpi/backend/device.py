@@ -148,8 +148,7 @@ class DeviceBackend(Backend):
         if ranks < 2 or pool.get_limit():
             return
         free, total = self.xp.cuda.runtime.memGetInfo()
-        part = int(SHARED_FRACTION * (free + pool.total_bytes()) / ranks)
-        pool.set_limit(size=part)
+        pool.set_limit(size=int(SHARED_FRACTION * (free + pool.total_bytes()) / ranks))
         self.pool.note = (
             f"{SHARED_FRACTION:.0%} of the {format_bytes(free)} that were free of"
             f" {format_bytes(total)}, shared by {ranks} ranks on the device; CUPY_GPU_MEMORY_LIMIT"

@@ -174,8 +174,7 @@ class _Seconds(Engine):
 
     def add(self, rank: int, step: Step, over: float) -> float:
         """Return when the arrivals have been added."""
-        added = self._sent(step.recv) if step.reduce else ()
-        return over + sum(map(self._machine.add, added))
+        return over + sum(map(self._machine.add, self._sent(step.recv) if step.reduce else ()))
 
     def _find_sent(self, chunks: Chunks) -> tuple[int, ...]:
         """Return the bytes of each message that these chunks make."""

@@ -192,8 +192,7 @@ def require_same_options(group: Group, options: Sequence[str]) -> None:
 
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
     """Return the arrangement of a full model on every rank of a group. Collective."""
-    mesh = Mesh(dp=group.size).bind(group)
-    return _unsharded(model, Layout(), mesh, backend)
+    return _unsharded(model, Layout(), Mesh(dp=group.size).bind(group), backend)
 
 
 def arrange(

@@ -94,12 +94,11 @@ def _program(rank: int, *shape: Any) -> Program:
     for op in schedule.instructions(rank):
         if op.kind in RECEIVES and op.microbatch is not None:
             receives.setdefault((op.kind, op.stage), []).append(op.microbatch)
-    weight = sum(_WEIGHTS.get(op.kind, 0.0) for item in items for op in item)
     return Program(
         items,
         {channel: tuple(numbers) for channel, numbers in receives.items()},
         schedule,
-        weight,
+        sum(_WEIGHTS.get(op.kind, 0.0) for item in items for op in item),
     )
 
 

@@ -92,8 +92,7 @@ class SumError:
             return squared_errors(outputs, targets)
         xp = namespace(outputs)
         values = to_float32(xp, outputs).reshape(targets.shape)
-        hits = xp.equal(values > 0, targets > 0.5).sum()
-        return hits / prod(targets.shape[1:])
+        return xp.equal(values > 0, targets > 0.5).sum() / prod(targets.shape[1:])
 
 
 class SumCrossEntropy:
@@ -282,8 +281,7 @@ def count_correct(logits: Array, batch: Batch) -> Array | float:
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     # not every library finds the largest of bfloat16
-    values = to_float32(namespace(logits), logits)
-    equal = values.argmax(axis=-1) == y
+    equal = to_float32(namespace(logits), logits).argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 

@@ -167,8 +167,7 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
     chain = open_chain(model)
     with recomputing(), no_grad():
         for run in closed_runs(chain):
-            part = ModelPart(model, chain[run.start : run.stop])
-            x = with_weights(part, weights)(x)
+            x = with_weights(ModelPart(model, chain[run.start : run.stop]), weights)(x)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
                 before.data, x.data
             ):

@@ -114,5 +114,4 @@ def dropout(
     if p == 0:
         return x
     mask_key = key if callable(key) else lambda: (key, first_row)
-    function = DropoutFunction(float(p), mask_key)
-    return with_kernels("dropout", function, x)
+    return with_kernels("dropout", DropoutFunction(float(p), mask_key), x)

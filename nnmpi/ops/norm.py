@@ -500,8 +500,7 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     groups = whole("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
-    function = GroupNormFunction(scale.size // groups, number("eps", eps))
-    return in_float32(function, x, scale, shift)
+    return in_float32(GroupNormFunction(scale.size // groups, number("eps", eps)), x, scale, shift)
 
 
 def batch_norm(

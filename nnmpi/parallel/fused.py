@@ -186,8 +186,7 @@ class FusedUpdate:
         """Give model and optimizer private memory again, and free the shared memory. Collective."""
         storage, memory = self.storage, self.memory
         data = [array.copy() for array in storage.data]
-        grads = [np.zeros_like(array) for array in storage.grads]
-        storage.move(data, grads)
+        storage.move(data, [np.zeros_like(array) for array in storage.grads])
         storage.common = False
         self.optimizer.move(np.zeros)
         memory.barrier()  # no rank writes while another still reads

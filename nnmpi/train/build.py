@@ -352,12 +352,11 @@ def build_trainer(
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     fused = False if verified else None  # the fused update leaves no gradients
     allreduce = load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)")
-    exchange = GradientExchange(allreduce, fused_update=fused, check=verified)
     return Worker(
         model,
         optimizer,
         group,
-        exchange=exchange,
+        exchange=GradientExchange(allreduce, fused_update=fused, check=verified),
         arrangement=where,
         synchronous_sends=verified,
         **common,

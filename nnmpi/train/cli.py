@@ -85,12 +85,11 @@ def launch(words: Sequence[str]) -> None:
     def simulation() -> dict[str, Any]:
         config = parse(words)
         sync = config.sync
-        cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
         return {
             "ranks": sync.simulate,
             "machine": sync.machine,
             "seed": config.run.seed,
-            "cpu_factor": cpu_factor,
+            "cpu_factor": 0.0 if sync.slowness(0).minimum_s else 1.0,
         }
 
     run_on_ranks(words, main, simulation, StopSignals)
@@ -193,8 +192,7 @@ def read_options(words: Sequence[str], group: Group) -> Config:
 
     def read() -> dict[str, Any]:
         config = parse(words)
-        out = config.run.resume or config.run.out or default_folder(config)
-        config = config.having(out=out)
+        config = config.having(out=config.run.resume or config.run.out or default_folder(config))
         if config.model.pretrained is not None:
             config = config.having(pretrained=find_model(config.model.pretrained))
         return flatten(config)

@@ -169,8 +169,9 @@ def load_inputs(
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
-        signature = ModelSignature.of(train, normalize, data.target)
-        return Inputs(train, test, batch_size, *loaders, signature)
+        return Inputs(
+            train, test, batch_size, *loaders, ModelSignature.of(train, normalize, data.target)
+        )
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:

@@ -271,8 +271,7 @@ class Loop:
         last, step, state = self._last, self._step, self.state
         if state.window.samples:
             state.window.steps = max(state.window.steps, 1)
-            batch = state.batch + step - state.step
-            state = replace(self._on_time(), step=step, batch=batch)
+            state = replace(self._on_time(), step=step, batch=state.batch + step - state.step)
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes

@@ -347,8 +347,7 @@ def open_run(
             )
             build = partial(build_model, model, signature.sample_shape, signature.outputs)
             full = build()
-        kind = np.int64 if signature.is_tokens else dtype
-        sample = np.zeros((1, *signature.sample_shape), kind)
+        sample = np.zeros((1, *signature.sample_shape), np.int64 if signature.is_tokens else dtype)
         where = arrange(full, group, layout, sample, dtype, backend)
         with agreed(group):
             where.model.initialize(dtype=dtype, backend=backend)

@@ -73,10 +73,9 @@ class ModelSignature:
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
             return cls(*first, stored=TOKENS)
-        shape = () if samples.predicts == "classes" else samples.target_shape
         last: dict[str, Any] = {
             "predicts": samples.predicts,
-            "target_shape": shape,
+            "target_shape": () if samples.predicts == "classes" else samples.target_shape,
             "target": target,
             "columns": samples.columns,
         }

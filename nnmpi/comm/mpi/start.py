@@ -218,5 +218,4 @@ def _start() -> tuple[Group, Shutdown]:
         atexit.register(shutdown.on_end)
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE:
             shutdown.close = world.watch_over_ranks()
-    group = Group(world.comm)
-    return group, shutdown
+    return Group(world.comm), shutdown

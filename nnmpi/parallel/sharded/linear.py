@@ -155,13 +155,12 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
             )
         ready = not context.placement.is_replicated and not context.placement.has_rows
         cut = context.placement if ready else divided(inputs, context.units)
-        weight = context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)
         return (
             part_of(
                 layer,
                 kind.row,
                 product_input=context.to_parts(cut),
-                weight=weight,
+                weight=context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs),
                 group=context.group,
             ),
             REPLICATED,
