@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers
+from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.items import as_samples
@@ -236,6 +236,7 @@ class Loader:
                 ahead of time: the copy takes microseconds, and a step waits for it anyway.
         """
         whole("start", start, 0)
+        whole("epoch", epoch, 0)
         epoch_order = self.order(epoch)
         device = backend if backend is not None and backend.is_device else None
         threads = (
@@ -306,7 +307,6 @@ class Loader:
         x = self._transformed(x, indices, epoch)
         if y.dtype.kind == "f":
             y = y.astype(self._kind, copy=False)
-        microbatches = min(self.microbatches, global_rows)
         return Batch(
             x,
             y,
@@ -315,7 +315,7 @@ class Loader:
             global_rows,
             epoch,
             number,
-            microbatches,
+            min(self.microbatches, global_rows),
             targets=targets,
             first=epoch_order[start],
         )
@@ -337,10 +337,10 @@ class Loader:
     def _transformed(self, x: Array, indices: Integers, epoch: int) -> Array:
         for step in self._steps:
             x = step(x, indices, epoch, self.seed)
-            if len(x) != len(indices) or x.dtype != self._kind:
+            made = f"{len(x)} rows of {x.dtype}" if is_array(x) else "no array"
+            if made != (expected := f"{len(indices)} rows of {self._kind}"):
                 raise ShapeError(
-                    f"the transform made {len(x)} rows of {x.dtype} from {len(indices)} rows of"
-                    f" {self._kind}; return as many, of that dtype"
+                    f"the transform made {made} from {expected}; return as many, of that dtype"
                 )
         return np.ascontiguousarray(x)
 

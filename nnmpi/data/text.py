@@ -189,6 +189,9 @@ class TextSource:
     columns: tuple[str, ...] = ()
     sentences: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield the documents' pieces; see `read_documents`."""
         return read_documents(self.path, self.columns, self.sentences)
@@ -372,7 +375,7 @@ def load_text(
         UsageError, DataError: as `prepare_tokens`; for damaged token files; and for a part shorter
             than a block.
     """
-    expect("load_text(data.TextSource(path))", (source, TextSource))
+    expect("load_text(data.TextSource(path)), after prepare_tokens", (source, TextSource))
     folder = cache_folder() / "tokens" / source.key
     try:
         ends = np.load(folder / ENDS, allow_pickle=False)
@@ -383,7 +386,7 @@ def load_text(
             raise ValueError(f"{len(tokens)} tokens")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
-            f"{folder} is damaged ({error}); remove it, and it is made again"
+            f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it again"
         ) from error
     spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     parts = [spans[np.sort(part)] for part in split_indices(len(spans), test_fraction, seed)]

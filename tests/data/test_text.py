@@ -55,7 +55,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def loaded(path: Path, context: int, **options: object) -> tuple[Text, Text]:
-    source = TextSource(path, **options)  # type: ignore[arg-type]
+    source = TextSource(str(path), **options)  # type: ignore[arg-type]
     prepare_tokens(source)
     return load_text(source, context, seed=3, test_fraction=0.3)
 
@@ -213,7 +213,9 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
     source = TextSource(txt)
     for name, content in ((texts.TOKENS, b"ab"), (texts.ENDS, b"")):
         (prepare_tokens(source) / name).write_bytes(content)
-        with pytest.raises(DataError, match="damaged .*; remove it, and it is made again"):
+        with pytest.raises(
+            DataError, match="damaged .*; remove it, and prepare_tokens makes it again"
+        ):
             load_text(source)
 
 
