@@ -13,7 +13,7 @@ from operator import index
 
 # 65; `python -m nnmpi.run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -109,10 +109,9 @@ def number(name: str, value: Any, below: float = inf, most: float | None = None)
     Raises:
         UsageError: for a value out of range, NaN, or an object that is no number, such as text.
     """
-    try:
+    result = nan
+    with suppress(AttributeError, TypeError, OverflowError):
         result = value.__float__()  # which text has not: float("1e-3") is a number
-    except (AttributeError, TypeError, OverflowError):
-        result = nan
     if not (0 <= result < below if most is None else 0 <= result <= most):
         end = (
             f"at most {most}"
@@ -127,15 +126,15 @@ def number(name: str, value: Any, below: float = inf, most: float | None = None)
     return result
 
 
-def wholes(name: str, values: object) -> tuple[int, ...]:
-    """Return the values if they are a sequence of integers of at least 1.
+def wholes(name: str, values: object, least: int = 1) -> tuple[int, ...]:
+    """Return the values if they are a sequence of integers of at least `least`.
 
     Raises:
         UsageError: for another one, or something else than a sequence.
     """
     if not isinstance(values, Iterable):
         raise UsageError(f"{name} is {values!r}; give whole numbers, such as (128, 64)")
-    return tuple(whole(f"{name}[{i}]", value) for i, value in enumerate(values))
+    return tuple(whole(f"{name}[{i}]", value, least) for i, value in enumerate(values))
 
 
 def expect(call: str, *pairs: tuple[object, type]) -> None:
@@ -158,18 +157,33 @@ _INSTEAD = """
 eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
 to cuda cpu device contiguous clone: leave it out; x.astype("float32") converts a tensor
 float double half long: x.astype("float32")
-unsqueeze squeeze: x[None] and x.reshape(...)
-dim numel tolist: x.ndim, x.size and x.numpy().tolist()
-clamp masked_fill: x.clip(low, high) and nnmpi.tensor.where(mask, value, x)
-std norm abs pow: x.var().sqrt(), (x * x).sum().sqrt(), abs(x) and x ** 2
-t mm matmul bmm: x.T and x @ y
-relu gelu sigmoid softmax log_softmax: nnmpi.ops.relu(x) and the like
+unsqueeze: x[None] or x[:, None]
+squeeze: x.reshape(...)
+dim: x.ndim
+numel: x.size
+tolist: x.numpy().tolist()
+clamp: x.clip(low, high)
+masked_fill: nnmpi.tensor.where(mask, value, x)
+gather split chunk expand repeat: indices, slices and broadcasting
+std: x.var().sqrt()
+norm: (x * x).sum().sqrt()
+abs: abs(x)
+pow: x ** 2
+t: x.T
+mm matmul bmm: x @ y
+relu gelu sigmoid softmax log_softmax: the functions of nnmpi.ops
 modules named_children apply: named_modules()
-register_buffer: self.name = nnmpi.nn.Buffer(shape, value)
-requires_grad_ is_leaf grad_fn: x.requires_grad = True and x.node
+add_module register_parameter: an attribute, self.name = value
+register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
+register_hook: parameter.hook = function
+requires_grad_: x.requires_grad = True
+is_leaf grad_fn: x.node, the operation that made x, or None
+param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}
+state_dict load_state_dict: nnmpi.save and nnmpi.resume of (model, optimizer, group)
 manual_seed: model.initialize(seed=0)
-zeros ones rand randn arange from_numpy: nnmpi.Tensor(array) of an array of NumPy
-cat stack: nnmpi.tensor.concatenate and nnmpi.tensor.stack
+zeros ones rand randn arange from_numpy as_tensor: nnmpi.Tensor(array) of an array of NumPy
+cat concat: nnmpi.tensor.concatenate(tensors, axis)
+stack where: the function of nnmpi.tensor
 """
 
 
@@ -179,9 +193,9 @@ def instead(name: str) -> str:
     return f"; in nnmpi: {known[1]} (docs/pytorch.md)" if known else ""
 
 
-def no_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error of a missing attribute, for `__getattr__`."""
-    return AttributeError(
+def raise_missing(owner: object, name: str) -> NoReturn:
+    """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
+    raise AttributeError(
         f"{type(owner).__name__!r} object has no attribute {name!r}{instead(name)}",
         name=name,
         obj=owner,

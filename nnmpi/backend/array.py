@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.errors import DeviceError
+from nnmpi.errors import DeviceError, UsageError
 
 # CuPy has no type information and follows NumPy's interface, so NumPy's type stands for both.
 Array: TypeAlias = NDArray[Any]
@@ -40,6 +40,17 @@ def namespace(array: Array) -> ModuleType:
 def is_array(x: Any) -> bool:
     """True for an array of any library, rather than a number (also NumPy's) or a list."""
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
+
+
+def plain(x: Array) -> Array:
+    """Return an array of a subclass of NumPy's as a plain one.
+
+    Raises:
+        UsageError: for a masked array: computing would use the values under the mask.
+    """
+    if hasattr(x, "mask"):
+        raise UsageError("a masked array has gaps, which would count as values; fill them first")
+    return np.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def is_result(x: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers, Shape, is_array
+from nnmpi.backend.array import Array, Integers, Shape, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError, number, shortened, whole
 
@@ -64,7 +64,7 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
             missing values.
     """
     if is_array(values) and values.dtype.kind in "biuf":
-        return values
+        return plain(values)
     try:
         result = np.asarray(values)
         if result.dtype.kind == "O":  # a table with columns of several dtypes

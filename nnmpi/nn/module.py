@@ -39,7 +39,7 @@ from nnmpi.errors import (
     GraphError,
     UninitializedError,
     UsageError,
-    no_attribute,
+    raise_missing,
 )
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
@@ -188,7 +188,7 @@ class Module:
             raise UninitializedError(
                 "this model has no storage yet; call model.initialize(seed=0) first"
             )
-        raise no_attribute(self, name)
+        raise_missing(self, name)
 
     def __repr__(self) -> str:
         """Show the module tree with kinds, shapes and the number of parameters.

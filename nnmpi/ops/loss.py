@@ -365,7 +365,7 @@ def check_reduction(reduction: str) -> None:
             f"reduction is one of {', '.join(REDUCTIONS)}, not an array; to weight classes, use"
             " reduction='none': (losses * weight[y]).sum() / weight[y].sum()"
         )
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+    if reduction not in REDUCTIONS:
         raise UsageError(
             f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}"
         )

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.errors import CheckpointError, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
@@ -123,6 +123,8 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     if hasattr(grads, "storage"):
         grads.storage.finish_gradients()
         grads = grads.storage.grads
+    if not all(map(is_array, grads)):
+        raise UsageError("clip_by_global_norm takes model.parameters(), or arrays of gradients")
     return record_call(_clip, grads, max_norm)
 
 

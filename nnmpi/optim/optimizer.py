@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import DtypeError, ShapeError, UsageError, number
+from nnmpi.errors import DtypeError, ShapeError, UsageError, number, raise_missing
 from nnmpi.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -138,6 +138,8 @@ class Optimizer(ABC):
 
     elementwise: ClassVar[bool] = True
     ranks: Any = None
+    if not TYPE_CHECKING:
+        __getattr__ = raise_missing
 
     def __init__(
         self,

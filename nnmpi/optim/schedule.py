@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.errors import UsageError, number, whole
+from nnmpi.errors import UsageError, number, whole, wholes
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -75,8 +75,7 @@ class MultiStep:
     def __post_init__(self) -> None:
         number("lr", self.lr)
         number("factor", self.factor, most=1)
-        for step in self.steps:
-            whole("steps", step, 0)
+        wholes("steps", self.steps, 0)
         if list(self.steps) != sorted(set(self.steps)):
             raise UsageError(f"steps are {tuple(self.steps)}; give each once, in increasing order")
 

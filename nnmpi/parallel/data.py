@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 
@@ -75,6 +76,9 @@ class Replicas:
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
                     module.all_reduce = self._sum_statistics
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise UsageError("a strategy computes nothing; call its model, as before")
 
     def _start_equal(self) -> None:
         broadcast_state(self.model, self.group)

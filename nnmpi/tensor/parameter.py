@@ -21,7 +21,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call
-from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError, no_attribute
+from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError, raise_missing
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Writes
 from nnmpi.tensor.tensor import Tensor
@@ -130,7 +130,7 @@ class Parameter(Tensor):
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or from a property that reads one
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
-            raise no_attribute(self, name)
+            raise_missing(self, name)
         raise UninitializedError(
             f"a parameter of shape {self.declared} has no values yet; call"
             " model.initialize(seed=0) first, which finds only layers that are modules' attributes"

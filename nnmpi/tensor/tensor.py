@@ -34,6 +34,7 @@ from nnmpi.backend.array import (
     mixed_error,
     namespace,
     ones,
+    plain,
 )
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
@@ -45,8 +46,8 @@ from nnmpi.errors import (
     NnmpiError,
     ShapeError,
     UsageError,
-    no_attribute,
     number,
+    raise_missing,
     shortened,
     whole,
 )
@@ -119,9 +120,7 @@ class Tensor(Variable):
         return tensor
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise no_attribute(self, name)  # called only for missing attributes
+        __getattr__ = raise_missing  # called only for missing attributes
 
     def backward(
         self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None
@@ -705,7 +704,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
             data = Tensor(data.data).astype(dtype)  # an operation, so that recordings include it
         data, dtype = data.data, None
     if is_array(data):
-        array = data if dtype is None else data.astype(dtype, copy=False)
+        array = plain(data) if dtype is None else plain(data).astype(dtype, copy=False)
     else:
         if isinstance(data, list | tuple) and any(isinstance(item, Variable) for item in data):
             raise UsageError(

@@ -10,7 +10,7 @@ import pytest
 
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
-from nnmpi.errors import GraphError, UsageError
+from nnmpi.errors import DeviceError, GraphError, UsageError
 
 
 def test_reprs_say_what_it_is() -> None:
@@ -153,7 +153,12 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "with_state": lambda: typed.nn.LSTM(4, 4)(np.ones((2, 3, 4), np.float32), (None, None)),
         "takes modules": lambda: nn.Sequential(nn.Flatten(), ops.relu),
         "split takes a data set": lambda: typed.data.split(np.ones(3), 0.2),
-        "load_text(data.TextSource(path))": lambda: typed.data.load_text("paradise-lost"),
+        "load_text(data.TextSource(path)), after": lambda: typed.data.load_text("paradise-lost"),
+        "a masked array has gaps": lambda: nnmpi.Tensor(np.ma.ones(2)),
+        "count as values": lambda: typed.data.Dataset("m", np.ma.ones((1, 1)), [0], 1),
+        "epoch is 'a'; give": lambda: typed.data.Loader(data.load("iris")[0], 9).epoch("a"),
+        "steps is 5; give whole numbers": lambda: typed.optim.MultiStep(0.1, 5),
+        "takes model.parameters()": lambda: typed.optim.clip_by_global_norm([nnmpi.Tensor(1)], 1),
         "seed is 'a'; give a whole number": lambda: nn.Linear(1, 1).initialize(cast(Any, "a")),
     }
     for words, call in calls.items():
@@ -164,10 +169,13 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         (nnmpi, "manual_seed", r"in nnmpi: model.initialize\(seed=0\)"),
         (nn.ReLU(), "train", "with nnmpi.nn.training"),
         (nnmpi.Tensor(1), "unsqueeze", r"in nnmpi: x\[None\]"),
+        (nnmpi.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "state_dict", "nnmpi.save and"),
         (nnmpi.Tensor(1), "lost", "no attribute 'lost'$"),
     ):
         with pytest.raises(AttributeError, match=told):
             getattr(owner, name)
+    with pytest.raises(DeviceError, match="elements do not fit into memory; make the model"):
+        nn.Linear(10**30, 1).initialize()
     with pytest.raises(GraphError, match="needs a Tensor, not ndarray"):
         ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
 

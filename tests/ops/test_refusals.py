@@ -79,6 +79,7 @@ REFUSED = {
         ([IMAGES, KERNEL], {"dilation": (1, 2, 3)}, UsageError, r"dilation .* \(1, 2, 3\)"),
         ([IMAGES, (3, 3, 1, 3), SINGLE], {}, DtypeError, "conv2d of float64, float64, float32"),
     ],
+    ops.conv_transpose2d: [([IMAGES, KERNEL], {"groups": "a"}, UsageError, "groups is 'a'; give")],
     ops.max_pool2d: [
         ([(4, 4, 1), 2], {}, ShapeError, r"images .* not an array of shape \(4, 4, 1\)"),
         (

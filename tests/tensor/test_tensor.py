@@ -37,6 +37,7 @@ def test_arrays_are_kept():
     assert Tensor(array).data is array
     assert Tensor(array, dtype="float64").data is array
     assert Tensor(array, dtype="float32").dtype == np.float32
+    assert type(Tensor(array.view(np.recarray)).data) is np.ndarray
     assert Tensor([1, 2], dtype="float64").dtype == np.float64
     assert Tensor([1, 2], dtype="bfloat16").dtype == "bfloat16"
 
