@@ -176,6 +176,7 @@ modules named_children apply: named_modules()
 add_module register_parameter: an attribute, self.name = value
 register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
 register_hook: parameter.hook = function
+append extend insert: nnmpi.nn.Sequential(*model, layer)
 requires_grad_: x.requires_grad = True
 is_leaf grad_fn: x.node, the operation that made x, or None
 param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}

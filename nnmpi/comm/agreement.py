@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 import nnmpi.clock as clock
 import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, group_ranks, name_ranks, whole
+from nnmpi.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks, whole
 
 
 class Communicator:
@@ -129,7 +129,13 @@ class Communicator:
         Raises:
             CommError: on all ranks, when the value has no JSON form.
         """
+        self.check_root(root)
         return self.gather(value if self.rank == root else None)[root]
+
+    def check_root(self, root: object) -> None:
+        """Refuse a root that is none of these ranks."""
+        if root not in range(self.size):
+            raise UsageError(f"root {root!r} is none of {self.size} ranks, which count from 0")
 
     def barrier(self) -> None:
         """Return when every rank has entered the barrier."""

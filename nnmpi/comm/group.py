@@ -431,7 +431,9 @@ class Group(Communicator):
         Raises:
             ShapeError: for an array with gaps, or a read-only one.
             DtypeError: for an object array, or no array.
+            UsageError: for a root that is none of the ranks.
         """
+        self.check_root(root)
         if is_device(array):
             flat = as_bytes(array)
             host = to_host(flat)

@@ -238,8 +238,7 @@ class AdaptiveAvgPool2d(Module):
             Tensor(namespace(x.data).asarray(_windows(size, count), x.dtype))
             for size, count in zip((h, w), self.output_size, strict=True)
         )
-        y = (by_rows @ x.reshape(n, h, w * c)).reshape(n, len(by_rows), w, c)
-        return by_columns @ y
+        return by_columns @ (by_rows @ x.reshape(n, h, w * c)).reshape(n, len(by_rows), w, c)
 
 
 def _windows(size: int, count: int) -> np.ndarray:

@@ -163,8 +163,7 @@ class RMSNorm(Module):
         if x.ndim < 2 or x.shape[-1:] != self.weight.shape:
             raise ShapeError(f"RMSNorm of {self.weight.size} features does not fit shape {x.shape}")
         wide = x.astype(self.weight.dtype)  # float16 cannot hold the squares of 256 and more
-        squares = (wide * wide).mean(-1, keepdims=True)
-        return x / (squares + self.eps).sqrt() * self.weight
+        return x / ((wide * wide).mean(-1, keepdims=True) + self.eps).sqrt() * self.weight
 
 
 class GroupNorm(Module):

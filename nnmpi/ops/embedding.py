@@ -82,7 +82,7 @@ def embedding(
     dtype = read_as("embedding", table)
     values = values_of(indices)
     if not is_array(values):
-        values = np.asarray(values)  # checked on the host, also for a table on the device
+        values = Tensor(values).data  # checked on the host, also for a table on the device
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
     if table.ndim != 2:

@@ -26,7 +26,7 @@ from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, count_all_reduce
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
+from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted, whole
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
 from nnmpi.tensor.parameter import FlatStorage, Parameter
@@ -101,7 +101,9 @@ class Replicas:
         # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
         # Worker, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
         # the backward pass.
-        seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
+        seed = namespace(loss_sum.data).full(
+            loss_sum.shape, 1 / max(whole("samples", samples, 0), 1)
+        )
         # `record_call` records the call, so that a compiled step repeats it each time
         record_call(self.begin_pass, last)
         try:

@@ -685,7 +685,8 @@ def _index(part: Any) -> Any:
 def _named(dtype: Any) -> Dtype:
     """Return the dtype of a tensor by its name; refuse what holds no numbers."""
     try:
-        result = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        # NumPy takes None for float64
+        result = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype or "none")
     except TypeError:
         raise DtypeError(
             f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'"

@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DtypeError, ShapeError
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.timeline import Timeline, recording
 
 VALUES = [
@@ -94,6 +94,9 @@ def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
         group.broadcast(np.zeros((3, 4)).T)
     with pytest.raises(DtypeError, match="Python objects"):
         group.broadcast(np.array([None]))
+    for send in group.broadcast, group.share:
+        with pytest.raises(UsageError, match="root 99 is none of"):
+            send(np.zeros(3), 99)
 
 
 @pytest.mark.both_worlds

@@ -32,7 +32,8 @@ REFUSED = {
         ([(2, 3), (3, 3), SINGLE], {}, DtypeError, "float64, float64, float32"),
     ],
     ops.embedding: [
-        ([(3, 2), [0.0]], {}, DtypeError, "integer indices, not float64"),
+        ([(3, 2), [0.0]], {}, DtypeError, "integer indices, not float32"),
+        ([(3, 2), [[0], [1, 2]]], {}, DtypeError, "in rows of one length"),
         ([(3, 2), [True]], {}, DtypeError, "integer indices, not bool"),
         ([(3,), [0]], {}, ShapeError, r"table .* shape \(3,\)"),
         ([(3, 2), [1, 3, 5]], {}, ShapeError, r"index 3 is outside 0\.\.2"),

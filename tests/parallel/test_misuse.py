@@ -124,6 +124,7 @@ def test_two_on_one_model(group: Group) -> None:
     setting = Setting(group)
     first = DataParallel(setting.model, group)
     setting.assert_refused(lambda: first(setting.x), "call its model, as before")
+    setting.assert_refused(lambda: first.backward(setting.loss(), -1), "samples is -1; give")
     setting.assert_refused(lambda: DataParallel(setting.model, group), "release() first")
     first.release()
     assert not first.exchange._group.comm.mpi  # what was given back is the null communicator

@@ -54,6 +54,7 @@ def test_arrays_are_kept():
         (lambda: Tensor([1.0]) - np.complex128(1j), "complex cannot be combined"),
         (lambda: Tensor([1.0]) + np.ones(1), "add of float32 and float64"),
         (lambda: Tensor([1.0]).astype("float33"), "'float33'"),
+        (lambda: Tensor([1.0]).astype(None), "no dtype None"),
         (lambda: Tensor([1.0], dtype="float33"), "'float33'"),
         (lambda: Tensor([[1, 2], [3]]), r"in rows of one length, not \[\[1, 2\], \[3\]\]"),
         (lambda: Tensor([1]).pad([(1, 1)], 0.5), "pad of a int64 tensor and 0.5"),
