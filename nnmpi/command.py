@@ -405,11 +405,11 @@ def printable(text: str) -> str:
 
 def complain(text: str) -> None:
     """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
-    text = text if "Traceback" in text else f"nnmpi: {text}"
+    start = "nnmpi: " * ("Traceback" not in text)
     with suppress(OSError, ValueError):  # closed, or its reader is gone
         if sys.stdout is not None:  # closed before the start
             sys.stdout.flush()
-        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.write(f"{start}{printable(text)}\n")
         sys.stderr.flush()
 
 

@@ -157,6 +157,8 @@ def test_a_loaded_run_predicts_what_the_command_says(
     probabilities = result.predict(x)
     assert np.allclose(probabilities.sum(axis=1), 1)
     assert (probabilities.argmax(1) == logits.argmax(1)).all()
+    with pytest.raises(UsageError, match="a masked array"):
+        result.predict(np.ma.asarray(x))
     lines = said(predict, f"{folder} {data}", 1, capfd).splitlines()
     assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
     assert [line.partition(",")[0] for line in lines[1:]] == [

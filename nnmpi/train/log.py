@@ -245,8 +245,10 @@ class Reporter:
         stale = sum_staleness(self._recorder.read())
         if gradients := stale.total.total():
             self._write(RUN_STALENESS, state, stale.to_json())
-            words = f"{stale.mean():.2f} on average, at most {stale.largest()}"
-            self._console.say(f"staleness over the run: {words}, of {gradients:,} gradients")
+            self._console.say(
+                f"staleness over the run: {stale.mean():.2f} on average, at most {stale.largest()},"
+                f" of {gradients:,} gradients"
+            )
 
     def evaluation(self, kind: str, state: RunState, report: Totals) -> None:
         """Record an evaluation.

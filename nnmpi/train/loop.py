@@ -312,9 +312,10 @@ class Loop:
             self._signals.forget_waking()
         elif number and not self._finished:
             self._tracer.finish()
-            name = signal.Signals(number).name
             raise Stopped(
-                f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number
+                f"stopped by {signal.Signals(number).name} after step {self.state.step};"
+                f" {self._how_to_resume()}",
+                number,
             )
 
     def _end_epoch(self, report: Totals | None) -> None:

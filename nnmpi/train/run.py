@@ -32,6 +32,7 @@ from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
+from nnmpi.data.dataset import read_array
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
@@ -122,7 +123,7 @@ class Run:
         Raises:
             DataError: for samples that do not fit the model.
         """
-        return self.answers(self.transform(np.asarray(x)))
+        return self.answers(self.transform(read_array(x, "samples")))
 
     def answers(self, x: Array) -> Array:
         """Return predictions for model input; see `predict`. Collective over a replica's ranks.
