@@ -42,8 +42,7 @@ def test_barriers_of_other_tags_do_not_count(group: Group, ordered: bool) -> Non
     else:
         first.start()
     first.wait()
-    passed = second.poll() if group.rank == 0 else True
-    outcome = group.gather(passed)
+    outcome = group.gather(second.poll() if group.rank == 0 else True)
     if group.rank > 0:
         second.start()
     second.wait()

@@ -14,8 +14,7 @@ BATCHES = -(-ROWS // BATCH)
 
 
 def dataset(rows: int = ROWS) -> Dataset:
-    draw = np.random.default_rng(3)
-    x = draw.normal(size=(rows, 6)).astype(np.float32)
+    x = np.random.default_rng(3).normal(size=(rows, 6)).astype(np.float32)
     return Dataset("drawn", x, (x[:, :3].argmax(axis=1)).astype(np.int64), 3)
 
 

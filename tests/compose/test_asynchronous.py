@@ -146,5 +146,4 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
 
 def _taken(group: Group) -> Module:
     """Return a model that another worker has."""
-    worker = make(group, Sync("asp"))
-    return worker.model
+    return make(group, Sync("asp")).model

@@ -52,8 +52,7 @@ def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None:
     """An epoch through servers in step, and one of all-reduces: two epochs of these."""
-    sync = Sync("ssp", staleness=0)
-    worker = make(group, sync, name)
+    worker = make(group, Sync("ssp", staleness=0), name)
     train(worker, ((0, 0, BATCHES),))
     worker.release()
     model = worker.model

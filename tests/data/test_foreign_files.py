@@ -19,7 +19,7 @@ import pytest
 from nnmpi.data.catalogue import load
 from nnmpi.data.images import read_idx
 from nnmpi.data.tokenizer import CharacterTokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, DataError, NnmpiError
+from nnmpi.errors import CheckpointError, DataError, NnmpiError, translated
 from nnmpi.files import foreign, read_json
 from nnmpi.models.gpt import gpt
 from nnmpi.models.pretrained import CONFIG, WEIGHTS, read_dropout, read_size, save_pretrained
@@ -55,6 +55,12 @@ def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, error: BaseExce
         foreign(tmp_path / "a", DataError, "damaged"),
     ):
         raise error
+
+
+def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError) as raised:
+        tmp_path.read_text()
+    assert "cannot be used (Is a directory); give another" in str(translated(raised.value))
 
 
 @pytest.mark.parametrize("words", ["report LONG", "predict LONG x.png", "evaluate LONG"])

@@ -50,6 +50,5 @@ def test_weights_are_the_serial_runs_from_the_start(group: Group, alone: Group) 
         serial = build(setup, alone).model.state()
         for layout in kinds(group.size, setup):
             worker = build(setup, group, layout)
-            result = worker.state()[0].to_dict(everywhere=True)
-            np.testing.assert_equal(result, serial)
+            np.testing.assert_equal(worker.state()[0].to_dict(everywhere=True), serial)
             release(worker)

@@ -82,8 +82,7 @@ def errors(parallel: Run, alone: Run, start: dict[str, Array]) -> dict[str, floa
 
 def start(setup: Setup) -> dict[str, Array]:
     """Return the parameters and buffers before the first step."""
-    model = setup.model((8, 8, 1), 10, **setup.model_options).initialize(seed=5)
-    return model.state()
+    return setup.model((8, 8, 1), 10, **setup.model_options).initialize(seed=5).state()
 
 
 @pytest.mark.simulated

@@ -68,8 +68,7 @@ def trained(group: Group, stage: int) -> dict[str, Any]:
 @pytest.mark.both_worlds(max_size=9)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -> None:
-    alone = group.split(group.rank)
-    serial, shared = trained(alone, 0), trained(group, stage)
+    serial, shared = trained(group.split(group.rank), 0), trained(group, stage)
     wrong = [name for name in serial if not np.array_equal(serial[name], shared[name])]
     assert group.gather(wrong) == [[]] * group.size
 
