@@ -72,6 +72,7 @@ def _call(xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec) -> 
         return
     (h, w, c), (top, left) = images.shape[1:], spec.padding
     columns, size = w + 2 * left, spec.pooled_size(h, w)
+    arrays = (xp.ascontiguousarray(images), *arrays[1:])
     border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
     sizes = (h, w, c, columns, top, left, *size, *spec.stride, *spec.dilation)
     functions = compiled.depthwise(*spec.kernel)

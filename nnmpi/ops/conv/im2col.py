@@ -257,22 +257,24 @@ class Phase(NamedTuple):
 
     Attributes:
         pixels: of the images.
+        count: of these pixels.
         taps: elements of the kernels; none if no window sees these pixels.
-        padding, dilation: of the convolution.
-        seen: its results for these pixels.
+        dilation: of the convolution.
+        start, stop: of its results, for these pixels; they may lie beyond the border.
     """
 
     pixels: slice
+    count: int
     taps: slice
-    padding: int
-    dilation: int
-    seen: slice
+    dilation: int = 1
+    start: int = 0
+    stop: int = 0
 
 
 def _phases(
     size: int, out: int, kernel: int, stride: int, padding: int, dilation: int
-) -> list[Phase]:
-    """Return the phases of an axis of images with so many pixels, and results of the convolution.
+) -> tuple[list[Phase], int]:
+    """Return the phases of an axis of images with so many pixels, and the border that they need.
 
     Pixel q stride + phase of the images with their border is seen through kernel element r by the
     window q - (r dilation - phase) / stride, if that is a whole number.
@@ -280,22 +282,18 @@ def _phases(
     phases = []
     for phase in range(stride):
         first, last = -((phase - padding) // stride), (padding + size - 1 - phase) // stride
-        pixels = slice(first * stride + phase - padding, size, stride)
+        pixels, count = slice(first * stride + phase - padding, size, stride), last - first + 1
         taps = [r for r in range(kernel) if (r * dilation - phase) % stride == 0]
-        if first > last:
-            continue
-        if not taps:
-            phases.append(Phase(pixels, slice(0), 0, 1, slice(0)))
+        if count < 1 or not taps:
+            phases += [Phase(pixels, count, slice(0))] if count > 0 else []
             continue
         step = taps[1] - taps[0] if len(taps) > 1 else 1
-        apart, nearest = max(1, step * dilation // stride), (taps[0] * dilation - phase) // stride
-        reach = (len(taps) - 1) * apart
-        border = max(0, nearest + reach - first, last - nearest - out + 1)
-        begin = first - nearest - reach + border
-        elements = slice(taps[0], taps[-1] + 1, step)
-        seen = slice(begin, begin + last - first + 1)
-        phases.append(Phase(pixels, elements, border, apart, seen))
-    return phases
+        nearest, furthest = ((r * dilation - phase) // stride for r in (taps[0], taps[-1]))
+        elements, apart = slice(taps[0], taps[-1] + 1, step), max(1, step * dilation // stride)
+        phases.append(
+            Phase(pixels, count, elements, apart, first - furthest, last - nearest + 1)
+        )
+    return phases, max(0, *(max(-phase.start, phase.stop - out) for phase in phases))
 
 
 def input_gradient(
@@ -308,7 +306,9 @@ def input_gradient(
 ) -> None:
     """Write the input gradient of any convolution, phase by phase, see `Phase`.
 
-    For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T.
+    For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T. With a
+    stride, the phases see different pixels of one copy of dy with a border: none computes more
+    results than it has pixels.
 
     Args:
         xp: the library that computes.
@@ -318,9 +318,16 @@ def input_gradient(
         out: (n, h, w, c).
         algorithm: computes each phase.
     """
-    (c, o), groups, results = weight.shape[2:], spec.groups, grad.shape[1:3]
-    axes = (_phases(*axis) for axis in zip(out.shape[1:3], results, *spec[:4], strict=True))
-    for row, column in product(*axes):
+    (c, o), groups, (height, width) = weight.shape[2:], spec.groups, grad.shape[1:3]
+    (rows, top), (columns, left) = (
+        _phases(*axis) for axis in zip(out.shape[1:3], (height, width), *spec[:4], strict=True)
+    )
+    padding, moved = (top, left), (0, 0)
+    if spec.stride != (1, 1) and (top or left):
+        inner, padding, moved = grad, (0, 0), (top, left)
+        grad = xp.zeros((len(grad), height + 2 * top, width + 2 * left, o), grad.dtype)
+        copy(xp, grad[:, top : top + height, left : left + width], inner)
+    for row, column in product(rows, columns):
         target, part = out[:, row.pixels, column.pixels], weight[row.taps, column.taps]
         if not part.size:
             xp.copyto(target, 0)
@@ -329,16 +336,19 @@ def input_gradient(
         turned = xp.empty((*kernel, o // groups, groups, c), grad.dtype)
         apart = part.reshape(*kernel, c, groups, o // groups)[::-1, ::-1]
         copy(xp, turned, apart.transpose(0, 1, 4, 3, 2))
-        padding, dilation = (row.padding, column.padding), (row.dilation, column.dilation)
-        convolution = ConvSpec(kernel, (1, 1), padding, dilation, groups)
-        size = convolution.pooled_size(*results)
+        convolution = ConvSpec(kernel, (1, 1), padding, (row.dilation, column.dilation), groups)
+        seen = grad[
+            :,
+            max(0, row.start + moved[0]) : row.stop + moved[0],
+            max(0, column.start + moved[1]) : column.stop + moved[1],
+        ]
         plane = target
-        if target.shape[1:3] != size or not target.flags.c_contiguous:
-            plane = xp.empty((len(out), *size, groups * c), out.dtype)
+        if not target.flags.c_contiguous:
+            plane = xp.empty(target.shape, out.dtype)
         kernels = turned.reshape(*kernel, o // groups, groups * c)
-        algorithm(convolution).forward(xp, grad, kernels, None, plane, False)
+        algorithm(convolution).forward(xp, seen, kernels, None, plane, False)
         if plane is not target:
-            copy(xp, target, plane[:, row.seen, column.seen])
+            copy(xp, target, plane)
 
 
 class Im2col(Algorithm):
