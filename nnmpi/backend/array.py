@@ -37,6 +37,18 @@ def namespace(array: Array) -> ModuleType:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
+def masked(xp: Any, keep: Array, x: Array) -> Array:
+    """Return x where `keep` is True and 0 elsewhere, with broadcasting; unlike a product, drop NaN.
+
+    On the host by bits: on random masks NumPy's `where` mispredicts branches, and takes six times
+    as long.
+    """
+    if type(x) is not np.ndarray or not x.ndim:
+        return xp.where(keep, x, 0)
+    bits = x.view(f"i{x.itemsize}")
+    return xp.bitwise_and(xp.multiply(keep, bits.dtype.type(-1)), bits).view(x.dtype)
+
+
 def is_array(x: Any) -> bool:
     """True for an array of any library, rather than a number (also NumPy's) or a list."""
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))

@@ -56,13 +56,20 @@ class LeakyRelu(Elementwise):
         self.slope = slope
 
     def forward(self, x: Array) -> Array:
-        xp = self.xp
-        self.saved = (xp.greater(x, 0),)
-        return xp.where(self.saved[0], x, xp.multiply(x, self.slope))
+        self.saved = (self.xp.greater(x, 0),)
+        return self._scaled(x)
 
     def backward(self, grad: Array) -> Grads:
-        xp = self.xp
-        return (xp.where(self.saved[0], grad, xp.multiply(grad, self.slope)),)
+        return (self._scaled(grad),)
+
+    def _scaled(self, x: Array) -> Array:
+        """Return x times 1 or the slope: NumPy's `where` takes four times as long on random signs,
+        which mislead the processor's branch prediction.
+        """
+        xp, (above,) = self.xp, self.saved
+        factors = xp.empty(x.shape, x.dtype)
+        xp.multiply(xp.logical_not(above), x.dtype.type(self.slope), out=factors)
+        return xp.multiply(xp.add(factors, above, out=factors), x, out=factors)
 
 
 class SigmoidFunction(Elementwise):

@@ -235,8 +235,7 @@ def attend_more_grad(
             gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
             gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
             if which.drop is not None:
-                factor = p.dtype.type(which.drop.factor)
-                xp.multiply(d, xp.where(p > 0, factor, p.dtype.type(0)), out=d)
+                xp.multiply(d, (p > 0) * p.dtype.type(which.drop.factor), out=d)
                 p = xp.abs(p)
             xp.multiply(xp.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
             gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)

@@ -208,7 +208,8 @@ def _from_logits(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
     """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
     small = xp.exp(xp.negative(xp.absolute(x)))
     above = xp.divide(1, xp.add(small, 1))
-    probability = xp.where(xp.greater_equal(x, 0), above, xp.multiply(small, above))
+    # as a maximum, since `where` mispredicts branches of random signs
+    probability = xp.multiply(xp.maximum(small, xp.greater_equal(x, 0)), above)
     losses = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
     return losses, xp.subtract(probability, target), xp.negative(x)
 

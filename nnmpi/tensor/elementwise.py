@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, masked
 from nnmpi.tensor.function import Elementwise, Grads
 
 
@@ -130,8 +130,8 @@ class Extremum(Elementwise):
         (a, b), xp = self.saved, self.xp
         loses = xp.less if self.largest else xp.greater
         share = xp.where(xp.equal(a, b), xp.multiply(grad, 0.5), grad)
-        # not a product with the condition: 0 * inf would be NaN
-        return xp.where(loses(a, b), 0, share), xp.where(loses(b, a), 0, share)
+        wins = (xp.logical_not(loses(*pair)) for pair in ((a, b), (b, a)))
+        return tuple(masked(xp, item, share) for item in wins)
 
 
 class Where(Elementwise):
@@ -145,8 +145,7 @@ class Where(Elementwise):
 
     def backward(self, grad: Array) -> Grads:
         (condition,), xp = self.saved, self.xp
-        # not grad * condition: 0 * inf would be NaN
-        return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)
+        return None, masked(xp, condition, grad), masked(xp, xp.logical_not(condition), grad)
 
 
 class Clip(Elementwise):
@@ -165,4 +164,4 @@ class Clip(Elementwise):
         return y
 
     def backward(self, grad: Array) -> Grads:
-        return (self.xp.where(self.saved[0], grad, 0),)
+        return (masked(self.xp, self.saved[0], grad),)
