@@ -9,13 +9,12 @@ from nnmpi.backend.array import Array, Dtype, is_array, namespace
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
+from nnmpi.backend.sums import add_rows
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, values_of
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
-
-LONG_ROWS = 128  # features, see `add_rows`
 
 
 class EmbeddingFunction(Function):
@@ -100,17 +99,3 @@ def _check_indices(indices: Array, entries: int) -> None:
     wrong = indices[(indices < 0) | (indices >= entries)]
     if wrong.size:
         raise ShapeError(f"embedding index {wrong[0]} is outside 0..{entries - 1}")
-
-
-def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
-    """Add rows (..., features) to the rows of a table at indices (...), in order.
-
-    NumPy's `add.at` works element by element; for long rows this loop is five times as fast.
-    """
-    if type(table) is np.ndarray and table.shape[1] >= LONG_ROWS:
-        for i, row in zip(
-            indices.reshape(-1).tolist(), rows.reshape(-1, table.shape[1]), strict=True
-        ):
-            table[i] += row
-    else:
-        xp.add.at(table, indices, rows)

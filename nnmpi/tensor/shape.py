@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
+from nnmpi.backend.sums import add_rows
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, alike, moved, uncut
 
@@ -155,8 +156,13 @@ class GetItem(Function):
     def backward(self, grad: Array) -> Grads:
         shape, dtype = self.saved
         xp = namespace(grad)
-        spread = xp.zeros(shape, dtype)
-        xp.add.at(spread, self.key, grad)
+        spread, (first, *more) = xp.zeros(shape, dtype), self.key
+        if more or type(first) is not np.ndarray:
+            xp.add.at(spread, self.key, grad)
+        elif first.dtype.kind == "b":  # selects no element twice
+            spread[first] = grad
+        else:
+            add_rows(xp, spread, first, grad)
         return (spread,)
 
 

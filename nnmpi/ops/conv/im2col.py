@@ -262,14 +262,12 @@ class Phase(NamedTuple):
 
     Attributes:
         pixels: of the images.
-        count: of these pixels.
         taps: elements of the kernels; none if no window sees these pixels.
         dilation: of the convolution.
-        start, stop: of its results, for these pixels; they may lie beyond the border.
+        start, stop: of the result's pixels with a border, which these pixels see.
     """
 
     pixels: slice
-    count: int
     taps: slice
     dilation: int = 1
     start: int = 0
@@ -287,18 +285,20 @@ def _phases(
     phases = []
     for phase in range(stride):
         first, last = -((phase - padding) // stride), (padding + size - 1 - phase) // stride
-        pixels, count = slice(first * stride + phase - padding, size, stride), last - first + 1
+        pixels = slice(first * stride + phase - padding, size, stride)
         taps = [r for r in range(kernel) if (r * dilation - phase) % stride == 0]
-        if count < 1 or not taps:
-            phases += [Phase(pixels, count, slice(0))] if count > 0 else []
+        if not taps:
+            phases.append(Phase(pixels, slice(0)))
+        if first > last or not taps:
             continue
         step = taps[1] - taps[0] if len(taps) > 1 else 1
         nearest, furthest = ((r * dilation - phase) // stride for r in (taps[0], taps[-1]))
         elements, apart = slice(taps[0], taps[-1] + 1, step), max(1, step * dilation // stride)
-        phases.append(
-            Phase(pixels, count, elements, apart, first - furthest, last - nearest + 1)
-        )
-    return phases, max(0, *(max(-phase.start, phase.stop - out) for phase in phases))
+        phases.append(Phase(pixels, elements, apart, first - furthest, last - nearest + 1))
+    border = max(0, *(max(-item.start, item.stop - out) for item in phases))
+    return [
+        item._replace(start=item.start + border, stop=item.stop + border) for item in phases
+    ], border
 
 
 def input_gradient(
@@ -327,9 +327,9 @@ def input_gradient(
     (rows, top), (columns, left) = (
         _phases(*axis) for axis in zip(out.shape[1:3], (height, width), *spec[:4], strict=True)
     )
-    padding, moved = (top, left), (0, 0)
-    if spec.stride != (1, 1) and (top or left):
-        inner, padding, moved = grad, (0, 0), (top, left)
+    padding = top, left
+    if spec.stride != (1, 1) and padding != (0, 0):
+        inner, padding = grad, (0, 0)
         grad = xp.zeros((len(grad), height + 2 * top, width + 2 * left, o), grad.dtype)
         copy(xp, grad[:, top : top + height, left : left + width], inner)
     for row, column in product(rows, columns):
@@ -342,14 +342,8 @@ def input_gradient(
         apart = part.reshape(*kernel, c, groups, o // groups)[::-1, ::-1]
         copy(xp, turned, apart.transpose(0, 1, 4, 3, 2))
         convolution = ConvSpec(kernel, (1, 1), padding, (row.dilation, column.dilation), groups)
-        seen = grad[
-            :,
-            max(0, row.start + moved[0]) : row.stop + moved[0],
-            max(0, column.start + moved[1]) : column.stop + moved[1],
-        ]
-        plane = target
-        if not target.flags.c_contiguous:
-            plane = xp.empty(target.shape, out.dtype)
+        seen = grad[:, row.start : row.stop, column.start : column.stop]
+        plane = target if target.flags.c_contiguous else xp.empty(target.shape, out.dtype)
         kernels = turned.reshape(*kernel, o // groups, groups * c)
         algorithm(convolution).forward(xp, seen, kernels, None, plane, False)
         if plane is not target:
