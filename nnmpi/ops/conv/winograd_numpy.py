@@ -57,10 +57,10 @@ from nnmpi.ops.planes import Planes, flattened
 TILES_BYTES = 5 << 18
 # The interpolation points besides infinity; the first three for patches of 4 x 4. With 2 and -2
 # instead of the last two, results are off by twice as much.
-# Elements of a kernel for each place. The transposed copy of 512 to 512 channels takes 5 ms, and the
-# products of 4 tiles with its view 1 ms more than with the copy; of 128 to 128 channels, 0.07 each.
-LARGE_KERNELS = 1 << 15
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
+# Numbers in a matrix of kernels that is transposed as a view. From 512 to 512 channels a transposed
+# copy takes 5 ms, and the view's products of 4 tiles 1 ms more; from 128 to 128, 0.07 ms each.
+LARGE_KERNELS = 1 << 15
 
 
 class Transforms(NamedTuple):
