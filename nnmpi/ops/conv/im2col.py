@@ -289,7 +289,6 @@ def _phases(
         taps = [r for r in range(kernel) if (r * dilation - phase) % stride == 0]
         if not taps:
             phases.append(Phase(pixels, slice(0)))
-        if first > last or not taps:
             continue
         step = taps[1] - taps[0] if len(taps) > 1 else 1
         nearest, furthest = ((r * dilation - phase) // stride for r in (taps[0], taps[-1]))
@@ -334,7 +333,7 @@ def input_gradient(
         copy(xp, grad[:, top : top + height, left : left + width], inner)
     for row, column in product(rows, columns):
         target, part = out[:, row.pixels, column.pixels], weight[row.taps, column.taps]
-        if not part.size:
+        if not part.size or not target.size:
             xp.copyto(target, 0)
             continue
         kernel = part.shape[:2]
