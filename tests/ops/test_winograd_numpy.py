@@ -75,8 +75,10 @@ def test_sizes(spec, size, channels, n, kernel, monkeypatch):
 @pytest.mark.parametrize("kernel, side", [(3, 2), (3, 4), (5, 2)])
 @pytest.mark.parametrize("channels, groups", [((6, 9), 3), ((8, 8), 2), ((4, 8), 4)])
 @pytest.mark.parametrize("spec", [ALONE, RELU], ids=NAMES[:2])
-def test_groups(spec, channels, groups, kernel, side):
-    """Channels in groups, as few as one."""
+@pytest.mark.parametrize("large", [1, 1 << 17])
+def test_groups(spec, channels, groups, kernel, side, large, monkeypatch):
+    """Channels in groups, as few as one, with kernels transposed as views and as copies."""
+    monkeypatch.setattr(winograd_numpy, "LARGE_KERNELS", large)
     (c, o), rng = channels, np.random.default_rng(0)
     shapes = (3, 8, 12, c), (kernel, kernel, c // groups, o), (o,)
     arrays = [rng.standard_normal(shape) for shape in shapes]
@@ -87,11 +89,8 @@ def test_groups(spec, channels, groups, kernel, side):
         partial(tiled, spec._replace(groups=groups), side),
         coarser=COARSER[kernel],
     )
-    weight = Tensor(arrays[1])
-    assert isinstance(
-        choose(Tensor(arrays[0]), weight, None, resized(spec, kernel)._replace(groups=groups)),
-        WinogradNumpy,
-    )
+    chosen = choose(*map(Tensor, arrays), spec._replace(groups=groups))
+    assert isinstance(chosen, WinogradNumpy)
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])

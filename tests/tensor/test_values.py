@@ -78,6 +78,27 @@ def test_nan_passes():
         assert np.isnan(y.data).any()
 
 
+@pytest.mark.parametrize("shape", [(), (3, 200)])
+def test_gradients_that_do_not_pass_are_0(shape):
+    """Also where they are NaN or infinite."""
+    x = Tensor(np.full(shape, 2.0), requires_grad=True)
+    for y in (x.clip(0, 1), tensor.minimum(x, 1.0), tensor.where(np.array(False), x, 1.0)):
+        x.grad = None
+        (y * np.array(np.inf)).sum().backward()
+        np.testing.assert_array_equal(x.grad, np.zeros(shape))
+
+
+@pytest.mark.parametrize("width", [2, 200])
+def test_picked_rows(width):
+    """Rows picked twice, from the end, or by a mask; short ones and long ones."""
+    keys = np.array([[1, -1], [1, 0]]), np.array([True, False, True]), np.arange(3 * width) < 9
+    for key in (*keys[:2], keys[2].reshape(3, width)):
+        x, expected = Tensor(np.ones((3, width)), requires_grad=True), np.zeros((3, width))
+        np.add.at(expected, key, 2.0)
+        (x[key] * 2.0).sum().backward()
+        np.testing.assert_array_equal(x.grad, expected)
+
+
 def test_sums_of_nothing():
     """A sum without elements is 0; what has no value is refused."""
     empty = zeros(0, 3)

@@ -105,7 +105,7 @@ def _seen(images: Array, spec: ConvSpec) -> Iterator[tuple[slice, Array]]:
         m = block.stop - start
         for j in range(shape[0]):
             place = j * beside - left  # the column that the first window sees
-            first = max(0, -(place // across))
+            first = min(shape[1], max(0, -(place // across)))
             seen = images[block, :, place + first * across :: across][:, :, : shape[1] - first]
             xp.copyto(inner[:m, :, j, first : first + seen.shape[2]], seen)
         yield block, view[:m]
