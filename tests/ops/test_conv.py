@@ -79,7 +79,7 @@ def test_against_loops(kernel, stride, padding, dilation, groups):
         ((1, 2, 2, 1, 1), (5, 5), (2, 2), 1),  # the kernel is larger than the image
         ((2, 4, 4, 3, 3), (3, 3), (1, 1), 3),  # each channel alone
         ((0, 4, 4, 3, 3), (3, 3), (1, 1), 3),  # the same without images
-        ((2, 3, 3, 3, 3), (1, 10), (0, 4), 3),  # elements that see the border alone
+        ((2, 3, 5, 3, 3), (1, 12), (0, 4), 3),  # elements that see the border alone
         ((2, 4, 4, 2, 6), (3, 3), (1, 1), 2),  # each channel alone, made into three
         ((3, 1, 1, 2, 2), (1, 1), (0, 0), 1),  # single pixels
         ((0, 4, 4, 2, 2), (3, 3), (1, 1), 1),  # no images
