@@ -53,7 +53,7 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Gossip, LocalSGD, average
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
-from nnmpi.parallel.replication import broadcast_state, check_free
+from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.server import ParameterServer, Push, PushPull
 from nnmpi.synchrony.consistency import Staleness, Task
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
@@ -396,6 +396,7 @@ class AsynchronousWorker(Trainer):
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
             check_free(model, group)
+        check_same_model(group, model.storage)
         broadcast_state(model, group)
         self.coupling = COUPLINGS[sync.mode](self, sync)
         self.reporters = self.coupling.reporters
@@ -407,7 +408,8 @@ class AsynchronousWorker(Trainer):
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
         with group.collective("begin"):
-            group.barrier()  # so that other ranks' earlier work does not count as waiting
+            # again, as parameters may be frozen; other ranks' earlier work then is no waiting
+            check_same_model(group, self.model.storage)
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps with rows
         self.steps = segment.step if self.steps < 0 else self.steps

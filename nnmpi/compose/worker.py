@@ -34,7 +34,7 @@ from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.comm.agreement import PeriodicCheck
+from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import Traffic
 from nnmpi.compose import refusals
@@ -254,17 +254,31 @@ class Worker(Trainer):
                 )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
             # the stages of a pipeline have different parameters
-            spans = [] if self.passes.is_cut else self.model.storage.spans
-            own = [
-                f"lr {self.optimizer.lr}, step {step + 1}, {batch.microbatches} microbatches from"
-                f" sample {batch.first}",
-                *(f"{s.parameter.name} frozen" for s in spans if not s.parameter.requires_grad),
+            alike = self.arrangement.mesh.replicas if self.passes.is_cut else self.group
+            spans = self.model.storage.spans
+            options = [
+                (
+                    self.group,
+                    [
+                        f"lr {self.optimizer.lr}, step {step + 1}, {batch.microbatches}"
+                        f" microbatches from sample {batch.first}"
+                    ],
+                ),
+                (
+                    alike,
+                    [f"{s.parameter.name} frozen" for s in spans if not s.parameter.requires_grad],
+                ),
             ]
-            check = crc32(f"{own}".encode()) * (1 - self.group.size * self.group.is_root)
+            check = sum(
+                crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
+                for group, items in options
+            )
             (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
-            require_same_options(self.group, own)
+            for group, items in options:
+                with agreed(self.group):
+                    require_same_options(group, items)
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             names = (

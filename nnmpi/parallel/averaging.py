@@ -51,7 +51,6 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import number
 from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
 # The all-reduce of averages: unlike MPI's own, it has the same bits with any MPI and simulated.
@@ -71,13 +70,9 @@ class Averaging(ABC):
     Attributes:
         messages, bytes: sent by this rank since `begin`, without synchronizations. A message that
             is cut because of its length counts once; an all-reduce counts as one on a ring.
-
-    Raises:
-        CommError: on all ranks, when their models differ.
     """
 
     def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
-        check_same_model(group, storage)
         storage.shared = True
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer

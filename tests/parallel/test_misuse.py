@@ -23,7 +23,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
-from nnmpi.parallel.averaging import LocalSGD
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.shard import part
@@ -199,8 +198,8 @@ def attach(model: nn.Module, group: Group, strategy: str) -> object:
     """Make a strategy, by name."""
     if strategy in ("auto", "shared"):
         return DataParallel(model, group, strategy)
-    if strategy == "averaging":
-        return LocalSGD(group, model.storage, sgd(model), every=1)
+    if strategy in ("asp", "local"):
+        return AsynchronousWorker(model, sgd(model), group, Sync(strategy))
     fused = GradientExchange(fused_update=True if strategy == "fused" else None)
     return Worker(model, sgd(model), group, exchange=fused)
 
@@ -217,7 +216,7 @@ OTHERS = {
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize(
-    "strategy", ["auto", "shared", "averaging", "Worker", pytest.param("fused", marks=HOST)]
+    "strategy", ["auto", "shared", "asp", "local", "Worker", pytest.param("fused", marks=HOST)]
 )
 def test_different_models(group: Group, other: str, strategy: str) -> None:
     """One sentence on all ranks, whatever the lengths of the arrays are: nobody waits, none has
@@ -315,15 +314,20 @@ def test_ranks_whose_steps_differ(group: Group) -> None:
     )
 
 
-@pytest.mark.simulated(max_size=2, min_size=2)
-def test_a_parameter_that_one_rank_freezes_later(group: Group) -> None:
-    setting = Setting(group)
-    worker = setting.worker()
+@pytest.mark.simulated(max_size=4, min_size=4)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_that_ranks_freeze_later(group: Group, pp: int) -> None:
+    """As many on each rank, but not the same; with a pipeline, a stage's on one of its replicas."""
+    layout = Layout(pp=pp, split=(2, 2) if pp > 1 else "auto")
+    where = arrange(models.mlp((5,), 3, hidden=(7,)), group, layout, dtype="float64")
+    model = where.model.initialize(dtype="float64", storage=where.storage)
+    worker = Worker(model, sgd(model), group, arrangement=where)
+    setting = Setting(where.mesh.replicas)
     worker.step(setting.batch())
-    list(setting.model.parameters())[group.rank].requires_grad = False
+    list(model.parameters())[setting.group.rank % 2].requires_grad = False
     setting.assert_refused(
         lambda: worker.step(setting.batch()),
-        "rank 0 has 1.weight frozen; rank 1 has 1.bias frozen; give all the same",
+        f"frozen; {'rank 1 has' if pp > 1 else 'ranks 1, 3 have'} ",
     )
 
 

@@ -53,11 +53,6 @@ class PlannedNetwork:
         return self.machine.nodes_of(self.ranks)
 
     @property
-    def on_one_node(self) -> bool:
-        """Whether all ranks can share memory."""
-        return len(set(self.nodes)) == 1
-
-    @property
     def has_shared(self) -> bool:
         """Whether the fit has the time of an all-reduce of all ranks through shared memory."""
         return self.fit is not None and self.fit.shared is not None and self.ranks == self.fit.ranks

@@ -565,7 +565,7 @@ class Pricer:
         if candidate.pp > 1:
             # The other stages end earlier, and sum while the pipeline drains.
             hidden_s, least = bubble_s, groups[: candidate.tp]
-        elif network.on_one_node:
+        elif len({*network.nodes}) == 1:
             return total_s
         else:
             # Buckets are summed during backward, which may hide all but the last one.
