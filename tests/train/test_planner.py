@@ -309,19 +309,6 @@ def test_values_between_rows_are_on_straight_lines(
     assert Profile(steps, {}, (), 1).step(at, "seconds") == value
 
 
-@pytest.mark.parametrize(
-    ("word", "nodes", "match"),
-    [
-        ("fit", 2, "no fit"),
-        ("token-ring", 1, "'token-ring' is not understood"),
-        ("gbit=1", 3, "over 3 nodes"),
-    ],
-)
-def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        simulate(lambda group: take_network(group, print, 4, nodes, word), 1)
-
-
 def test_a_network_has_the_rate_that_is_said() -> None:
     result = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
     assert result.nodes == (0, 0, 1, 1)
@@ -510,6 +497,7 @@ def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
         ("--shape 1000000 100000000", "32 samples of shape .* do not fit this memory"),
         (f"{PLANNED} --network none --ranks 1", "network 'none' is not understood"),
         (f"{PLANNED} --nodes 7 --ranks 1", "cannot be split evenly over 7 nodes"),
+        (f"{PLANNED} --nodes 2 --ranks 4", "no fit"),
     ):
         with pytest.raises(UsageError, match=text):
             plan.main(words.split(), group)

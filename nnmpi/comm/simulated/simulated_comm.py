@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
 from itertools import count
 from mmap import mmap
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, Self, TypeAlias, cast
 
@@ -290,12 +289,12 @@ class MessageBoard:
         """
         (machine,) = self.machine.parts([ranks], len(self.nodes))
         algorithms = native_algorithms(_OPERATIONS.get(name, "broadcast"))
-        prices = ((price(item, len(ranks), nbytes or 1, machine), item) for item in algorithms)
-        seconds, item = min(prices, key=itemgetter(0))
+        call = len(ranks), nbytes or 1, machine
+        item = min(algorithms, key=lambda algorithm: price(algorithm, *call))
         for rank, sent in zip(ranks, self._sent(item, len(ranks)), strict=True):
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
-        return seconds
+        return price(item, *call)
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
         """Mark a request complete, and notify its rank."""

@@ -103,11 +103,6 @@ class Candidate:
         return prod(self.axes)
 
     @property
-    def home(self) -> Home:
-        """The map from stages to ranks of the pipeline."""
-        return home_of(self.schedule)
-
-    @property
     def replicas(self) -> int:
         """The number of ranks with equal parameters, which sum their gradients."""
         return self.dp * self.sp
@@ -115,7 +110,7 @@ class Candidate:
     @property
     def division(self) -> tuple[int, int, int, Home]:
         """How the ranks of a replica divide the model: tp, pp, stages per rank, their home."""
-        return self.tp, self.pp, self.virtual_stages, self.home
+        return self.tp, self.pp, self.virtual_stages, home_of(self.schedule)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -492,9 +487,9 @@ class Pricer:
             return (round(self._entering(layer, rows) / candidate.sp),)
 
         pipelines = self._mesh(*candidate.axes).groups(PP)
-        parts = self.network.machine.parts(pipelines, candidate.ranks)
         return -busy_s + max(
-            simulate_schedule(schedule, costs, part, lengths).makespan_s for part in parts
+            simulate_schedule(schedule, costs, part, lengths).makespan_s
+            for part in self.network.machine.parts(pipelines, candidate.ranks)
         )
 
     def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
