@@ -10,8 +10,8 @@ busiest rank, with the seconds of each stage and each message. On slow links mos
 for messages, in every microbatch.
 
 The time of a message follows from the fitted or given links. A price may be off by 10 %, so
-`auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, at first
-without a pipeline's bubble: only those that may still be among the best are simulated. The
+`auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, at
+first without a pipeline's bubble: only those that may still be among the best are simulated. The
 impossible ones are counted by reason:
 
     ranks = dp x pp x tp x sp
