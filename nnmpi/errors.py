@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
+from functools import lru_cache
 from math import inf, nan
 from operator import index
 
 # 65; `python -m nnmpi.run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -152,54 +153,67 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
             raise UsageError(f"{type(value).__name__} is no {kind.__name__}; call {call}")
 
 
-# PyTorch's names, and what to write instead
+# owners: PyTorch's names: what to write instead
 _INSTEAD = """
-eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
-to cuda cpu device contiguous clone: leave it out; x.astype("float32") converts a tensor
-float double half long: x.astype("float32")
-unsqueeze: x[None] or x[:, None]
-squeeze: x.reshape(...)
-dim: x.ndim
-numel: x.size
-tolist: x.numpy().tolist()
-clamp: x.clip(low, high)
-masked_fill: nnmpi.tensor.where(mask, value, x)
-gather split chunk expand repeat: indices, slices and broadcasting
-std: x.var().sqrt()
-norm: (x * x).sum().sqrt()
-abs: abs(x)
-pow: x ** 2
-t: x.T
-mm matmul bmm: x @ y
-relu gelu sigmoid softmax log_softmax: the functions of nnmpi.ops
-modules named_children apply: named_modules()
-add_module register_parameter: an attribute, self.name = value
-register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
-register_hook: parameter.hook = function
-append extend insert: nnmpi.nn.Sequential(*model, layer)
-requires_grad_: x.requires_grad = True
-is_leaf grad_fn: x.node, the operation that made x, or None
-param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}
-state_dict load_state_dict: nnmpi.save and nnmpi.resume of (model, optimizer, group)
-manual_seed: model.initialize(seed=0)
-zeros ones rand randn arange from_numpy as_tensor: nnmpi.Tensor(array) of an array of NumPy
-cat concat: nnmpi.tensor.concatenate(tensors, axis)
-stack where: the function of nnmpi.tensor
+Module: eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
+Module Tensor: to cuda cpu device: leave it out; x.astype("float32") converts a tensor
+Module: float double: model.initialize(dtype="float64")
+Module: half: with nnmpi.use_precision("fp16")
+Module: modules named_children apply: named_modules()
+Module: add_module register_parameter: an attribute, self.name = value
+Module: register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
+Module: append extend insert: nnmpi.nn.Sequential(*model, layer)
+Module Optimizer: state_dict load_state_dict: nnmpi.save and nnmpi.resume of (model, optimizer, group)
+Module Tensor: requires_grad_: parameter.requires_grad = False, or True
+Optimizer: param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}
+Tensor: contiguous clone: leave it out
+Tensor: float double half long: x.astype("float32")
+Tensor: register_hook: parameter.hook = function
+Tensor: is_leaf grad_fn: x.node, the operation that made x, or None
+Tensor nnmpi: unsqueeze: x[None] or x[:, None]
+Tensor nnmpi: squeeze: x.reshape(...)
+Tensor: dim: x.ndim
+Tensor nnmpi: numel: x.size
+Tensor: tolist: x.numpy().tolist()
+Tensor nnmpi: clamp: x.clip(low, high)
+Tensor: masked_fill: nnmpi.tensor.where(mask, value, x)
+Tensor nnmpi: gather split chunk expand repeat: indices, slices and broadcasting
+Tensor nnmpi: std: x.var().sqrt()
+Tensor nnmpi: norm: (x * x).sum().sqrt()
+Tensor nnmpi: abs: abs(x)
+Tensor nnmpi: pow: x ** 2
+Tensor nnmpi: t: x.T
+Tensor nnmpi: mm matmul bmm: x @ y
+Tensor nnmpi: relu gelu sigmoid softmax log_softmax: the functions of nnmpi.ops
+nnmpi: manual_seed: model.initialize(seed=0)
+nnmpi: zeros ones rand randn arange from_numpy as_tensor: nnmpi.Tensor(array) of an array of NumPy
+nnmpi: cat concat: nnmpi.tensor.concatenate(tensors, axis)
+nnmpi: stack where: the function of nnmpi.tensor
 """
 
 
-def instead(name: str) -> str:
-    """Return the end of a sentence: what to write instead of a name of PyTorch's, if known."""
-    known = re.search(rf"^[\w ]*\b{name}\b[\w ]*: (.*)", _INSTEAD, re.M)
+@lru_cache  # the search takes 20 us, and `hasattr` does not need its result
+def instead(owners: str, name: str) -> str:
+    """Return the end of a sentence: what to write instead of a name of PyTorch's, if known.
+
+    Args:
+        owners: classes that lack it, "A|B".
+        name: any text.
+    """
+    known = re.search(
+        rf"^[^:]*\b(?:{owners})\b[^:]*:[^:]* {re.escape(name)}\b[^:]*: (.*)", _INSTEAD, re.M
+    )
     return f"; in nnmpi: {known[1]} (docs/pytorch.md)" if known else ""
 
 
-def raise_missing(owner: object, name: str) -> NoReturn:
+def raise_missing(owner: object, name: str) -> Any:
     """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
+    kind = type(owner)
+    if hasattr(kind, name):  # a property, which raises its own error again
+        return object.__getattribute__(owner, name)
+    more = instead("|".join(base.__name__ for base in kind.__mro__), name)
     raise AttributeError(
-        f"{type(owner).__name__!r} object has no attribute {name!r}{instead(name)}",
-        name=name,
-        obj=owner,
+        f"{kind.__name__!r} object has no attribute {name!r}{more}", name=name, obj=owner
     )
 
 

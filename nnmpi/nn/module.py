@@ -188,7 +188,7 @@ class Module:
             raise UninitializedError(
                 "this model has no storage yet; call model.initialize(seed=0) first"
             )
-        raise_missing(self, name)
+        return raise_missing(self, name)
 
     def __repr__(self) -> str:
         """Show the module tree with kinds, shapes and the number of parameters.

@@ -128,14 +128,14 @@ class Parameter(Tensor):
             self.grad = self.buffer
 
     def __getattr__(self, name: str) -> Any:
-        # called only for an empty slot, or from a property that reads one
-        if name == "declared" or (name != "data" and not hasattr(type(self), name)):
-            raise_missing(self, name)
-        raise UninitializedError(
-            f"a parameter of shape {self.declared} has no values yet; call"
-            " model.initialize(seed=0) first, which finds only layers that are modules' attributes"
-            " or items of lists that are"
-        )
+        # called only for an empty slot, or a property that reads one
+        if name == "data":
+            raise UninitializedError(
+                f"a parameter of shape {self.declared} has no values yet; call"
+                " model.initialize(seed=0) first, which finds only layers that are modules'"
+                " attributes or items of lists that are"
+            )
+        return raise_missing(self, name)
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"

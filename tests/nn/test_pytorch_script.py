@@ -45,6 +45,10 @@ class Net(nn.Module):
         x = self.drop(x.view(x.shape[0], -1))
         return self.out(x) * self.scale
 
+    @property
+    def depth(self) -> Any:
+        return self.layres
+
 
 def test_what_is_written_for_pytorch_computes_the_same() -> None:
     """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their
@@ -170,7 +174,9 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         (nn.ReLU(), "train", "with nnmpi.nn.training"),
         (nnmpi.Tensor(1), "unsqueeze", r"in nnmpi: x\[None\]"),
         (nnmpi.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "state_dict", "nnmpi.save and"),
-        (nnmpi.Tensor(1), "lost", "no attribute 'lost'$"),
+        (nnmpi.Tensor(1), "lost(", r"no attribute 'lost\('$"),
+        (Net(), "depth", "no attribute 'layres'"),
+        (Net(), "norm", "no attribute 'norm'$"),
     ):
         with pytest.raises(AttributeError, match=told):
             getattr(owner, name)
