@@ -406,11 +406,11 @@ def printable(text: str) -> str:
 def complain(text: str) -> None:
     """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
     start = "nnmpi: " * ("Traceback" not in text)
-    with suppress(OSError, ValueError):  # closed, or its reader is gone
-        if sys.stdout is not None:  # closed before the start
-            sys.stdout.flush()
-        sys.stderr.write(f"{start}{printable(text)}\n")
-        sys.stderr.flush()
+    for stream, line in (sys.stdout, ""), (sys.stderr, f"{start}{printable(text)}\n"):
+        # None if closed before the start; closed since; or without a reader
+        with suppress(AttributeError, OSError, ValueError):
+            stream.write(line)
+            stream.flush()
 
 
 def describe_uncaught(error: BaseException) -> tuple[int, str]:
@@ -427,13 +427,8 @@ def describe_uncaught(error: BaseException) -> tuple[int, str]:
 
 
 def watch_alone() -> None:
-    """Let an uncaught exception of a lone process end it with its sentence and exit status."""
-    sys.excepthook = _failed_alone
-
-
-def _failed_alone(_kind: type[BaseException], error: BaseException, _trace: object) -> None:
-    """End a single process as `Shutdown.on_exception` ends a rank: the first `sys.excepthook`."""
-    raise SystemExit(_complain_of(error))
+    """Let an uncaught exception end a lone process as `Shutdown.on_exception` ends a rank."""
+    sys.excepthook = lambda _kind, error, _trace: sys.exit(_complain_of(error))
 
 
 def _complain_of(error: BaseException, speaks: bool = True) -> int:
