@@ -46,7 +46,7 @@ def masked(xp: Any, keep: Array, x: Array) -> Array:
     if type(x) is not np.ndarray or not x.ndim:
         return xp.where(keep, x, 0)
     bits = x.view(f"i{x.itemsize}")
-    return xp.bitwise_and(xp.multiply(keep, bits.dtype.type(-1)), bits).view(x.dtype)
+    return xp.bitwise_and(xp.negative(keep, dtype=bits.dtype), bits).view(x.dtype)
 
 
 def is_array(x: Any) -> bool:
@@ -119,7 +119,7 @@ def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
         if xp is not np:
             raise
         raise DeviceError(
-            f"{shape} elements do not fit into memory; make the model smaller, or divide it over"
+            f"{prod(sizes)} elements do not fit into memory; make the model smaller, or divide it over"
             " ranks"
         ) from None
 

@@ -253,9 +253,6 @@ class Worker(Trainer):
                     - paused_s
                 )
                 self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
-            # the stages of a pipeline have different parameters
-            alike = self.arrangement.mesh.replicas if self.passes.is_cut else self.group
-            spans = self.model.storage.spans
             options = [
                 (
                     self.group,
@@ -265,8 +262,13 @@ class Worker(Trainer):
                     ],
                 ),
                 (
-                    alike,
-                    [f"{s.parameter.name} frozen" for s in spans if not s.parameter.requires_grad],
+                    # the stages of a pipeline have different parameters
+                    self.arrangement.mesh.replicas if self.passes.is_cut else self.group,
+                    [
+                        f"{span.parameter.name} frozen"
+                        for span in self.model.storage.spans
+                        if not span.parameter.requires_grad
+                    ],
                 ),
             ]
             check = sum(

@@ -106,8 +106,7 @@ class Batch:
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""
-        x, y = device.asarray(self.x), device.asarray(self.y)
-        return replace(self, x=x, y=y, host_y=self.labels)
+        return replace(self, x=device.asarray(self.x), y=device.asarray(self.y), host_y=self.labels)
 
     def rows(self, cut: Cut) -> Batch:
         """Return the samples and labels of a cut; all else is this batch's."""

@@ -6,6 +6,7 @@ count: a mean of the ranks' means would be wrong for ranks with different number
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -333,8 +334,8 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    if not number("delta", delta, most=np.inf):
-        raise UsageError(f"delta is {delta}; give a number above 0")
+    if not (isinstance(delta, Real) and delta > 0):
+        raise UsageError(f"delta is {delta!r}; give a number above 0")
     return _error("huber", partial(_huber, float(delta)), x, target, reduction)
 
 

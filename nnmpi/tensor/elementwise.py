@@ -130,8 +130,7 @@ class Extremum(Elementwise):
         (a, b), xp = self.saved, self.xp
         loses = xp.less if self.largest else xp.greater
         share = xp.where(xp.equal(a, b), xp.multiply(grad, 0.5), grad)
-        wins = (xp.logical_not(loses(*pair)) for pair in ((a, b), (b, a)))
-        return tuple(masked(xp, item, share) for item in wins)
+        return tuple(masked(xp, xp.logical_not(loses(*pair)), share) for pair in ((a, b), (b, a)))
 
 
 class Where(Elementwise):
