@@ -113,14 +113,14 @@ def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
 def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
     """Return an array of zeros that begins there too; the system clears its pages at first use."""
     sizes = shape if isinstance(shape, tuple) else (shape,)
+    if xp is not np:
+        return xp.zeros(sizes, dtype)
     try:
-        return _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)
+        return _aligned(np.zeros, sizes, dtype)
     except (MemoryError, ValueError):  # ValueError: beyond the address space
-        if xp is not np:
-            raise
         raise DeviceError(
-            f"{prod(sizes)} elements do not fit into memory; make the model smaller, or divide it over"
-            " ranks"
+            f"{prod(sizes)} elements do not fit into memory; make the model smaller, or divide it"
+            " over ranks"
         ) from None
 
 

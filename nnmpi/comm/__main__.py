@@ -108,7 +108,10 @@ def _list(_: str, ranks: int, asked: CommConfig) -> str:
     lines = [
         f"N = {ranks} ranks, M = {format_bytes(asked.bytes)} in a buffer",
         f"messages by {describe_network(asked.network)}",
-        f"formulas above {format_bytes(EAGER_BYTES)} a message; others do not wait for receivers",
+        (
+            f"formulas of messages above {format_bytes(EAGER_BYTES)}; shorter ones do not wait for"
+            " their receivers"
+        ),
         "",
     ]
     for (operation, name), collective in COLLECTIVES.items():

@@ -408,7 +408,7 @@ class AsynchronousWorker(Trainer):
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
         with group.collective("begin"):
-            # again, as parameters may be frozen; other ranks' earlier work then is no waiting
+            # again, as parameters may be frozen by now; also no earlier work counts as waiting
             check_same_model(group, self.model.storage)
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps with rows

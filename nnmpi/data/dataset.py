@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, is_array, plain
 from nnmpi.backend.random import stream
-from nnmpi.errors import DataError, UsageError, number, shortened, whole
+from nnmpi.errors import DataError, UsageError, shortened, whole
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
@@ -404,8 +405,10 @@ def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Datase
 
 def split_indices(count: int, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
     """Return the indices of the two parts of a `split`, in random order."""
-    if not number("test_fraction", test_fraction, 1):
-        raise UsageError(f"test_fraction is {test_fraction}; give one between 0 and 1, such as 0.2")
+    if not (isinstance(test_fraction, Real) and 0 < test_fraction < 1):
+        raise UsageError(
+            f"test_fraction is {test_fraction!r}; give one between 0 and 1, such as 0.2"
+        )
     tests = min(max(round(count * test_fraction), 1), count - 1)
     order = stream(seed, "split").permutation(count)
     return order[tests:], order[:tests]

@@ -73,7 +73,7 @@ class Items(Samples):
     def __init__(self, source: Any) -> None:
         self.name, self._source = type(source).__name__, source
         if not len(source):
-            raise DataError(f"a {self.name} without items; give a data set of one or more")
+            raise DataError(f"the {self.name} has no items; give one or more")
         self.classes = len(getattr(source, "classes", ()))  # 0: unknown without reading all items
 
     def __len__(self) -> int:

@@ -115,7 +115,7 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     ("source", "sentence"),
     [
         (iter([1]), "a Loader takes a data set, with a length and items .*, not a list_iterator"),
-        ([], "a list without items; give"),
+        ([], "the list has no items; give"),
         (X, "item [0-9] is neither .x, y. nor a mapping"),
         (
             [{"image": X[0], "kind": 1}],
