@@ -163,7 +163,7 @@ Module: modules named_children apply: named_modules()
 Module: add_module register_parameter: an attribute, self.name = value
 Module: register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
 Module: append extend insert: nnmpi.nn.Sequential(*model, layer)
-Module Optimizer: state_dict load_state_dict: nnmpi.save and nnmpi.resume of (model, optimizer, group)
+Module Optimizer: state_dict load_state_dict: nnmpi.save and nnmpi.resume (model, optimizer, group)
 Module Tensor: requires_grad_: parameter.requires_grad = False, or True
 Optimizer: param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}
 Tensor: contiguous clone: leave it out
