@@ -517,7 +517,7 @@ class Pricer:
     def _exposed(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
         """Return the seconds of messages that no computation hides, except a pipeline's.
 
-        With a pipeline, `_pipeline` adds the messages between stages and those of sharded layers.
+        With a pipeline, `_work` adds those of sharded layers and `_bubble` those between stages.
         """
         network, mesh = self.network, self._mesh(*candidate.axes)
         result = 0.0 if candidate.pp > 1 else self._sent(candidate)
@@ -696,7 +696,7 @@ def plan(
         )
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
-    # Most pipelines are too slow without a bubble, and need not be simulated.
+    # Most pipelines are too slow even without a bubble, and need not be simulated.
     queue = sorted((pricer.price(item, False).seconds, False, item) for item in result)
     while queue and len(best) < count:
         _, simulated, candidate = heappop(queue)
