@@ -267,14 +267,19 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
     problems = []
     for mirror in source.mirrors:
         if report is not None and not (folder / source.filename).is_file():
-            size = format_bytes(source.size)
-            report(f"downloading {source.filename} ({size}) from {urlsplit(mirror).netloc}")
+            report(
+                f"downloading {source.filename} ({format_bytes(source.size)}) from"
+                f" {urlsplit(mirror).netloc}"
+            )
         by = pooch.HTTPDownloader(_Limit(source.size), CHUNK_BYTES, timeout=STALL_S)
         try:
-            url = f"{mirror}/{source.filename}"
             return Path(
                 pooch.retrieve(
-                    url, f"sha256:{source.sha256}", source.filename, folder, downloader=by
+                    f"{mirror}/{source.filename}",
+                    f"sha256:{source.sha256}",
+                    source.filename,
+                    folder,
+                    downloader=by,
                 )
             )
         except (OSError, ValueError) as error:  # the errors of `requests` are OSErrors
@@ -288,9 +293,9 @@ def download(source: Source, folder: Path, report: Callable[[str], None] | None 
 
 def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
     if data_dir is not None:
-        kind = "is bundled" if name in BUNDLED else "is a path"
         raise UsageError(
-            f"data set {name!r} {kind}; leave out data_dir, which is for {', '.join(DOWNLOADED)}"
+            f"data set {name!r} is {'bundled' if name in BUNDLED else 'a path'}; leave out"
+            f" data_dir, which is for {', '.join(DOWNLOADED)}"
         )
 
 
