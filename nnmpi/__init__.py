@@ -128,5 +128,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # a package
         return import_module(f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
-    suggestion = instead("nnmpi", name) or (f"; did you mean {close[0]!r}?" if close else "")
+    suggestion = instead(name, "nnmpi") or (f"; did you mean {close[0]!r}?" if close else "")
     raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{suggestion}")

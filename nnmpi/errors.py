@@ -4,11 +4,10 @@
 failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
-from functools import lru_cache
+from functools import partial
 from math import inf, nan
 from operator import index
 
@@ -154,7 +153,7 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
 
 
 # owners: PyTorch's names: what to write instead
-_INSTEAD = """
+_ROWS = """
 Module: eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
 Module Tensor: to cuda cpu device: leave it out; x.astype("float32") converts a tensor
 Module: float double: model.initialize(dtype="float64")
@@ -190,31 +189,41 @@ nnmpi: zeros ones rand randn arange from_numpy as_tensor: nnmpi.Tensor(array) of
 nnmpi: cat concat: nnmpi.tensor.concatenate(tensors, axis)
 nnmpi: stack where: the function of nnmpi.tensor
 """
+_INSTEAD = {
+    (owner, name): more
+    for owners, names, more in (row.split(": ", 2) for row in _ROWS.strip().splitlines())
+    for owner in owners.split()
+    for name in names.split()
+}
 
 
-@lru_cache  # the search takes 20 us, and `hasattr` does not need its result
-def instead(owners: str, name: str) -> str:
+def instead(name: str, *owners: str) -> str:
     """Return the end of a sentence: what to write instead of a name of PyTorch's, if known.
 
     Args:
-        owners: classes that lack it, "A|B".
         name: any text.
+        owners: classes that lack it.
     """
-    known = re.search(
-        rf"^[^:]*\b(?:{owners})\b[^:]*:[^:]* {re.escape(name)}\b[^:]*: (.*)", _INSTEAD, re.M
-    )
-    return f"; in nnmpi: {known[1]} (docs/pytorch.md)" if known else ""
+    known = [_INSTEAD[owner, name] for owner in owners if (owner, name) in _INSTEAD]
+    return f"; in nnmpi: {known[0]} (docs/pytorch.md)" if known else ""
 
 
 def raise_missing(owner: object, name: str) -> Any:
     """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
     kind = type(owner)
-    if hasattr(kind, name):  # a property, which raises its own error again
+    more = instead(name, *(base.__name__ for base in kind.__mro__))
+    if not more and hasattr(kind, name):  # a property, which raises its own error again
         return object.__getattribute__(owner, name)
-    more = instead("|".join(base.__name__ for base in kind.__mro__), name)
     raise AttributeError(
         f"{kind.__name__!r} object has no attribute {name!r}{more}", name=name, obj=owner
     )
+
+
+def add_missing(kind: type) -> None:
+    """Let a class say what to write instead of PyTorch's names; `__getattr__` would slow down all."""
+    for owner, name in _INSTEAD:
+        if owner == kind.__name__:
+            setattr(kind, name, property(partial(raise_missing, name=name)))
 
 
 @contextmanager

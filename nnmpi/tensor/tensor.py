@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -46,8 +46,8 @@ from nnmpi.errors import (
     NnmpiError,
     ShapeError,
     UsageError,
+    add_missing,
     number,
-    raise_missing,
     shortened,
     whole,
 )
@@ -118,9 +118,6 @@ class Tensor(Variable):
         tensor.requires_grad = False
         tensor._grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
         return tensor
-
-    if not TYPE_CHECKING:
-        __getattr__ = raise_missing  # called only for missing attributes
 
     def backward(
         self, grad: Any = None, retain_graph: bool = False, deferred: Deferred | None = None
@@ -527,6 +524,9 @@ class Tensor(Variable):
             )
         # NumPy's pad refuses an empty list
         return Pad(pairs, operands("pad", self, value)[1])(self) if pairs else self
+
+
+add_missing(Tensor)
 
 
 def maximum(a: Any, b: Any) -> Tensor:
