@@ -60,6 +60,8 @@ def plain(x: Array) -> Array:
     Raises:
         UsageError: for a masked array: computing would use the values under the mask.
     """
+    if type(x) is np.ndarray:
+        return x
     if hasattr(x, "mask"):
         raise UsageError("a masked array has gaps, which would count as values; fill them first")
     return np.asarray(x) if isinstance(x, np.ndarray) else x
