@@ -163,7 +163,8 @@ def _measure(
         if ran.returncode:
             text = [line for line in ran.stderr.splitlines() if line.strip()] or ["no output"]
             raise LaunchError(
-                f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {text[0]}"
+                f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: "
+                f"{text[0].removeprefix('nnmpi: ')}"
             )
         records = [item for item in read_metrics(RunFolder(run).metrics) if item["kind"] == "train"]
     if len(records) < 2:

@@ -24,7 +24,7 @@ such runs, and each kernel row has a product of its own:
 Each pixel is then copied kw times, not kh kw times, and W[r] is small enough for products without
 packing (see `backend.gemm`): for 32 images of 16 x 16 and 5 x 5 kernels from 32 to 64 channels, 6.1
 ms instead of 9.7. Columns are whole windows on a device, where larger products are faster, and
-where runs or products are small. If the runs are short (few channels), the matrix is stored
+where runs, products or images are small. If the runs are short (few channels), the matrix is stored
 transposed, and the copy runs along the images' rows instead.
 
 `Im2col` computes any convolution, one group after another. `Im2colReluPool` fuses bias, ReLU and
