@@ -115,11 +115,11 @@ def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
 def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
     """Return an array of zeros that begins there too; the system clears its pages at first use."""
     sizes = shape if isinstance(shape, tuple) else (shape,)
-    if xp is not np:
-        return xp.zeros(sizes, dtype)
+    # the address space; a device's memory has its own report
+    beyond = (ValueError, MemoryError) if xp is np else (ValueError,)
     try:
-        return _aligned(np.zeros, sizes, dtype)
-    except (MemoryError, ValueError):  # ValueError: beyond the address space
+        return _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)
+    except beyond:
         raise DeviceError(
             f"{prod(sizes)} elements do not fit into memory; make the model smaller, or divide it"
             " over ranks"

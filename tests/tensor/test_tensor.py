@@ -37,9 +37,16 @@ def test_arrays_are_kept():
     assert Tensor(array).data is array
     assert Tensor(array, dtype="float64").data is array
     assert Tensor(array, dtype="float32").dtype == np.float32
-    assert type(Tensor(array.view(np.recarray)).data) is np.ndarray
+    assert type(Tensor(np.ones(2).view(np.recarray)).data) is type(array)
     assert Tensor([1, 2], dtype="float64").dtype == np.float64
     assert Tensor([1, 2], dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.host_only("a device has no masked arrays")
+def test_masked_arrays_are_refused():
+    """Their values under the mask would count."""
+    with pytest.raises(UsageError, match="gaps"):
+        Tensor(np.ma.ones(2))
 
 
 @pytest.mark.parametrize(
