@@ -459,6 +459,8 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             text = str(request)
         console.finish(*filter(None, [text]))
     except (Exception, KeyboardInterrupt) as error:
+        if launch is not None and not isinstance(translated(error), NnmpiError):
+            raise  # `Shutdown` ends the other ranks, too
         return _complain_of(error, speaks)
     return 0
 

@@ -89,6 +89,21 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
     assert say(interrupted) == 130
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a mistake"), KeyboardInterrupt()])
+def test_what_ends_one_rank_alone_is_left_to_the_end_of_the_job(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status that one rank returns would leave the others waiting."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+
+    def fails(words: Any) -> str:
+        raise error
+
+    with pytest.raises(type(error)):
+        say(fails)
+
+
 def test_fields_of_a_dataclass_are_options() -> None:
     assert read("") == {}
     assert read("--batch-size 4 --limit 5 --no-shuffle --overlap") == {
