@@ -115,7 +115,7 @@ def empty(xp: Any, shape: Shape, dtype: Any) -> Array:
 def zeros(xp: Any, shape: int | Shape, dtype: Any) -> Array:
     """Return an array of zeros that begins there too; the system clears its pages at first use."""
     sizes = shape if isinstance(shape, tuple) else (shape,)
-    # the address space; a device's memory has its own report
+    # ValueError: beyond the address space. A device's memory has its own report.
     beyond = (ValueError, MemoryError) if xp is np else (ValueError,)
     try:
         return _aligned(np.zeros, sizes, dtype) if xp is np else xp.zeros(sizes, dtype)

@@ -443,7 +443,7 @@ class Worker(Trainer):
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
-        if y is not None or hasattr(batches, "cuts"):
+        if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
         batches = (self._batch_of(*item) if isinstance(item, tuple) else item for item in batches)
         with self._deterministic():

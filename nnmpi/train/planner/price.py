@@ -697,7 +697,7 @@ def plan(
     best: dict[Hashable, PlannedLayout] = {}
     too_large: list[PlannedLayout] = []
     # Most pipelines are too slow even without a bubble, and need not be simulated.
-    queue = sorted((pricer.price(item, False).seconds, False, item) for item in result)
+    queue = sorted((pricer.price(item, False).seconds, item.pp == 1, item) for item in result)
     while queue and len(best) < count:
         _, simulated, candidate = heappop(queue)
         if kind(candidate) in best:
