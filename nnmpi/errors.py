@@ -153,7 +153,7 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
 
 
 # owners: PyTorch's names: what to write instead
-_ROWS = """
+_ROWS = """\
 Module: eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
 Module Tensor: to cuda cpu device: leave it out; x.astype("float32") converts a tensor
 Module: float double: model.initialize(dtype="float64")
@@ -191,7 +191,7 @@ nnmpi: stack where: the function of nnmpi.tensor
 """
 _INSTEAD = {
     (owner, name): more
-    for owners, names, more in (row.split(": ", 2) for row in _ROWS.strip().splitlines())
+    for owners, names, more in (row.split(": ", 2) for row in _ROWS.splitlines())
     for owner in owners.split()
     for name in names.split()
 }
@@ -204,8 +204,10 @@ def instead(name: str, *owners: str) -> str:
         name: any text.
         owners: classes that lack it.
     """
-    known = [_INSTEAD[owner, name] for owner in owners if (owner, name) in _INSTEAD]
-    return f"; in nnmpi: {known[0]} (docs/pytorch.md)" if known else ""
+    for owner in owners:
+        if (owner, name) in _INSTEAD:
+            return f"; in nnmpi: {_INSTEAD[owner, name]} (docs/pytorch.md)"
+    return ""
 
 
 def raise_missing(owner: object, name: str) -> Any:
