@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.errors import UsageError
+from nnmpi.errors import CommError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.synchrony.sync import Sync
@@ -139,6 +139,9 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
         with pytest.raises(UsageError, match="give Loader the rank and world of the group"):
             worker.run(loader_of(local, worker.model), 0, 0, 1, 0, lambda step: 0.1)
         local.free()
+        next(iter(worker.model.parameters())).requires_grad = group.is_root
+        with pytest.raises(CommError, match="frozen"):
+            train(worker)
     with pytest.raises(UsageError, match="release"):
         make(group, Sync("asp"), model=_taken(group))
     worker.release()

@@ -123,7 +123,7 @@ def layouts(one: Pricer) -> list[Candidate]:
 def test_the_search_finds_the_least_prices() -> None:
     element = pricer(4, 2)
     prices = sorted((element.price(item).seconds, item) for item in layouts(element))
-    for saved in (1, 3, 10):
+    for saved in (1, 3, 10, len(prices)):
         result = search(element, count=saved)
         assert [item.price.seconds for item in result.best] == [
             seconds for seconds, _ in prices[:saved]
