@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import nnmpi
+from nnmpi.base.pages.picture import INK, PALE, Bar, Picture
 from nnmpi.comm.__main__ import main as draw_collective
-from nnmpi.memory.__main__ import main as draw_plan
-from nnmpi.pages.picture import INK, PALE, Bar, Picture
+from nnmpi.commands.memory import main as draw_plan
 from nnmpi.schedule.__main__ import main as draw_schedule
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ The parts, in reading order:
     train       all of it, compared with a serial run of eight lines
 
 NumPy computes and nnmpi carries messages; everything else is written out here. The package does it
-with more layers, overlap and checks: `python -m nnmpi.train --dp 2 --pp 2 --tp 2 --zero 1`.
+with more layers, overlap and checks: `nnmpi train --dp 2 --pp 2 --tp 2 --zero 1`.
 """
 
 import argparse

@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.errors import NnmpiError, instead
-from nnmpi.launcher import limit_threads
-from nnmpi.version import VERSION
+from nnmpi.base.errors import NnmpiError, instead
+from nnmpi.base.launcher import limit_threads
+from nnmpi.base.version import VERSION
 
 limit_threads()  # must come before NumPy is loaded
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from nnmpi.compose.worker import Worker
     from nnmpi.nn.compiled import compile
     from nnmpi.parallel.data import DataParallel
+    from nnmpi.parallel.synchrony.sync import Sync
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
-    from nnmpi.synchrony.sync import Sync
     from nnmpi.tensor import Tensor, no_grad
     from nnmpi.train.checkpoint import resume, save
     from nnmpi.train.run import load
@@ -99,7 +99,7 @@ _WHEN_USED = {
     "Numerics": "nnmpi.compose.layout",
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
-    "Sync": "nnmpi.synchrony.sync",
+    "Sync": "nnmpi.parallel.synchrony.sync",
     "Tensor": "nnmpi.tensor.tensor",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",

@@ -1,11 +1,11 @@
-"""`python -m nnmpi` lists the commands."""
+"""`nnmpi` lists the commands."""
 
 import sys
 
-from nnmpi.version import VERSION
+from nnmpi.base.version import VERSION
 
 COMMANDS = {
-    "train": "train a network: mpirun -n 4 python -m nnmpi.train",
+    "train": "train a network: mpirun -n 4 nnmpi train",
     "run": "train, and restart after each fault from the last checkpoint",
     "doctor": "diagnose a run, or this machine and its MPI",
     "report": "make a page of a run: curves, where time went, memory, options",

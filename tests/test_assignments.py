@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.exercise.exercises import EXERCISES
-from nnmpi.exercise.wire import WrongAnswer
-from nnmpi.grade import grade, main, read_assignment
-from tests.exercise.defects import DEFECTS
-from tests.exercise.sealed import unseal
-from tests.test_grade import RIGHT
+from nnmpi.teaching.exercise.exercises import EXERCISES
+from nnmpi.teaching.exercise.wire import WrongAnswer
+from nnmpi.teaching.grade import grade, main, read_assignment
+from tests.teaching.exercise.defects import DEFECTS
+from tests.teaching.exercise.sealed import unseal
+from tests.teaching.test_grade import RIGHT
 
 FOLDER = Path(__file__).parents[1] / "examples" / "assignments"
 TRAINING, REDUCE = (

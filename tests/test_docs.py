@@ -148,7 +148,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
 def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command, table = re.findall(
-        r"^    python (-m nnmpi.speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
+        r"^    python (-m nnmpi speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
     )[0]
     ran = subprocess.run(
         [sys.executable, *command.replace("\\\n", " ").split()],
@@ -203,27 +203,33 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
     modules = (
         "nnmpi.train",
-        "nnmpi.verify",
-        "nnmpi.generate",
+        "nnmpi.commands.verify",
+        "nnmpi.commands.generate",
         "nnmpi.schedule",
         "nnmpi.comm",
         "tests.harness",
     )
     modules += (
-        "nnmpi.evaluate",
-        "nnmpi.plan",
-        "nnmpi.predict",
-        "nnmpi.export",
-        "nnmpi.run",
-        "nnmpi.doctor",
+        "nnmpi.commands.evaluate",
+        "nnmpi.commands.plan",
+        "nnmpi.commands.predict",
+        "nnmpi.commands.export",
+        "nnmpi.commands.run",
+        "nnmpi.commands.doctor",
     )
-    modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory", "nnmpi.simrun", "nnmpi.speedup")
-    modules += ("nnmpi.grade",)
+    modules += (
+        "nnmpi.commands.report",
+        "nnmpi.teaching.exercise",
+        "nnmpi.memory",
+        "nnmpi.teaching.simrun",
+        "nnmpi.commands.speedup",
+    )
+    modules += ("nnmpi.teaching.grade",)
     helped = {module: help_of(module, monkeypatch) for module in modules}
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
         helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)
     helped["scripts/train"] = helped["nnmpi.train"]
-    for command in ("nnmpi.run", "nnmpi.speedup"):
+    for command in ("nnmpi.commands.run", "nnmpi.commands.speedup"):
         helped[command] += helped["nnmpi.train"]  # behind --
     # they add options to pytest
     plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))

@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import GPT2LMHeadModel
 
+from nnmpi.comm.mesh import Mesh
 from nnmpi.comm.mpi.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.mesh import Mesh
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of
 from nnmpi.train.config import Config, assemble, flatten

@@ -5,7 +5,7 @@
 
 A seed determines the split (120 + 30 rows), the first weights and the order of the samples. The two
 frameworks read the same rows in the same order, and draw their first weights from the same
-distributions, but not the same weights. nnmpi's numbers are those of `python -m nnmpi.train` with
+distributions, but not the same weights. nnmpi's numbers are those of `nnmpi train` with
 the same options. PyTorch is skipped if it is missing.
 
 --folds K compares recipes without the test rows, by cross-validation: each seed's 120 training rows

@@ -30,18 +30,18 @@ from benchmarks.harness.turns import shuffled
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import select
+from nnmpi.base.errors import CommError, DeviceError, UsageError
+from nnmpi.base.units import format_bytes, parse_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.node_sum import own_slice
-from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.tensor.parameter import FlatStorage, Parameter
-from nnmpi.units import format_bytes, parse_bytes
 
 ALL_REDUCE = "all-reduce"
 OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")

@@ -10,8 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"

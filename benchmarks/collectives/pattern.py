@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
+from nnmpi.base.shard import split
 from nnmpi.comm.collective import Contract, count
-from nnmpi.shard import split
 
 TILE = 16381  # elements; a prime, so that no chunk begins where a tile begins
 JUNK = 77  # in chunks without a value before the call

@@ -18,9 +18,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.collectives.command import FUSED, GLOO, UPDATE  # noqa: E402
 from benchmarks.harness.tables import MISSING, number, render  # noqa: E402
+from nnmpi.base.errors import UsageError  # noqa: E402
+from nnmpi.base.units import format_bytes  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, NATIVE, SHARED  # noqa: E402
-from nnmpi.errors import UsageError  # noqa: E402
-from nnmpi.units import format_bytes  # noqa: E402
 
 K, M = 2**10, 2**20
 NO_MPI = "without MPI"  # the MPI's name in a file of gloo alone

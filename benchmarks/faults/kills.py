@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness.command import Parser, add_options, positive_count
-from nnmpi.launcher import read_launch
+from nnmpi.base.launcher import read_launch
 
 TRAIN = (
     "--model mlp --dataset digits --batch-size 64 --reduction fixed --lr-schedule constant --lr"
@@ -28,7 +28,7 @@ def supervise(ranks, words, output, disturb):
     """Run a training under the supervisor; return its status, output and seconds."""
     begin = time.monotonic()
     with output.open("w") as stream:
-        command = [sys.executable, "-m", "nnmpi.run", "-n", str(ranks), "--", *words.split()]
+        command = [sys.executable, "-m", "nnmpi", "run", "-n", str(ranks), "--", *words.split()]
         job = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )

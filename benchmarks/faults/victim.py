@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nnmpi.launcher import read_launch
+from nnmpi.base.launcher import read_launch
 
 GUILTY, CALL = 1, 12
 NAP_S = 4.0  # of the slow rank: longer than the wait after which nnmpi prints a warning

@@ -16,7 +16,7 @@ from benchmarks.harness.command import Parser, say
 from benchmarks.harness.tables import labelled
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.errors import DeviceError
+from nnmpi.base.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"
 DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in

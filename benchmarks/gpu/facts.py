@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.harness.machine import machine_facts
 from nnmpi.backend.backend import Backend
+from nnmpi.base.errors import LaunchError
 from nnmpi.comm.mpi.start import import_mpi
-from nnmpi.errors import LaunchError
 
 PACKAGES = (
     "cupy-cuda13x",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.base.errors import NnmpiError, UsageError
 
 T = TypeVar("T")
 INTERRUPTED = 130  # the exit status after Ctrl-C

@@ -15,7 +15,7 @@ from benchmarks.harness import command, plots, results
 from benchmarks.harness.command import Parser
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import rewrite
-from nnmpi.errors import UsageError, raised_as
+from nnmpi.base.errors import UsageError, raised_as
 
 Content: TypeAlias = Mapping[str, Any]
 """A part's measurements, as in its JSON file."""

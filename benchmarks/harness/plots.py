@@ -1,11 +1,11 @@
-"""Colours of figures, and a check for matplotlib; `nnmpi.pages.picture` makes the figures."""
+"""Colours of figures, and a check for matplotlib; `nnmpi.base.pages.picture` makes the figures."""
 
 import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 
 def check_can_draw(option: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from nnmpi.errors import UsageError, raised_as
-from nnmpi.files import write_atomically
+from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.files import write_atomically
 
 
 def check_writable(option: str, file: Path | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 Cell: TypeAlias = str | Callable[[Any], Any]
 Columns: TypeAlias = Sequence[tuple[str, Cell]]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.errors import NnmpiError
+from nnmpi.base.errors import NnmpiError
 
 if TYPE_CHECKING:  # most users of this module have no MPI in their own process
     from nnmpi.comm.group import Group

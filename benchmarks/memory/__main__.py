@@ -16,9 +16,9 @@ from benchmarks.harness.command import Parser, add_options, positive_count, run,
 from benchmarks.harness.tables import render  # noqa: E402
 from benchmarks.memory.throttled import ThrottledStore  # noqa: E402
 from nnmpi import models, nn, ops  # noqa: E402
+from nnmpi.base.units import parse_bytes  # noqa: E402
 from nnmpi.memory.recompute import RecomputedModel  # noqa: E402
 from nnmpi.tensor.tensor import Tensor  # noqa: E402
-from nnmpi.units import parse_bytes  # noqa: E402
 
 DRAW = np.random.default_rng(0)
 

@@ -12,11 +12,11 @@ from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import GrowingTable
 from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import mpi_name, parse_settings, run_job
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.algorithms.registry import COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.fit import Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.units import format_bytes
 
 
 @dataclass(frozen=True)

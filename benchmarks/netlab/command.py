@@ -15,8 +15,8 @@ from benchmarks.netlab.bench import bench
 from benchmarks.netlab.lab import MAX_HOSTS, Speed, lab_of
 from benchmarks.netlab.launch import environment
 from benchmarks.netlab.steps import CASES, steps
-from nnmpi.errors import UsageError
-from nnmpi.units import parse_bytes
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import parse_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.base.errors import NnmpiError, UsageError
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
 MAX_HOSTS = 200

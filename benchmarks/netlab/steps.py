@@ -1,8 +1,8 @@
 """Training steps over the lab's links, beside the same command on simulated ranks.
 
-    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --slow ms=200 ...
+    lab        mpirun -n 4 nnmpi train --allreduce ring --slow ms=200 ...
                a host for each rank
-    simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...
+    simulated  nnmpi train --simulate 4 --network alpha_us=..,gbit=.. ...
                one process, links as measured
 
 `--slow` stretches the computation to a given time, so that two cores are enough for 16 ranks and
@@ -30,7 +30,7 @@ from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import Columns, ms1, render, rewrite, spread
 from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import environment, mpi_name, parse_settings, run_job, run_ranks
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.train.trace import TRACE_FILE
 
 FOLDER = Path(__file__).resolve().parent

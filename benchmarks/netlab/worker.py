@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.netlab.launch import END, RESULT
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.base.errors import CommError
+from nnmpi.base.shard import split
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.world import Comm, Request
-from nnmpi.errors import CommError
-from nnmpi.shard import split
 
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
 _TAG = 1000

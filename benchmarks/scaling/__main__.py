@@ -11,10 +11,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.harness import command  # noqa: E402
 from benchmarks.harness.command import Parser, positive_count  # noqa: E402
+from nnmpi.base.units import format_bytes, format_seconds, parse_bytes  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_collective  # noqa: E402
 from nnmpi.comm.duration import price  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.units import format_bytes, format_seconds, parse_bytes  # noqa: E402
 
 ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
 INSIDE = Link.line(0.5e-6, 1 / 10e9)  # through memory: 0.5 us, 10 GB/s for each pair of ranks

@@ -26,7 +26,9 @@ from benchmarks.survey.described import (  # noqa: E402
     describe_layers,
     profile_of,
 )
+from nnmpi.base.units import format_bytes, format_seconds  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
+from nnmpi.commands.plan import SHORT  # noqa: E402
 from nnmpi.memory.ledger import (  # noqa: E402
     ACTIVATIONS,
     COMMUNICATION,
@@ -35,10 +37,8 @@ from nnmpi.memory.ledger import (  # noqa: E402
     PARAMETERS,
     STATE,
 )
-from nnmpi.plan import SHORT  # noqa: E402
-from nnmpi.train.planner.network import PlannedNetwork  # noqa: E402
-from nnmpi.train.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
-from nnmpi.units import format_bytes, format_seconds  # noqa: E402
+from nnmpi.planner.network import PlannedNetwork  # noqa: E402
+from nnmpi.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
 
 WIDTH = 100
 BYTES_PER_GBIT = 1e9 / 8

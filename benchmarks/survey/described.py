@@ -14,9 +14,9 @@ from typing import Any
 
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.storage import StateBytes
+from nnmpi.planner.price import Profile, ShareCost, StepCost
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, stages_of
-from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 
 BACKWARD = 2  # operations over those of a forward: a product for the weights, one for the input
 

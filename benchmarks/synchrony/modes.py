@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.sync import Sync
 
 REFERENCE = "bsp, ring"
 MODES: Mapping[str, Sync] = MappingProxyType(

@@ -34,9 +34,9 @@ from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.server import ParameterServer
-from nnmpi.synchrony.consistency import Staleness
-from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.consistency import Staleness
+from nnmpi.parallel.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 

@@ -15,7 +15,7 @@ from benchmarks.training import tables
 from benchmarks.training.cases import CASES
 from benchmarks.training.measure import Row, compare, measure
 from nnmpi.backend.blas import read_cpu
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 PROGRAM = "python benchmarks/training"
 DESCRIPTION = """Train the same models with nnmpi and with PyTorch on the same cores, one thread per

@@ -18,7 +18,7 @@ from benchmarks.training.contestants import JIT, PURE, STOCK, TUNED, nnmpi_field
 from benchmarks.training.judge import CaseFiles, Judge
 from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import has_jit
-from nnmpi.errors import NnmpiError
+from nnmpi.base.errors import NnmpiError
 
 Row = Mapping[str, Any]
 CLOCKS = ("cpu_s", "wall_s")

@@ -1,4 +1,4 @@
-"""A step of `python -m nnmpi.train`, with its share of evaluations, logs and reports, beside a step
+"""A step of `nnmpi train`, with its share of evaluations, logs and reports, beside a step
 of a compiled loop.
 
     python benchmarks/training/steps.py iris 500
@@ -21,9 +21,9 @@ import numpy as np  # noqa: E402
 
 import nnmpi  # noqa: E402
 from nnmpi import Tensor, data, models, nn, ops, optim  # noqa: E402
+from nnmpi.base.command import Console  # noqa: E402
 from nnmpi.comm.agreement import on_root  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
-from nnmpi.command import Console  # noqa: E402
 from nnmpi.data.loader import Loader  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.loop import begin  # noqa: E402

@@ -25,8 +25,8 @@ from typing import Any, Self
 from benchmarks.harness.launch import environment, spawn
 from benchmarks.training.contestants import TORCH, TUNED_MALLOC, Contestant
 from benchmarks.training.member import SOCKET
-from nnmpi.errors import LaunchError
-from nnmpi.launching import find_mpirun
+from nnmpi.base.errors import LaunchError
+from nnmpi.commands.launching import find_mpirun
 
 MEMBER = Path(__file__).with_name("member.py")
 LIMIT_S = 900.0

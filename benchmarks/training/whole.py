@@ -1,4 +1,4 @@
-"""Whole commands, from the shell's call to its return: `python -m nnmpi.train` beside a plain
+"""Whole commands, from the shell's call to its return: `nnmpi train` beside a plain
 PyTorch script.
 
     python benchmarks/training/whole.py              # iris and digits, on 1 and 2 ranks, 5 times
@@ -37,7 +37,7 @@ from benchmarks.harness.command import (  # noqa: E402
 from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
-from nnmpi.launching import find_mpirun  # noqa: E402
+from nnmpi.commands.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0
 

@@ -18,10 +18,10 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.base.command import program_words
+from nnmpi.base.errors import NnmpiError
+from nnmpi.base.pages.picture import Bar, Picture
 from nnmpi.comm.simulated.scheduler import Faults
-from nnmpi.command import program_words
-from nnmpi.errors import NnmpiError
-from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

@@ -11,13 +11,13 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.base.command import program_words
+from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.shard import split
 from nnmpi.comm import collective
 from nnmpi.comm.collective import Step
 from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.comm.prove import prove
-from nnmpi.command import program_words
-from nnmpi.pages.picture import Bar, Picture
-from nnmpi.shard import split
 
 PIXELS, EXPERTS, WIDTH, CLASSES = 64, 5, 24, 10
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

@@ -15,7 +15,7 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data, ops
-from nnmpi.command import program_words
+from nnmpi.base.command import program_words
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

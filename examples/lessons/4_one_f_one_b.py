@@ -15,15 +15,15 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.base.command import program_words
+from nnmpi.base.shard import split
 from nnmpi.comm.point_to_point import Messages
-from nnmpi.command import program_words
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import picture as draw
 from nnmpi.schedule.schedule import Kind
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
-from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

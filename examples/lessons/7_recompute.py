@@ -17,10 +17,10 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
-from nnmpi.command import program_words
+from nnmpi.base.command import program_words
+from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.shard import split
 from nnmpi.memory.plan import Act, parse_plan
-from nnmpi.pages.picture import Bar, Picture
-from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

@@ -14,11 +14,11 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.base.command import program_words
+from nnmpi.base.errors import UsageError
+from nnmpi.base.pages.picture import Arrow, Bar, Picture
+from nnmpi.base.shard import split
 from nnmpi.comm.point_to_point import Messages
-from nnmpi.command import program_words
-from nnmpi.errors import UsageError
-from nnmpi.pages.picture import Arrow, Bar, Picture
-from nnmpi.shard import split
 
 # a position is a row of the image: its 8 pixels, and its number as a one-hot vector
 POSITIONS, FEATURES, WIDTH, CLASSES = 8, 16, 24, 10

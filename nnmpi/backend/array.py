@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.errors import DeviceError, UsageError
+from nnmpi.base.errors import DeviceError, UsageError
 
 # CuPy has no type information and follows NumPy's interface, so NumPy's type stands for both.
 Array: TypeAlias = NDArray[Any]

@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, zeros
 from nnmpi.backend.memory import MemoryUse, host_memory
-from nnmpi.errors import DeviceError
+from nnmpi.base.errors import DeviceError
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 from nnmpi.backend.array import Array, Matrices
-from nnmpi.launcher import user_chose_threads
+from nnmpi.base.launcher import user_chose_threads
 
 VARIABLE = "OPENBLAS_CORETYPE"
 _CPU_INFO = Path("/proc/cpuinfo")

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Shape, collapsed, mixed_error
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.base.errors import DtypeError, ShapeError
 
 CACHED_PRODUCTS = 4096  # a run has as many as it has products of different shapes
 FEW_CALLS = 8  # these cost about as much as the copy of small operands

@@ -17,8 +17,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.memory import MemoryUse
-from nnmpi.errors import DeviceError, UsageError
-from nnmpi.units import format_bytes
+from nnmpi.base.errors import DeviceError, UsageError
+from nnmpi.base.units import format_bytes
 
 # The fraction of the free memory for the pools of the ranks on a device. The rest is for memory
 # outside the pools: CUDA's contexts (some hundred MB each) and workspaces of libraries.

@@ -19,7 +19,7 @@ from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
 FEW = 16  # the fewest rows of a piece, and their divisor

@@ -31,7 +31,7 @@ from nnmpi.backend.array import Array, Dtype, namespace
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.sums import repeated, row_sum
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 # Whether kernels are in use. The default None means: on devices alone.
 _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnmpi.units import format_bytes
+from nnmpi.base.units import format_bytes
 
 _STATUS = Path("/proc/self/status")
 

@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 
 from nnmpi.backend.array import Dtype
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 FLOAT32: Dtype = np.dtype(np.float32)
 

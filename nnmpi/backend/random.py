@@ -19,7 +19,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import whole
+from nnmpi.base.errors import whole
 
 ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
 

@@ -36,7 +36,7 @@ from weakref import WeakSet
 import numpy as np
 
 from nnmpi.backend.array import LINE_BYTES, Array, Dtype, Shape, empty, is_array, namespace
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 Call = Callable[[], object]
 

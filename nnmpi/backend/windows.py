@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, whole
 
 Pair = tuple[int, int]  # rows, columns
 PairLike: TypeAlias = int | Pair  # one number for both

@@ -1,12 +1,12 @@
-"""`python -m nnmpi.comm`: prove, draw and simulate collectives without MPI; fit a machine.
+"""`nnmpi comm`: prove, draw and simulate collectives without MPI; fit a machine.
 
-python -m nnmpi.comm list --ranks 16 --bytes 64k
-python -m nnmpi.comm render ring --ranks 4
-python -m nnmpi.comm render ring --ranks 6 --html ring.html --svg ring.svg
-python -m nnmpi.comm prove halving-doubling --ranks 17
-python -m nnmpi.comm simulate tree --ranks 16 --bytes 1MB --network alpha=1e-5,beta=1e-9,gamma=1e-10
-python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
-mpirun -n 4 python -m nnmpi.comm fit
+nnmpi comm list --ranks 16 --bytes 64k
+nnmpi comm render ring --ranks 4
+nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
+nnmpi comm prove halving-doubling --ranks 17
+nnmpi comm simulate tree --ranks 16 --bytes 1MB --network alpha=1e-5,beta=1e-9,gamma=1e-10
+nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
+mpirun -n 4 nnmpi comm fit
 """
 
 import sys
@@ -14,6 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nnmpi.base.command import (
+    MOST,
+    announce,
+    check_numbers,
+    make_section,
+    options_of,
+    read_words,
+    say,
+    take_command,
+)
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.pages.page import write_page
+from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.collective import ALL_REDUCE, Collective
@@ -32,22 +46,8 @@ from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import compare, picture, render
-from nnmpi.command import (
-    MOST,
-    announce,
-    check_numbers,
-    make_section,
-    options_of,
-    read_words,
-    say,
-    take_command,
-)
-from nnmpi.custom import load_custom
-from nnmpi.errors import UsageError, raised_as
-from nnmpi.pages.page import write_page
-from nnmpi.units import Bytes, format_bytes, format_seconds
 
-PROGRAM = "python -m nnmpi.comm"
+PROGRAM = "nnmpi comm"
 DEFAULT_RANKS = 4
 
 

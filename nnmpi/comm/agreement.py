@@ -22,10 +22,10 @@ from typing import Any, NoReturn, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-import nnmpi.clock as clock
-import nnmpi.errors as errors
+import nnmpi.base.clock as clock
+import nnmpi.base.errors as errors
+from nnmpi.base.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks, whole
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks, whole
 
 
 class Communicator:

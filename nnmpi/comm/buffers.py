@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import is_low
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 Buffer: TypeAlias = NDArray[Any]
 

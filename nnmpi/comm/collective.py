@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from operator import index
 from typing import TypeAlias
 
-from nnmpi.custom import call_user, name_of
-from nnmpi.errors import ScheduleError
-from nnmpi.pages.page import preformat
+from nnmpi.base.custom import call_user, name_of
+from nnmpi.base.errors import ScheduleError
+from nnmpi.base.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
 """Chunk numbers in the order of travel; a range for runs of thousands."""

@@ -38,11 +38,11 @@ from typing import cast
 
 import numpy as np
 
+from nnmpi.base.custom import call_user
+from nnmpi.base.errors import ScheduleError, number, whole
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.machine import EAGER_BYTES, INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
-from nnmpi.custom import call_user
-from nnmpi.errors import ScheduleError, number, whole
 
 ITEM_BYTES = 4  # of an element
 # Up to this many ranks, unequal links are simulated message by message; above it, symmetric phases

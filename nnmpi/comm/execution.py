@@ -22,6 +22,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.base.errors import CommError, UsageError, name_ranks
+from nnmpi.base.shard import split
 from nnmpi.comm.buffers import (
     Buffer,
     as_bytes,
@@ -43,8 +45,6 @@ from nnmpi.comm.collective import (
     runs,
 )
 from nnmpi.comm.world import Comm, Request
-from nnmpi.errors import CommError, UsageError, name_ranks
-from nnmpi.shard import split
 
 
 class Pending(Protocol):

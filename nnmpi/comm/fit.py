@@ -1,6 +1,6 @@
 """The fitted cost model of this machine: measured once, saved, used to predict and choose.
 
-    mpirun -n 4 python -m nnmpi.comm fit    ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
+    mpirun -n 4 nnmpi comm fit    ->  ~/.cache/nnmpi/fit-HOST-open-mpi-5.0.11-4-ranks.json
 
 A fit holds for the number of ranks, the nodes and the MPI of its measurement. Collectives of steps
 are predicted by simulating their steps on the fitted machine, so a new algorithm needs no new
@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nnmpi.base.errors import UsageError, counted
+from nnmpi.base.files import cache_folder, foreign, read_json, rebuilt, write_json
+from nnmpi.base.units import format_bytes, format_seconds, parse_settings
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
     HIERARCHICAL,
@@ -26,12 +29,9 @@ from nnmpi.comm.algorithms.registry import (
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.errors import UsageError, counted
-from nnmpi.files import cache_folder, foreign, read_json, rebuilt, write_json
-from nnmpi.units import format_bytes, format_seconds, parse_settings
 
 FORMAT = 2
-MAKE_ONE = "make one: mpirun -n RANKS python -m nnmpi.comm fit"
+MAKE_ONE = "make one: mpirun -n RANKS nnmpi comm fit"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return the error for a missing fit, with the ways to get one."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
-        f" mpirun -n {ranks} python -m nnmpi.comm fit, or give the cost of messages, such as"
+        f" mpirun -n {ranks} nnmpi comm fit, or give the cost of messages, such as"
         f" {NETWORK}"
     )
 
@@ -179,7 +179,7 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
         alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: per message, per byte sent,
                                                  per byte added
         gbit=10,per_node=8,inside_gbit=80        nodes of 8 ranks each, which share the node's link
-        fit, nodes.json                          as measured by `python -m nnmpi.comm fit`
+        fit, nodes.json                          as measured by `nnmpi comm fit`
 
     Args:
         text: the value.

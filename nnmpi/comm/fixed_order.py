@@ -32,11 +32,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from nnmpi.base.errors import CommError, UsageError, name_ranks, whole
+from nnmpi.base.shard import split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError, name_ranks, whole
-from nnmpi.shard import split
 
 # Bytes of one round of the exchange: long enough to make latency small, short enough for a cache.
 ROUND_BYTES = 4 * 2**20

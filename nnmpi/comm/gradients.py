@@ -27,9 +27,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-import nnmpi.clock as clock
-import nnmpi.shard as shard
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.shard as shard
+import nnmpi.base.timeline as timeline
+from nnmpi.base.custom import name_of
+from nnmpi.base.errors import CommError, DeviceError, UsageError, whole
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
@@ -46,8 +48,6 @@ from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
 from nnmpi.comm.prove import proved_steps
 from nnmpi.comm.world import Traffic
-from nnmpi.custom import name_of
-from nnmpi.errors import CommError, DeviceError, UsageError, whole
 
 # Measured milliseconds of a step (lower decile): ten 512 x 512 layers, batch 128, 10.6 MB of
 # gradients, one node with 2 cores of an AMD Zen 5, native all-reduce, buckets of 1 | 4 | 25 MB,

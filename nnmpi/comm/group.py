@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Shape, is_array, namespace
 from nnmpi.backend.precision import is_low
+from nnmpi.base.errors import DeviceError, DtypeError, ShapeError, UsageError
 from nnmpi.comm.agreement import Communicator, require_equal
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
@@ -58,7 +59,6 @@ from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.point_to_point import BLOCKING_TAG, send_and_receive
 from nnmpi.comm.prove import proved_steps
 from nnmpi.comm.world import Comm, Traffic
-from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
 COLLECTIVE = "collective"  # the category of collectives in a timeline
 

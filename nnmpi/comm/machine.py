@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 # The second point of a line lies so far out that the slope between both has all digits of beta.
 _FAR_BYTES = 2.0**40

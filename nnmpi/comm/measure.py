@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
+from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.comm.collective import Step
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.fit import Fit, default_file, load_fit
@@ -22,7 +23,6 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
-from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0
 # Lengths of all-reduces: dense where algorithms overtake one another, and where MPI switches

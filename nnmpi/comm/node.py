@@ -18,11 +18,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike
 
+from nnmpi.base.errors import DeviceError, ShapeError, UsageError, name_ranks
 from nnmpi.comm.agreement import Communicator, agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.execution import Calls, Stages
 from nnmpi.comm.world import PAGE_BYTES, SharedPages
-from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
 # Barriers among the ranks of a node at a tenth of the cost of MPI's: each rank increments a counter
 # that the others poll.

@@ -25,13 +25,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-import nnmpi.shard as shard
+import nnmpi.base.shard as shard
+from nnmpi.base.errors import DeviceError
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.execution import Execution, Stage, Stages
 from nnmpi.comm.node import LINE_BYTES, SharedMemory
-from nnmpi.errors import DeviceError
 
 # The blocks of all ranks' arrays together should fit a core's cache; but blocks below the least
 # cost more in calls than the cache saves. Measured microseconds for 4 MB (Zen 4, 1 MiB L2, buffers

@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 from itertools import count as count_up
 from typing import Any
 
+from nnmpi.base.errors import ScheduleError, name_ranks
 from nnmpi.comm.collective import (
     ALL_REDUCE,
     DIGIT_BITS,
@@ -37,7 +38,6 @@ from nnmpi.comm.collective import (
     count,
     runs,
 )
-from nnmpi.errors import ScheduleError, name_ranks
 
 
 @dataclass(slots=True)

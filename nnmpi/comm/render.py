@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from nnmpi.base.errors import ScheduleError, UsageError, counted
+from nnmpi.base.pages.picture import Arrow, Bar, Picture
+from nnmpi.base.units import aligned
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.duration import coefficients
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
-from nnmpi.errors import ScheduleError, UsageError, counted
-from nnmpi.pages.picture import Arrow, Bar, Picture
-from nnmpi.units import aligned
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     \

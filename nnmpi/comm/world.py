@@ -106,7 +106,7 @@ class World(Protocol):
         """Poll `ready()` until it is true, yielding the core in between; return True.
 
         Args:
-            until_s: return False at this time of `nnmpi.clock`.
+            until_s: return False at this time of `nnmpi.base.clock`.
         """
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -27,16 +27,17 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.custom import name_of
+from nnmpi.base.errors import DeviceError, LayoutError, UsageError, expect
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import PP, TP, BoundMesh, Mesh
 from nnmpi.compose.layout import Layout
-from nnmpi.custom import name_of
-from nnmpi.errors import DeviceError, LayoutError, UsageError, expect
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
-from nnmpi.mesh import PP, TP, BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
@@ -52,7 +53,6 @@ from nnmpi.schedule.schedule import stages_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import format_bytes
 
 MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO inside a pipeline's stages
 

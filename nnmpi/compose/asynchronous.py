@@ -33,12 +33,13 @@ from dataclasses import replace
 from functools import reduce
 from math import isfinite
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.errors import DivergenceError, UsageError, expect
 from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
@@ -47,7 +48,6 @@ from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DivergenceError, UsageError, expect
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
@@ -55,9 +55,9 @@ from nnmpi.parallel.averaging import Gossip, LocalSGD, average
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.server import ParameterServer, Push, PushPull
-from nnmpi.synchrony.consistency import Staleness, Task
-from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.consistency import Staleness, Task
+from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.parallel.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
 # the fields of a gradient's Push that are reported
@@ -81,7 +81,7 @@ class Coupling(ABC):
         reporters: see `Trainer`.
         serve: on a rank that serves others, polls their messages while a gradient is computed; None
             on other ranks.
-        sleep_until: on such a rank, serves until a time of `nnmpi.clock`.
+        sleep_until: on such a rank, serves until a time of `nnmpi.base.clock`.
     """
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:

@@ -33,12 +33,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import namespace
+from nnmpi.base.errors import DeviceError, NnmpiError, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import count_all_reduce
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DeviceError, NnmpiError, UsageError
 from nnmpi.optim.clip import global_norm, scale, sum_of_squares
 from nnmpi.parallel.data import DataParallel, Replicas
 from nnmpi.parallel.fixed_reduction import FixedReduction

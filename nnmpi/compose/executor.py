@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active, feed, record_call
@@ -32,6 +32,7 @@ from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
+from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import (
@@ -47,7 +48,6 @@ from nnmpi.schedule.schedule import (
     parts,
 )
 from nnmpi.schedule.schedules import INFERENCE, Generator, make
-from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.sharded import whole
 from nnmpi.tensor.tensor import Tensor
 

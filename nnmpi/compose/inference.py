@@ -21,13 +21,13 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import use_precision
+from nnmpi.base.errors import DivergenceError, UsageError
+from nnmpi.base.shard import split
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.executor import Caller, Executor
-from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
 from nnmpi.ops.collectives import gather
-from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.placement import features
 from nnmpi.tensor.tensor import Tensor

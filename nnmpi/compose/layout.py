@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import Literal, TypeAlias
 
+from nnmpi.base.custom import name_of
+from nnmpi.base.errors import UsageError, whole
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
-from nnmpi.custom import name_of
-from nnmpi.errors import UsageError, whole
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
 from nnmpi.schedule.schedule import Home
 from nnmpi.schedule.schedules import (
@@ -77,7 +77,7 @@ class Layout:
         Layout(pp=2, schedule='gpipe')
         >>> nnmpi.Layout(reduction="fixed", zero=1)
         Traceback (most recent call last):
-        nnmpi.errors.LayoutError: reduction fixed cannot be combined with zero 1: ZeRO's ...
+        nnmpi.base.errors.LayoutError: reduction fixed cannot be combined with zero 1: ZeRO's ...
     """
 
     dp: int | None = None

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
+from nnmpi.base.custom import fault
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.custom import fault
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
-from nnmpi.errors import NnmpiError, ShapeError, UsageError, counted
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse

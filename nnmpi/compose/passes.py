@@ -25,13 +25,17 @@ from math import isfinite, nan
 from statistics import median
 from typing import Any
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import feed, record_call
+from nnmpi.base.custom import name_of
+from nnmpi.base.errors import UsageError
+from nnmpi.base.shard import split
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import PP, BoundMesh
 from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
@@ -52,21 +56,17 @@ from nnmpi.compose.losses import (
 from nnmpi.compose.replayed import LOOKED_AT, Replay, is_own
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
-from nnmpi.custom import name_of
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.mesh import PP, BoundMesh
 from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
-from nnmpi.shard import split
 from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter

@@ -5,8 +5,8 @@ python -m nnmpi.compose.refusals            prints it as a matrix, and the reaso
 
 from collections.abc import Mapping
 
-from nnmpi.command import say
-from nnmpi.errors import LayoutError
+from nnmpi.base.command import say
+from nnmpi.base.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit", "least", "experts"

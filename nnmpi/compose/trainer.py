@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
+from nnmpi.base.errors import UsageError, expect
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
 from nnmpi.compose.layout import Numerics
@@ -35,13 +36,12 @@ from nnmpi.compose.losses import SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.errors import UsageError, expect
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
-from nnmpi.synchrony.consistency import Staleness
-from nnmpi.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.parallel.synchrony.consistency import Staleness
+from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 
 
 @dataclass

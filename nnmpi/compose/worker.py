@@ -26,14 +26,17 @@ from zlib import crc32
 
 import numpy as np
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.errors import ShapeError, UsageError, expect
+from nnmpi.base.timeline import COUNTER, current
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import Traffic
@@ -53,7 +56,6 @@ from nnmpi.compose.trainer import (
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import ShapeError, UsageError, expect
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -68,10 +70,8 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
+from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
-from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.timeline import COUNTER, current
-from nnmpi.units import format_bytes
 
 _UNCHANGED = nullcontext()
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from nnmpi.base.errors import DataError, UsageError, raised_as
+from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
+from nnmpi.base.units import format_bytes
 from nnmpi.data.dataset import Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
@@ -33,9 +36,6 @@ from nnmpi.data.images import (
 )
 from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
 from nnmpi.data.text import is_text
-from nnmpi.errors import DataError, UsageError, raised_as
-from nnmpi.files import VARIABLE, cache_folder, expand, locked
-from nnmpi.units import format_bytes
 
 Pair = tuple[Dataset, Dataset]
 

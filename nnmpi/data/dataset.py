@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, is_array, plain
 from nnmpi.backend.random import stream
-from nnmpi.errors import DataError, UsageError, shortened, whole
+from nnmpi.base.errors import DataError, UsageError, shortened, whole
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.files import foreign, read_bytes
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import DataError, UsageError
-from nnmpi.files import foreign, read_bytes
 
 # For each part: the published names of the file of images and the file of labels.
 IDX_FILES = {

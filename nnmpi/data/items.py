@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape
+from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.data.dataset import Dataset, Samples, read_array
 from nnmpi.data.tables import Table, to_dataset
-from nnmpi.errors import DataError, UsageError, shortened
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 

@@ -34,8 +34,8 @@ import numpy as np
 
 from nnmpi.backend.array import Integers
 from nnmpi.backend.random import stream
-from nnmpi.errors import UsageError
-from nnmpi.shard import part, split
+from nnmpi.base.errors import UsageError
+from nnmpi.base.shard import part, split
 
 POOL = 50  # batches sorted together: a larger pool saves padding and makes batches less random
 

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import DataError, UsageError, shortened
+from nnmpi.base.files import check_unpacked, foreign, opened
 from nnmpi.data.dataset import TOKEN_TYPES, Dataset, LabelKind, as_float32, check_index, no_number
-from nnmpi.errors import DataError, UsageError, shortened
-from nnmpi.files import check_unpacked, foreign, opened
 
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column

@@ -45,11 +45,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
+from nnmpi.base.errors import DataError, UsageError, expect, raised_as
+from nnmpi.base.files import cache_folder, folder_atomically, locked, parse_json, sha256
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.tables import read_cells, read_lines
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
-from nnmpi.errors import DataError, UsageError, expect, raised_as
-from nnmpi.files import cache_folder, folder_atomically, locked, parse_json, sha256
 
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.errors import DataError, UsageError
-from nnmpi.files import expand, foreign, read_json
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.files import expand, foreign, read_json
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

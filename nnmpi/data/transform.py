@@ -19,8 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import ShapeError, UsageError, whole
 
 
 def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:

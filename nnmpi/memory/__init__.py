@@ -12,7 +12,7 @@ ledger       a rank's memory by purpose: `nnmpi.memory.report()`
 
     forward = nnmpi.memory.RecomputedModel(model, budget=64 * 2**20)
 
-Begin with plan; `python -m nnmpi.memory plan` draws examples.
+Begin with plan; `nnmpi memory plan` draws examples.
 """
 
 from nnmpi.memory.ledger import MemoryReport, report

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain, unpack

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.memory.store import saved_memory
 from nnmpi.tensor.backward import watching
 from nnmpi.tensor.function import Function, Variable

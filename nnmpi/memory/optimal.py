@@ -47,9 +47,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import format_bytes
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan
-from nnmpi.units import format_bytes
 
 # the most points of a curve; with more, the plan may be a little slower than the best
 POINTS = 2048

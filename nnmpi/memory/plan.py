@@ -31,8 +31,8 @@ from enum import Enum
 from math import inf
 from typing import Any
 
-from nnmpi.errors import UsageError
-from nnmpi.pages.page import preformat
+from nnmpi.base.errors import UsageError
+from nnmpi.base.pages.page import preformat
 
 Plan = tuple["Action", ...]
 COLUMNS = 100  # of a drawn plan, before its rows continue below

@@ -23,9 +23,10 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.layers import (
     LayerGraph,
     Measured,
@@ -55,7 +56,6 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, repeatable
 from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import format_bytes
 
 Head = Callable[[Tensor], Tensor]
 BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # actions without computation

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, Shape, is_array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.buffers import pinned
-from nnmpi.errors import UsageError
 from nnmpi.tensor.function import Function
-from nnmpi.units import format_bytes
 
 HOST = "host"
 ACTIVATIONS = "activations"

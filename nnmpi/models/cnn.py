@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.errors import UsageError, wholes
+from nnmpi.base.errors import UsageError, wholes
 from nnmpi.models.mlp import dense_layers, in_turn
 from nnmpi.nn.activation import Flatten, ReLU
 from nnmpi.nn.container import Sequential

@@ -7,7 +7,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts

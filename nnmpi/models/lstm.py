@@ -1,6 +1,6 @@
 """A recurrent language model: an LSTM that predicts the next token."""
 
-from nnmpi.errors import whole
+from nnmpi.base.errors import whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from nnmpi.errors import whole, wholes
+from nnmpi.base.errors import whole, wholes
 from nnmpi.nn.activation import Dropout, Flatten, activation
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear

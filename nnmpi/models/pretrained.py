@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import DataError, counted
-from nnmpi.files import foreign, read_json
+from nnmpi.base.errors import DataError, counted
+from nnmpi.base.files import foreign, read_json
 from nnmpi.models.torch_weights import open_arrays, save_arrays
 from nnmpi.nn.module import Module
 

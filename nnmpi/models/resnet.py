@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.errors import whole
+from nnmpi.base.errors import whole
 from nnmpi.models.cnn import image_shape
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential

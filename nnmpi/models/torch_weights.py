@@ -27,8 +27,8 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.files import foreign
+from nnmpi.base.errors import CheckpointError, NnmpiError
+from nnmpi.base.files import foreign
 from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear

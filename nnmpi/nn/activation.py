@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import ShapeError, UsageError, number
+from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh

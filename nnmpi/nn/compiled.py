@@ -38,7 +38,7 @@ from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import kind_of, recording
 from nnmpi.tensor.operand import values_of, whole_values

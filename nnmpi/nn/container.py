@@ -28,7 +28,7 @@ from operator import add
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.activation import GELU, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
 from nnmpi.nn.linear import Linear

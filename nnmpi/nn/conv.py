@@ -6,7 +6,7 @@ import numpy as np
 
 from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.windows import Pair, PairLike, pair
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.conv.transposed import conv_transpose2d

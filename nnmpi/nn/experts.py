@@ -4,7 +4,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in

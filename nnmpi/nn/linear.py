@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnmpi.errors import whole
+from nnmpi.base.errors import whole
 from nnmpi.nn.module import Module, Normal, fan_in
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_transposed

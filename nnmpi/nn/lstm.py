@@ -4,7 +4,7 @@ from typing import Any
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, record_call
-from nnmpi.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in

@@ -33,7 +33,7 @@ from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import feed
-from nnmpi.errors import (
+from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
     GraphError,
@@ -41,9 +41,9 @@ from nnmpi.errors import (
     UsageError,
     raise_missing,
 )
+from nnmpi.base.shard import Region
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
-from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor

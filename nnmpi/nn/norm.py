@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.errors import ShapeError, UsageError, number, whole, wholes
+from nnmpi.base.errors import ShapeError, UsageError, number, whole, wholes
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm

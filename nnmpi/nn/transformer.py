@@ -3,7 +3,7 @@
 from functools import partial
 from types import MappingProxyType
 
-from nnmpi.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, whole
 from nnmpi.nn.activation import GELU, Dropout, mask_key
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts

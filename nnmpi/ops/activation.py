@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array, Dtype, constant
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import row_blocks
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import flattened, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads

@@ -15,7 +15,7 @@ import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels

@@ -35,10 +35,10 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import record_call, refuse
+from nnmpi.base.errors import CommError, ShapeError
+from nnmpi.base.shard import Region, split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, ShapeError
-from nnmpi.shard import Region, split
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
 from nnmpi.tensor.tensor import Tensor

@@ -10,9 +10,9 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.errors import UsageError, number
+from nnmpi.base.errors import UsageError, number
+from nnmpi.base.shard import Region
 from nnmpi.ops.linear import with_kernels
-from nnmpi.shard import Region
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut

@@ -10,7 +10,7 @@ from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import add_rows
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, values_of
 from nnmpi.tensor.placement import Placement, is_sharded

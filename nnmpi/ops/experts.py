@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.base.shard import split
 from nnmpi.ops.activation import LinearGeluFunction
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction
-from nnmpi.shard import split
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.tensor import Tensor, concatenate
 

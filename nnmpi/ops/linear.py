@@ -10,7 +10,7 @@ from nnmpi.backend.array import Array, Dtype, Shape, constant
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.ops.planes import rectify_grad
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts

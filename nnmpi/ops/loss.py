@@ -15,7 +15,7 @@ from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, ste
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
-from nnmpi.errors import DtypeError, ShapeError, UsageError, number, whole
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError, number, whole
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating, whole_values

@@ -37,7 +37,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating

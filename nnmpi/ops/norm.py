@@ -19,7 +19,7 @@ from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
-from nnmpi.errors import ShapeError, number, whole
+from nnmpi.base.errors import ShapeError, number, whole
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating

@@ -18,7 +18,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.windows import Pair, PairLike, bordered, out_size, pair, windows
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes, flattened
 from nnmpi.tensor.function import Function, Grads

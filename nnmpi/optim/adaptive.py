@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Final
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import UsageError, number, shortened
+from nnmpi.base.errors import UsageError, number, shortened
 from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,

@@ -25,7 +25,7 @@ from math import sqrt
 from typing import Any, Final
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import LayoutError, UsageError, number
+from nnmpi.base.errors import LayoutError, UsageError, number
 from nnmpi.optim.adaptive import AdamW
 from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage
 

@@ -28,8 +28,8 @@ from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import DtypeError, ShapeError, UsageError, number, raise_missing
-from nnmpi.launcher import read_launch
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError, number, raise_missing
+from nnmpi.base.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
 """A number for all groups of a storage, or a number per group name."""

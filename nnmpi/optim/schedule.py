@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.errors import UsageError, number, whole, wholes
+from nnmpi.base.errors import UsageError, number, whole, wholes
 
 Schedule: TypeAlias = Callable[[int], float]
 

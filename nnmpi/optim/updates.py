@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from nnmpi.errors import UsageError, number
+from nnmpi.base.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (

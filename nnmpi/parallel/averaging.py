@@ -45,10 +45,10 @@ from contextlib import contextmanager
 from math import sqrt
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.base.errors import number
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.group import Group
-from nnmpi.errors import number
 from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.tensor.parameter import FlatStorage

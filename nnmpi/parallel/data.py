@@ -21,17 +21,17 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import record_call
+from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, counted, whole
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, count_all_reduce
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted, whole
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import format_bytes
 
 
 class Replicas:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import precision
+from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
-from nnmpi.errors import DivergenceError
 from nnmpi.memory.layers import without_hooks
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module

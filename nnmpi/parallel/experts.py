@@ -9,12 +9,12 @@ An expert's gradient is complete on its rank, since its rows came from all ranks
 gradient and state are on that rank alone (Lepikhin et al., "GShard", 2021).
 """
 
+from nnmpi.base.errors import LayoutError
+from nnmpi.base.shard import Region, split
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError
 from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.module import Module
 from nnmpi.ops.collectives import AllToAll
-from nnmpi.shard import Region, split
 
 
 def share_experts(model: Module, group: Group) -> None:

@@ -23,11 +23,11 @@ from math import nan
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import Traffic
-from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.data import Replicas

@@ -24,10 +24,10 @@ from math import sqrt
 
 import numpy as np
 
+from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
-from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer

@@ -37,12 +37,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.base.errors import CheckpointError, LayoutError, ShapeError, group_ranks
+from nnmpi.base.shard import Region
 from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
-from nnmpi.errors import CheckpointError, LayoutError, ShapeError, group_ranks
-from nnmpi.shard import Region
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.base.errors import UsageError, expect
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError, expect
 from nnmpi.nn.module import Module
 from nnmpi.tensor.parameter import FlatStorage
 

@@ -61,15 +61,15 @@ from typing import Any
 
 import numpy as np
 
-import nnmpi.timeline as timeline
+import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.errors import CommError
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
-from nnmpi.errors import CommError
 from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.synchrony.consistency import ConsistencyController, Staleness, Task
+from nnmpi.parallel.synchrony.consistency import ConsistencyController, Staleness, Task
 from nnmpi.tensor.parameter import FlatStorage
 
 
@@ -411,7 +411,7 @@ class PushPull:
         return moved
 
     def serve_until(self, until_s: float) -> None:
-        """Poll until this time of `nnmpi.clock`."""
+        """Poll until this time of `nnmpi.base.clock`."""
         self._wait_until(lambda: self.poll() and False, until_s)
 
     def finish(self) -> None:

@@ -33,8 +33,8 @@ from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
+from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.activation import (
     GELU,
     Dropout,

@@ -1,9 +1,9 @@
-"""`python -m nnmpi.schedule`: draw a pipeline schedule without MPI: grid, bubble, activations.
+"""`nnmpi schedule`: draw a pipeline schedule without MPI: grid, bubble, activations.
 
-python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8
-python -m nnmpi.schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
-python -m nnmpi.schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
-python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
+nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8
+nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
+nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
+nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 """
 
 import sys
@@ -13,20 +13,20 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
+from nnmpi.base.command import MOST, announce, check_numbers, read_command, say
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import counted
+from nnmpi.base.pages.page import write_page
+from nnmpi.base.units import Bytes, format_seconds
 from nnmpi.comm.fit import parse_network
-from nnmpi.command import MOST, announce, check_numbers, read_command, say
-from nnmpi.custom import load_custom
-from nnmpi.errors import counted
-from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
-from nnmpi.units import Bytes, format_seconds
 
-PROGRAM = "python -m nnmpi.schedule"
+PROGRAM = "nnmpi schedule"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
-from nnmpi.errors import ScheduleError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule.schedule import (
     RECEIVES,
     SENDS,

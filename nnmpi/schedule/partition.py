@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from nnmpi.errors import LayoutError, counted
+from nnmpi.base.errors import LayoutError, counted
 
 # The cost of layers start..stop-1 as one stage; None if they cannot be one.
 Cost = Callable[[int, int], int | None]

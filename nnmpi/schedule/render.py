@@ -16,8 +16,8 @@ A page's animation has each rank's computation and its number of saved activatio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.pages.picture import Bar, Picture
+from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.pages.picture import Bar, Picture
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, Instruction, Kind, Schedule

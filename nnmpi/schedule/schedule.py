@@ -29,7 +29,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
-from nnmpi.pages.page import preformat
+from nnmpi.base.pages.page import preformat
 
 
 class Kind(StrEnum):

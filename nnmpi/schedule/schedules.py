@@ -1,7 +1,7 @@
 """The schedules: functions from a rank to its computation, in order; `lower` adds the rest.
 
 S is the number of stages, M the number of microbatches; costs hold for stages and microbatches of
-equal cost. `python -m nnmpi.schedule` draws the pictures. To add a schedule, write its generator
+equal cost. `nnmpi schedule` draws the pictures. To add a schedule, write its generator
 here and add its name to `SCHEDULES`.
 """
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import TypeAlias
 
-from nnmpi.custom import call_user, name_of
-from nnmpi.errors import ScheduleError, UsageError, whole
+from nnmpi.base.custom import call_user, name_of
+from nnmpi.base.errors import ScheduleError, UsageError, whole
+from nnmpi.base.shard import split
 from nnmpi.schedule.schedule import (
     Home,
     Instruction,
@@ -22,13 +23,12 @@ from nnmpi.schedule.schedule import (
     there_and_back,
 )
 from nnmpi.schedule.there_and_back import fastest
-from nnmpi.shard import split
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> Instructions:
     """Naive pipeline: one microbatch at a time, forward and back, all ranks but one idle.
 
-        python -m nnmpi.schedule --pipeline naive --stages 3 --microbatches 2
+        nnmpi schedule --pipeline naive --stages 3 --microbatches 2
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
         rank 0  F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---|
@@ -43,7 +43,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> Instructions:
 def gpipe(rank: int, ranks: int, microbatches: int) -> Instructions:
     """GPipe: all forward passes fill the pipeline, then all backward passes drain it.
 
-        python -m nnmpi.schedule --pipeline gpipe --stages 4 --microbatches 6
+        nnmpi schedule --pipeline gpipe --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 F4 F5 .  .  .  .  .  .  .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|
@@ -63,7 +63,7 @@ def inference(
 ) -> Instructions:
     """Inference: forwards only, one microbatch after the other.
 
-        python -m nnmpi.schedule --pipeline inference --stages 4 --microbatches 6
+        nnmpi schedule --pipeline inference --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8
         rank 0  F0 F1 F2 F3 F4 F5 .  .  .
@@ -83,7 +83,7 @@ def inference(
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Instructions:
     """1F1B: each backward pass as early as possible, alternating with forward passes.
 
-        python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 6
+        nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---|
@@ -112,7 +112,7 @@ def _in_turns(
 def pipedream(rank: int, ranks: int, microbatches: int) -> Instructions:
     """PipeDream: 1F1B without a flush; every stage updates after each backward pass.
 
-        python -m nnmpi.schedule --pipeline pipedream --stages 4 --microbatches 6
+        nnmpi schedule --pipeline pipedream --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0---|F4 B1---|F5 B2---|.  B3---|.  B4---|.  B5---|
@@ -142,7 +142,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> Instr
     stage for all microbatches, then its second, and so on; the backward passes start with its last
     stage.
 
-        python -m nnmpi.schedule --pipeline interleaved --stages 2 --microbatches 3
+        nnmpi schedule --pipeline interleaved --stages 2 --microbatches 3
 
         time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
         rank 0  0F0 0F1 0F2 2F0 2F1 2F2 .   2B0---- .   2B1---- .   2B2----+0B0---- 0B1---- 0B2----|
@@ -171,7 +171,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> Instructions:
     the weights, for which no stage waits. Stage s runs as in 1F1B, and is s microbatches behind
     with W: it catches up while other stages drain.
 
-        python -m nnmpi.schedule --pipeline zero-bubble --stages 4 --microbatches 6
+        nnmpi schedule --pipeline zero-bubble --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
         rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5|
@@ -189,7 +189,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> Instructions:
 def zb_v(rank: int, ranks: int, microbatches: int) -> Instructions:
     """ZB-V: stages in V order; busy throughout with 1F1B's activations.
 
-        python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 3
+        nnmpi schedule --pipeline zb-v --stages 3 --microbatches 3
 
         time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19
         rank 0  0F0 0F1 0F2 .   .   5F0 5I0 5F1 5I1 5F2 5I2 0I0 5W0 0I1 5W1 0I2 5W2+0W0 0W1 0W2|
@@ -208,7 +208,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Instructions:
 def v_half(rank: int, ranks: int, microbatches: int) -> Instructions:
     """V-Half: as ZB-V, with half of 1F1B's activations, and with M >= R at most half of its bubble.
 
-    python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
+    nnmpi schedule --pipeline v-half --stages 3 --microbatches 3
 
     time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21
     rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
@@ -223,7 +223,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Instructions:
 def v_min(rank: int, ranks: int, microbatches: int) -> Instructions:
     """V-Min: as ZB-V, with a third of 1F1B's activations, and at most two thirds of its bubble.
 
-        python -m nnmpi.schedule --pipeline v-min --stages 3 --microbatches 2
+        nnmpi schedule --pipeline v-min --stages 3 --microbatches 2
 
         time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15
         rank 0  0F0 0F1 .   .   .   5F0 5I0 5F1 5I1 5W0 5W1+0I0 0W0 0I1 0W1|.

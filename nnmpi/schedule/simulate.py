@@ -23,8 +23,8 @@ from math import inf
 from statistics import median
 from typing import TypeAlias
 
+from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.comm.machine import Links, Machine
-from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.schedule import (
     COMPUTE,
     RECEIVES,

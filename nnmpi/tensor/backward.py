@@ -20,7 +20,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.recording import active, record_call
-from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import Function, Grads, Variable, kind_of, record_whole, unbroadcast
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(

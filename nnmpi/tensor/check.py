@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import DtypeError, GraphError
+from nnmpi.base.errors import DtypeError, GraphError
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 

@@ -46,7 +46,7 @@ from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
-from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.placement import Placement, Shard, aligned, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient

@@ -11,7 +11,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
 from nnmpi.backend.kernels import cast
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low, low_dtype, precision
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.placement import is_sharded
 

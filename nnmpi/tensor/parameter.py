@@ -21,8 +21,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call
-from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError, raise_missing
-from nnmpi.shard import Region
+from nnmpi.base.errors import GraphError, ShapeError, UninitializedError, UsageError, raise_missing
+from nnmpi.base.shard import Region
 from nnmpi.tensor.function import Writes
 from nnmpi.tensor.tensor import Tensor
 

@@ -42,8 +42,8 @@ from math import gcd, prod
 from typing import Any, Protocol
 
 from nnmpi.backend.array import Shape
-from nnmpi.errors import LayoutError
-from nnmpi.shard import Region, part, zigzag
+from nnmpi.base.errors import LayoutError
+from nnmpi.base.shard import Region, part, zigzag
 
 FEATURES, ROWS = -1, 1  # the axes that can be sharded
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.sums import sum_over
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
 from nnmpi.tensor.placement import Placement, aligned, is_sharded, moved, uncut
 

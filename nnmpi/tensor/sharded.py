@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from nnmpi.backend.array import Shape
 from nnmpi.backend.recording import active
-from nnmpi.errors import LayoutError
+from nnmpi.base.errors import LayoutError
 from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.placement import Shard, TensorGroup, beside, is_sharded
 from nnmpi.tensor.tensor import Tensor

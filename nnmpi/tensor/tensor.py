@@ -39,7 +39,7 @@ from nnmpi.backend.array import (
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
 from nnmpi.backend.recording import refuse
-from nnmpi.errors import (
+from nnmpi.base.errors import (
     DtypeError,
     GraphError,
     LayoutError,
@@ -51,7 +51,7 @@ from nnmpi.errors import (
     shortened,
     whole,
 )
-from nnmpi.launcher import read_launch
+from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
 from nnmpi.tensor.function import Function, Variable

@@ -1,6 +1,6 @@
 """The train command: from a command line to a trained network in a run's folder.
 
-From `python -m nnmpi.train` to the first update, in reading order:
+From `nnmpi train` to the first update, in reading order:
 
     __main__       calls cli.launch
     cli            starts MPI; rank 0 merges command line, TOML file and resumed run into one

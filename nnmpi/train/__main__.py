@@ -1,4 +1,4 @@
-"""`python -m nnmpi.train`: see `--help`."""
+"""`nnmpi train`: see `--help`."""
 
 import gc
 import sys

@@ -13,20 +13,20 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
+from nnmpi.base.command import flag_of, require
+from nnmpi.base.custom import call_custom, is_custom, load_custom
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.command import flag_of, require
+from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
-from nnmpi.custom import call_custom, is_custom, load_custom
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
-from nnmpi.mesh import Mesh
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm

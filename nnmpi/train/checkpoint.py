@@ -40,17 +40,11 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.comm.agreement import on_root
-from nnmpi.comm.buffers import as_bytes
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import replicate
-from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import Trainer, Training
-from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as, whole
-from nnmpi.files import (
+from nnmpi.base.errors import CheckpointError, DataError, UsageError, counted, raised_as, whole
+from nnmpi.base.files import (
     foreign,
     read_json,
     read_text,
@@ -60,7 +54,13 @@ from nnmpi.files import (
     write_atomically,
     write_synced,
 )
-from nnmpi.mesh import AXES, Mesh
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.buffers import as_bytes
+from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import AXES, Mesh
+from nnmpi.compose.arrange import replicate
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer

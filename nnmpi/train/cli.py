@@ -19,12 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import exit_refused
-from nnmpi.comm.mpi.start import start
-from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import (
+from nnmpi.base.command import (
     Console,
     check_numbers,
     make_section,
@@ -32,11 +27,16 @@ from nnmpi.command import (
     read_words,
     watch_alone,
 )
+from nnmpi.base.errors import HelpAsked, UsageError
+from nnmpi.base.files import read_text
+from nnmpi.base.launcher import read_launch
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.shutdown import exit_refused
+from nnmpi.comm.mpi.start import start
+from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
-from nnmpi.errors import HelpAsked, UsageError
-from nnmpi.files import read_text
-from nnmpi.launcher import read_launch
 from nnmpi.train.computing import take_backend
 from nnmpi.train.config import (
     ONLY_WITH,
@@ -56,8 +56,8 @@ T = TypeVar("T")
 
 EXIT_LIMIT_S = 60.0  # all ranks end together: a rank that exits this long before others has failed
 
-PROGRAM = "python -m nnmpi.train"
-DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
+PROGRAM = "nnmpi train"
+DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train [options].
 
 Without options: a small convolutional network on the bundled digits."""
 
@@ -290,8 +290,8 @@ class OpeningConfig:
     best: bool = False
     """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
     weights: Path | None = None
-    """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of python
-    -m nnmpi.export (default: the run's).
+    """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of nnmpi
+    export (default: the run's).
     """
     dp: int | None = None
     """Data-parallel replicas, which share the samples (default: as many as the ranks allow)."""

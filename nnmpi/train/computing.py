@@ -16,15 +16,15 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.device import REMEDY, expects_device, select
 from nnmpi.backend.kernels import jit, load
+from nnmpi.base.command import Switch
+from nnmpi.base.errors import DeviceError, NnmpiError, UsageError, counted
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.buffers import cuda_aware
 from nnmpi.comm.group import Group
-from nnmpi.command import Switch
 from nnmpi.data.dataset import Samples
-from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
 from nnmpi.train.config import Config, OptimizationConfig, RunConfig
-from nnmpi.units import format_bytes
 
 # numba's kernels are used from this number of multiplications on, counted over all forward passes
 # of a run. Training then takes some seconds, and loading numba 0.2 s. A CNN on digits regains the

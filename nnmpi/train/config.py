@@ -1,6 +1,6 @@
 """The options of a run: one frozen dataclass per subject, checked when it is made.
 
-A field is an option of the command line (see `nnmpi.command`) and its docstring is the option's
+A field is an option of the command line (see `nnmpi.base.command`) and its docstring is the option's
 help. Names are unique over all sections. `None` means "not given". Files hold options by name:
 
     flatten(Config())        {"model": "cnn", "hidden": [128, 64], ...}    JSON values only
@@ -14,10 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from nnmpi.comm.fit import parse_network
-from nnmpi.comm.machine import Machine
-from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import (
+from nnmpi.base.command import (
     Option,
     Switch,
     check_numbers,
@@ -28,12 +25,15 @@ from nnmpi.command import (
     require,
     suggest,
 )
-from nnmpi.custom import Custom, is_custom
+from nnmpi.base.custom import Custom, is_custom
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import Bytes, Every
+from nnmpi.comm.fit import parse_network
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.data.transform import AUGMENTATIONS
-from nnmpi.errors import UsageError
-from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
-from nnmpi.units import Bytes, Every
+from nnmpi.parallel.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
@@ -90,8 +90,7 @@ class ParallelConfig:
     """The parallel layout."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: the layout with the shortest predicted step within --memory-limit, as python -m
-    nnmpi.plan finds it. The layout options below are then left out.
+    """auto: the layout with the shortest predicted step within --memory-limit, as nnmpi plan finds it. The layout options below are then left out.
     """
     dp: int | Literal["auto"] = "auto"
     """Data-parallel replicas, which share each batch. dp x pp x tp x sp must be the number of MPI

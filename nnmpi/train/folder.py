@@ -8,8 +8,8 @@ runs/digits-cnn-20260101-120000/
   starts.jsonl        a line per start: command, time, host, versions, header
   finished.json       present if all ranks have reached the end: last step, results, hash of the
                       weights
-  evaluation.json     the last result of `python -m nnmpi.evaluate`, with the confusion matrix
-  faults.jsonl        the faults that ended starts, under `python -m nnmpi.run`
+  evaluation.json     the last result of `nnmpi evaluate`, with the confusion matrix
+  faults.jsonl        the faults that ended starts, under `nnmpi run`
   flight/             after a stall: each rank's position, last operations and stacks
   checkpoints/        see checkpoint.py
   model/              with --model gpt, at the end: in the format of Hugging Face's transformers
@@ -27,10 +27,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nnmpi.custom import is_foreign, short_name
-from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, UsageError, raised_as
-from nnmpi.files import (
+from nnmpi.base.custom import is_foreign, short_name
+from nnmpi.base.errors import CheckpointError, UsageError, raised_as
+from nnmpi.base.files import (
     LOCK_FILE,
     appending,
     folder_atomically,
@@ -39,6 +38,7 @@ from nnmpi.files import (
     sync_folder,
     write_json,
 )
+from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.train.signature import versions

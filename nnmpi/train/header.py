@@ -5,16 +5,16 @@ import platform
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
+from nnmpi.base.custom import name_of
+from nnmpi.base.errors import counted
 from nnmpi.comm.fit import describe_network
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
-from nnmpi.custom import name_of
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
-from nnmpi.errors import counted
 from nnmpi.nn.norm import has_batch_norm
-from nnmpi.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.slow import Slow
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba
@@ -157,7 +157,7 @@ def _fit(group: Group) -> str:
     if group.size == 1:
         return "none, one rank sends nothing"
     if group.fit is None:
-        return f"none; make one with: mpirun -n {group.size} python -m nnmpi.comm fit"
+        return f"none; make one with: mpirun -n {group.size} nnmpi comm fit"
     return (
         f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
     )

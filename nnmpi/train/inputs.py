@@ -11,11 +11,13 @@ from typing import TypeGuard
 import numpy as np
 
 from nnmpi.backend.random import stream
+from nnmpi.base.command import check_numbers, flag_of, require
+from nnmpi.base.custom import call_custom, custom_file, is_custom
+from nnmpi.base.errors import UsageError, counted
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
-from nnmpi.command import check_numbers, flag_of, require
+from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
-from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
@@ -23,8 +25,6 @@ from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
-from nnmpi.errors import UsageError, counted
-from nnmpi.mesh import Mesh
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
 from nnmpi.train.signature import ModelSignature, versions

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-import nnmpi.clock as clock
-from nnmpi.command import Console
+import nnmpi.base.clock as clock
+from nnmpi.base.command import Console
+from nnmpi.base.units import format_seconds
 from nnmpi.compose.stats import PARTS, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
-from nnmpi.units import format_seconds
 
 TRAFFIC = ("comm_bytes", "comm_calls")
 PRINT_EVERY_S = 5.0  # between two lines of progress within an epoch

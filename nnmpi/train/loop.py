@@ -30,16 +30,10 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-import nnmpi.clock as clock
-from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
-from nnmpi.comm.group import Group
-from nnmpi.comm.world import WARNING_S
-from nnmpi.command import Console
-from nnmpi.compose.stats import PARTS, StepReport, Totals
-from nnmpi.compose.trainer import Progress
-from nnmpi.custom import load_custom
-from nnmpi.data.loader import Batch
-from nnmpi.errors import (
+import nnmpi.base.clock as clock
+from nnmpi.base.command import Console
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import (
     CheckpointError,
     NnmpiError,
     ShapeError,
@@ -48,7 +42,14 @@ from nnmpi.errors import (
     raised_as,
     shortened,
 )
-from nnmpi.files import locked, read_json, write_json
+from nnmpi.base.files import locked, read_json, write_json
+from nnmpi.base.units import format_duration
+from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.world import WARNING_S
+from nnmpi.compose.stats import PARTS, StepReport, Totals
+from nnmpi.compose.trainer import Progress
+from nnmpi.data.loader import Batch
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import dropout_of, heads_of
 from nnmpi.train.checkpoint import (
@@ -69,7 +70,6 @@ from nnmpi.train.log import Reporter, describe_result
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.run import TrainingRun, set_up
 from nnmpi.train.trace import Tracer
-from nnmpi.units import format_duration
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WOKEN = signal.SIGCONT
@@ -401,7 +401,7 @@ class Loop:
         return self.state
 
     def _how_to_resume(self) -> str:
-        return f"continue with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
+        return f"continue with: nnmpi train --resume {quote(str(self._run.folder.path))}"
 
 
 def is_due(count: int, every: int) -> bool:
@@ -456,7 +456,7 @@ def begin(
         chosen = None
         if config.parallel.layout == "auto":
             # imported here: other starts do not need the planner
-            from nnmpi.train.planner.auto_layout import choose
+            from nnmpi.train.auto_layout import choose
 
             chosen = choose(config, group, backend, console.say)
             config = chosen.config
@@ -503,7 +503,7 @@ def begin(
         if group.is_root:
             if chosen is not None:
                 console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
-            console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
+            console.say(f"curves: nnmpi report {quote(str(folder.path))}")
 
 
 def _how_to_continue(run: TrainingRun) -> str:

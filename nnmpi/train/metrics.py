@@ -67,10 +67,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import nnmpi.clock as clock
-from nnmpi.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.files import appending, foreign, parse_json, read_text, write_atomically
-from nnmpi.synchrony.consistency import Staleness
+import nnmpi.base.clock as clock
+from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
+from nnmpi.base.files import appending, foreign, parse_json, read_text, write_atomically
+from nnmpi.parallel.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
 to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder per call

@@ -23,6 +23,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
@@ -34,7 +35,6 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import read_array
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
@@ -270,7 +270,7 @@ def load(
         run: the folder of a run, or of a GPT-2 in Hugging Face's format.
         best: use the best evaluation's weights, which `--keep-best` saved, instead of the last.
         weights: use those of a PyTorch state_dict instead: a .safetensors file with the names that
-            `nnmpi.export` writes.
+            `nnmpi export` writes.
         trust: execute the user code, FILE.py:NAME, that the run names.
 
     Raises:

@@ -20,11 +20,11 @@ from typing import Any, Self
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import CheckpointError, DataError, shortened
+from nnmpi.base.files import rebuilt
+from nnmpi.base.version import VERSION
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
-from nnmpi.errors import CheckpointError, DataError, shortened
-from nnmpi.files import rebuilt
-from nnmpi.version import VERSION
 
 METADATA = "nnmpi"  # key of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"

@@ -9,10 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from nnmpi.base.errors import CommError, NnmpiError, raised_as
+from nnmpi.base.timeline import (
+    Timeline,
+    TraceEvent,
+    recording,
+    split_waits,
+    to_chrome,
+    write_chrome,
+)
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, NnmpiError, raised_as
-from nnmpi.timeline import Timeline, TraceEvent, recording, split_waits, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
 

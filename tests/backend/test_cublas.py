@@ -10,7 +10,7 @@ from nnmpi.backend import cublas
 from nnmpi.backend.cublas import Products
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from tests.device.library import load
 
 BFLOAT16 = bfloat16()

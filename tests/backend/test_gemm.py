@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16, use_precision
 from nnmpi.backend.recording import Recorder
-from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DeviceError, DtypeError, ShapeError, UsageError
 from tests.device.library import load
 
 GEMM = import_module("nnmpi.backend.gemm")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.random import key_pair, random_bits, stream
-from nnmpi.shard import split
+from nnmpi.base.shard import split
 
 
 def test_a_stream_depends_on_seed_and_names_alone():

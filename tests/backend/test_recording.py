@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.recording import MemoryPool, Recorder, alias, record_call, refuse
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.backend.array import is_array, mixed_error, namespace
 from nnmpi.backend.device import select
-from nnmpi.errors import DeviceError, UsageError
+from nnmpi.base.errors import DeviceError, UsageError
 
 
 def fake_cupy(devices):

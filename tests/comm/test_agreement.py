@@ -4,6 +4,14 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import (
+    CheckpointError,
+    CommError,
+    DataError,
+    LayoutError,
+    NnmpiError,
+    UsageError,
+)
 from nnmpi.comm.agreement import (
     CollectivePhase,
     agree,
@@ -14,7 +22,6 @@ from nnmpi.comm.agreement import (
 )
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CheckpointError, CommError, DataError, LayoutError, NnmpiError, UsageError
 from tests.harness.refusals import told
 
 

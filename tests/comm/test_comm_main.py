@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.units import format_seconds
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fit import find_network_fit, save_fit
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import compare, render
-from nnmpi.custom import load_custom
-from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.units import format_seconds
 from tests.comm.test_fit import make as make_fit
 
 

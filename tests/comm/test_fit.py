@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import nnmpi.comm.fit
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.measure import facts, find_fit, measure, time_calls
-from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 FACTS = {
@@ -79,7 +79,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 def test_what_is_no_fit_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "fit.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"fit.json: not a readable fit.*python -m nnmpi.comm fit"):
+    with pytest.raises(UsageError, match=r"fit.json: not a readable fit.*nnmpi comm fit"):
         load_fit(file)
     values = make().to_json()
     values["machine"]["inside"]["one_way"]["points"] = [[8, 1e-6], [4, 1e-6]]

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.base.timeline import Timeline, recording
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
-from nnmpi.timeline import Timeline, recording
 
 VALUES = [
     None,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import ShapeError
 from nnmpi.comm import buffers
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
-from nnmpi.errors import ShapeError
 
 ARRAYS: list[Array] = [
     np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.comm.algorithms.bruck import bruck_reduce_scatter
 from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -25,7 +26,6 @@ from nnmpi.comm.collective import (
     runs,
 )
 from nnmpi.comm.prove import prove, prove_steps
-from nnmpi.errors import ScheduleError, UsageError
 from tests.comm.formulas import formulas
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)

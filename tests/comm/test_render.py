@@ -5,10 +5,10 @@ import re
 
 import pytest
 
+from nnmpi.base.errors import ScheduleError
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
-from nnmpi.errors import ScheduleError
 
 RING = """\
 all-reduce by ring, 3 ranks

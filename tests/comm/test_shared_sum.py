@@ -11,11 +11,11 @@ import pytest
 from mpi4py import MPI
 
 import nnmpi.comm.node_sum as node_sum
+from nnmpi.base.errors import CommError, DeviceError, ShapeError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum, own_slice
-from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
 from tests.comm.memory import shared_memory
 from tests.harness.job import mpirun, run
 from tests.harness.refusals import told

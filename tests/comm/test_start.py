@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.mpi.start import read_limit
-from nnmpi.errors import UsageError
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import once_more
 
@@ -22,7 +22,7 @@ SOON_S = 30.0  # where many programs share few cores; else it is one or two
 BEGIN = """
 import math, os, sys, threading, time
 from nnmpi.comm.mpi.start import start
-from nnmpi.errors import DataError, LayoutError
+from nnmpi.base.errors import DataError, LayoutError
 
 group = start(exit_limit_s=2)
 rank = group.rank

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import DataError, LaunchError
+from nnmpi.base.launcher import Launch
 from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.comm.mpi.start import (
     NO_NETWORK,
     refuse_mismatch,
     stays_on_one_node,
 )
-from nnmpi.errors import DataError, LaunchError
-from nnmpi.launcher import Launch
 from tests.harness.refusals import told
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_a_job_without_a_home_directory_starts() -> None:
 
 def test_an_error_without_an_output_is_one_sentence() -> None:
     """Python's stdout is None if it was closed before the start (`>&-`)."""
-    words = f"{sys.executable} -m nnmpi.predict nowhere none.csv >&-"
+    words = f"{sys.executable} -m nnmpi predict nowhere none.csv >&-"
     ran = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2
     assert ran.stderr.startswith("nnmpi: nowhere: there is no run") and ran.stderr.count("\n") == 1

@@ -54,7 +54,7 @@ def test_what_proves_draws_simulates_and_checks_needs_no_unix() -> None:
     """And no MPI."""
     program = """
 from nnmpi.comm.__main__ import main as comm
-from nnmpi.exercise.__main__ import main as exercise; print(exercise(["ring-all-reduce"]))
+from nnmpi.teaching.exercise.__main__ import main as exercise; print(exercise(["ring-all-reduce"]))
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.comm.simulated.simulated_world import simulate
 print(comm(["render", "ring", "--ranks", "3"]))

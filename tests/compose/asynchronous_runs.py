@@ -15,8 +15,8 @@ from nnmpi.compose.trainer import SegmentReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
-from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 

@@ -7,11 +7,11 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.base.errors import DeviceError, LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.errors import CommError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     SEGMENTS,

@@ -8,8 +8,8 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport
-from nnmpi.synchrony.consistency import Staleness
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.consistency import Staleness
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import make, name_of, skip_unless_fitting, train
 from tests.compose.small_runs import ROWS
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, ops, optim
+from nnmpi.base.errors import UsageError
+from nnmpi.base.timeline import Timeline, recording
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
 from nnmpi.tensor.sharded import whole
-from nnmpi.timeline import Timeline, recording
 from tests.compose.small_runs import dataset
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, batches, build, evaluate, release, run

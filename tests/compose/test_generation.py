@@ -10,12 +10,12 @@ import pytest
 
 from nnmpi import Tensor, models, nn
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import TokenGenerator
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.module import Module
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14

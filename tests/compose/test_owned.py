@@ -13,8 +13,8 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
 
 pytestmark = pytest.mark.mpi

@@ -10,12 +10,12 @@ import pytest
 
 from nnmpi import models, nn, optim
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor

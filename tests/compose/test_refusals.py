@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from nnmpi import models, optim
+from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 

@@ -5,11 +5,11 @@ before.
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import UsageError
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     all_reduced,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, optim, timeline
+from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
@@ -18,7 +19,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
-from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.host_only(

@@ -16,8 +16,8 @@ from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.slow import Slow
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, build, dataset, optimizer_of
 
 # short, so that ranks do not ask one another for signals: they do so ten times a second at most

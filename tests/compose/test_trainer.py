@@ -11,8 +11,8 @@ from nnmpi.compose.layout import Numerics
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, Trainer
 from nnmpi.compose.worker import Worker
-from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import all_reduced, loader_of, rate
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 

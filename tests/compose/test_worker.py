@@ -9,11 +9,11 @@ import pytest
 
 import nnmpi
 from nnmpi import data, models, nn, optim
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.errors import ShapeError, UsageError
 from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told
 

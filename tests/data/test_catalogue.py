@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.files import read_bytes
 from nnmpi.data import catalogue
 from nnmpi.data.catalogue import Source, download, load, prepare
-from nnmpi.errors import DataError, UsageError
-from nnmpi.files import read_bytes
 from tests.data.locked import lock
 
 

@@ -3,8 +3,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
-from nnmpi.errors import DataError, UsageError
 
 
 def table(n: int, classes: int = 3) -> Dataset:

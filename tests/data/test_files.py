@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.errors import UsageError
-from nnmpi.files import cache_folder, locked
+from nnmpi.base.errors import UsageError
+from nnmpi.base.files import cache_folder, locked
 
 
 def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

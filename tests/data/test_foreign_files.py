@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import CheckpointError, DataError, NnmpiError, translated
+from nnmpi.base.files import foreign, read_json
 from nnmpi.data.catalogue import load
 from nnmpi.data.images import read_idx
 from nnmpi.data.tokenizer import CharacterTokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, DataError, NnmpiError, translated
-from nnmpi.files import foreign, read_json
 from nnmpi.models.gpt import gpt
 from nnmpi.models.pretrained import CONFIG, WEIGHTS, read_dropout, read_size, save_pretrained
 from nnmpi.train.checkpoint import TensorFile

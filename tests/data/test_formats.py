@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DataError
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.images import (
@@ -24,7 +25,6 @@ from nnmpi.data.images import (
     read_idx,
 )
 from nnmpi.data.tables import load_npz, read_csv, read_samples, to_dataset
-from nnmpi.errors import DataError
 from tests.data.locked import lock
 
 Damage = Callable[[bytes], bytes]
@@ -265,7 +265,7 @@ def test_a_small_file_does_not_fill_the_memory(
     """Beyond a hundred times its size it is refused, by what it says of itself or while it
     unpacks.
     """
-    monkeypatch.setattr("nnmpi.files.UNPACKED_BYTES", 2**16)
+    monkeypatch.setattr("nnmpi.base.files.UNPACKED_BYTES", 2**16)
     zeros = bytes(2**24)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n" + zeros))
     (tmp_path / "images.gz").write_bytes(

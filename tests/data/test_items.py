@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DataError, UsageError
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.errors import DataError, UsageError
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
-from nnmpi.errors import ShapeError, UsageError
 from tests.data.conftest import prefetch_threads
 
 AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DataError, NnmpiError, UsageError
 from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text, load
 from nnmpi.data.loader import Batch, Loader
@@ -23,7 +24,6 @@ from nnmpi.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from nnmpi.errors import DataError, NnmpiError, UsageError
 from tests.data.locked import lock
 
 LINES = [

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.transform import (
     ColorJitter,
@@ -17,7 +18,6 @@ from nnmpi.data.transform import (
     Transform,
     integers,
 )
-from nnmpi.errors import ShapeError, UsageError
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
 ALL = [

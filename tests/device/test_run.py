@@ -56,7 +56,7 @@ def train(folder: Path, backend: str, words: str, ranks: int = 1, **environ: str
 
 def verify(folder: Path, words: str, ranks: int, double: bool) -> Ending:
     """Run the command that compares a layout with one rank, with the double of CuPy or without."""
-    command = [*mpirun(ranks), sys.executable, "-m", "nnmpi.verify", *words.split()]
+    command = [*mpirun(ranks), sys.executable, "-m", "nnmpi", "verify", *words.split()]
     paths = [str(ROOT), *([str(FOLDER)] if double else [])]
     return run(
         command, folder / "output", 120.0, {"PYTHONPATH": os.pathsep.join(paths)}, cwd=folder

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import LayoutError
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError
 from tests.equivalence import own
 from tests.equivalence.cover import kinds, layers, spread
 from tests.equivalence.reference import Setup, build, release

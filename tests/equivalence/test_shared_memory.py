@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from tests.equivalence import reference
 

@@ -12,6 +12,7 @@ import pytest
 
 from nnmpi import nn, ops, optim
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.asynchronous import AsynchronousWorker
@@ -20,8 +21,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Loader
-from nnmpi.errors import UsageError
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
 from tests.equivalence import own
 from tests.equivalence.rows import TIME, TOKENS, tokens

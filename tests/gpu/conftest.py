@@ -8,9 +8,9 @@ import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
+from nnmpi.base.errors import LaunchError
+from nnmpi.base.launcher import read_launch
 from nnmpi.comm.mpi.start import import_mpi
-from nnmpi.errors import LaunchError
-from nnmpi.launcher import read_launch
 from tests.device import interpreted
 from tests.device.library import device_backend
 

@@ -13,7 +13,7 @@ import pytest
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.backend.windows import windows
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.pool import max_pool2d

@@ -10,9 +10,9 @@ from nnmpi import nn, ops
 from nnmpi.backend.array import mixed_error
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.kernels import jit
-from nnmpi.errors import DeviceError, NnmpiError, ShapeError
+from nnmpi.base.errors import DeviceError, NnmpiError, ShapeError
+from nnmpi.base.units import format_bytes
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import format_bytes
 
 
 def test_out_of_memory(device: Backend) -> None:

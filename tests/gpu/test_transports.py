@@ -7,6 +7,8 @@ import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
+from nnmpi.base.errors import CommError, NnmpiError, UsageError
+from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
 from nnmpi.comm.collective import (
@@ -18,8 +20,6 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
 )
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, NnmpiError, UsageError
-from nnmpi.shard import part
 
 SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
 OTHERS = [

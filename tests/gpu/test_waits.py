@@ -15,6 +15,7 @@ import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.kernels import jit
+from nnmpi.base.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.comm import buffers, execution
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
@@ -23,10 +24,9 @@ from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
-from nnmpi.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.nn.mode import training
 from nnmpi.optim import clip
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import digits
 from tests.gpu.play import no_waiting

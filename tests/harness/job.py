@@ -47,7 +47,9 @@ class Ending:
 
 def mpirun(ranks: int) -> list[str]:
     """Return the beginning of a command that starts `ranks` ranks, as the supervisor's does."""
-    from nnmpi.launching import find_mpirun  # here: the harness's help needs nothing but Python
+    from nnmpi.commands.launching import (
+        find_mpirun,  # here: the harness's help needs nothing but Python
+    )
 
     return [find_mpirun(), "-n", str(ranks)]
 
@@ -77,7 +79,7 @@ def run(
         cwd: the working directory.
         once_more: whether a launcher that could not start anything is asked again.
     """
-    from nnmpi.launching import NOT_STARTED  # late: see `mpirun`
+    from nnmpi.commands.launching import NOT_STARTED  # late: see `mpirun`
 
     variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()
@@ -118,6 +120,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    from nnmpi.launching import kill  # late: see `mpirun`
+    from nnmpi.commands.launching import kill  # late: see `mpirun`
 
     kill(process.pid)

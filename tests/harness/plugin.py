@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from nnmpi.base.errors import LaunchError
+from nnmpi.base.launcher import read_launch
 from nnmpi.comm.mpi.start import start
-from nnmpi.errors import LaunchError
-from nnmpi.launcher import read_launch
 from tests.harness import left_out, records
 from tests.harness.records import CLAIMS, DEFAULT_LIMIT_S, LIMIT, RUN_FOLDER
 

@@ -42,13 +42,13 @@ import threadpoolctl
 
 from nnmpi import run as supervisor
 from nnmpi.backend import blas
+from nnmpi.base.errors import CheckpointError, NnmpiError
+from nnmpi.base.launcher import usable_cores
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.launcher import usable_cores
-from nnmpi.launching import Launcher
-from nnmpi.run import GaveUp, SupervisedRun, Supervisor
+from nnmpi.commands.launching import Launcher
+from nnmpi.commands.run import GaveUp, SupervisedRun, Supervisor
 from nnmpi.train import checkpoint, inputs
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics

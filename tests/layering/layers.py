@@ -131,7 +131,7 @@ LATE_IMPORTS = {
     ): "it imports Python's email; a run that goes on needs neither",
     (
         "nnmpi/train/loop.py",
-        "nnmpi.train.planner.auto_layout",
+        "nnmpi.train.auto_layout",
     ): "the planner, of use with --layout auto alone",
 }
 
@@ -145,7 +145,7 @@ FOREIGN_FLAGS = {
 }
 
 # Who pickles all the same: objects of mpi4py's programs travel so, and stay in the process.
-PICKLERS = frozenset({"nnmpi/comm/simulated/mpi_front.py"})
+PICKLERS = frozenset({"nnmpi/teaching/mpi_front.py"})
 
 PICKLES = frozenset(
     {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

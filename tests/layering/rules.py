@@ -26,7 +26,7 @@ MUTATORS = frozenset(
     }
 )
 
-# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`,
+# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.comm.mesh.Mesh.shape`,
 # `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
 UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")

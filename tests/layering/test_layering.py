@@ -18,7 +18,7 @@ GOOD = {
         '"""Tensors."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'
     ),
     "tensor/tape.py": (
-        '"""The tape."""\n\nimport nnmpi.errors\n\n\nclass Tape:\n    """A tape."""\n'
+        '"""The tape."""\n\nimport nnmpi.base.errors\n\n\nclass Tape:\n    """A tape."""\n'
     ),
     "nn/__init__.py": '"""Layers."""\n',
     "nn/linear.py": '"""Linear."""\n\nfrom nnmpi.tensor.tape import Tape\n',

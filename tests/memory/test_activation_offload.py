@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
+from nnmpi.base.errors import UsageError
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nnmpi import models
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import swapping_plan
 from nnmpi.memory.plan import Act
 from nnmpi.memory.recompute import RecomputedModel

@@ -10,13 +10,14 @@ import pytest
 
 import nnmpi
 from nnmpi import models, optim
+from nnmpi.base.errors import UsageError
+from nnmpi.base.timeline import Timeline, recording, to_chrome
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.errors import UsageError
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -25,7 +26,6 @@ from nnmpi.memory.ledger import (
     MemoryLedger,
     MemoryReport,
 )
-from nnmpi.timeline import Timeline, recording, to_chrome
 from tests.equivalence.reference import Setup, batches, build
 
 HIDDEN = (30, 20, 40)

@@ -9,8 +9,8 @@ from math import comb, inf
 
 import pytest
 
-from nnmpi.errors import UsageError
-from nnmpi.memory.__main__ import main
+from nnmpi.base.errors import UsageError
+from nnmpi.commands.memory import main
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,

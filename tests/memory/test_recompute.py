@@ -8,7 +8,7 @@ import pytest
 from nnmpi import models, nn, ops
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
-from nnmpi.errors import GraphError, UsageError
+from nnmpi.base.errors import GraphError, UsageError
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.nn.compiled import compile

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 
 TIME, TOKENS = 7, 23
 

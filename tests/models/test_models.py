@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops, optim
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 
 def shapes(model):

@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nnmpi import models, nn
+from nnmpi.base.errors import DataError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import DataError, UsageError
 from nnmpi.models.pretrained import (
     GPTSize,
     load_pretrained,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops
-from nnmpi.errors import CheckpointError
+from nnmpi.base.errors import CheckpointError
 from nnmpi.models.torch_weights import (
     from_torch,
     read_torch,

@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.backend.array import Array
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
 from nnmpi.nn.chain import ModelPart, join_layers, open_chain, run_layers, stashed_at
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash

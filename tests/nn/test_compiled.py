@@ -13,7 +13,7 @@ from hypothesis import given, settings
 import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function

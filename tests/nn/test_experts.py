@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
+from nnmpi.base.shard import split
+from nnmpi.base.timeline import Timeline, recording
 from nnmpi.comm.group import Group
-from nnmpi.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.ops.activation import gelu, softmax
 from nnmpi.ops.experts import Experts, Gate
 from nnmpi.parallel.experts import share_experts
-from nnmpi.shard import split
 from nnmpi.tensor import check_gradients
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import Timeline, recording
 from tests.harness.refusals import told
 
 FEATURES, EXPERTS, POSITIONS = 4, 5, 6

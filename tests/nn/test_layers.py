@@ -10,7 +10,7 @@ import pytest
 import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import NnmpiError, ShapeError
+from nnmpi.base.errors import NnmpiError, ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, concatenate, stack

@@ -6,7 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.shard import Region
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
 from nnmpi.nn.linear import Linear
@@ -14,7 +15,6 @@ from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.optim.updates import SGD
-from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 

@@ -10,7 +10,7 @@ import pytest
 
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
-from nnmpi.errors import DeviceError, GraphError, UsageError
+from nnmpi.base.errors import DeviceError, GraphError, UsageError
 
 
 def test_reprs_say_what_it_is() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, ConvTranspose2d

@@ -13,11 +13,11 @@ import pytest
 import nnmpi
 from nnmpi import ops
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import CommError, ShapeError, UsageError
+from nnmpi.base.shard import part, split
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, ShapeError, UsageError
 from nnmpi.ops import collectives as exchange
 from nnmpi.parallel.sharded.conv import RowWindows, halo
-from nnmpi.shard import part, split
 from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import told

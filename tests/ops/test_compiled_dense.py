@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi.backend.kernels import jit, kernels_for
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.ops.activation import gelu, linear_gelu, relu, silu
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.linear import linear_relu

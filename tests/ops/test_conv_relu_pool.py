@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import im2col, winograd_numpy
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool

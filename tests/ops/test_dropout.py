@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.random import key_pair
+from nnmpi.base.shard import split
 from nnmpi.ops.dropout import dropout
-from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 200, 500

@@ -12,7 +12,7 @@ import pytest
 import nnmpi
 from nnmpi import ops, tensor
 from nnmpi.backend.precision import bfloat16, is_floating
-from nnmpi.errors import DtypeError, UsageError
+from nnmpi.base.errors import DtypeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 LOW = {"bf16": bfloat16(), "fp16": np.dtype(np.float16)}

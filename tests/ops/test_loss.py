@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi.errors import ShapeError
+from nnmpi.base.errors import ShapeError
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
 from nnmpi.tensor.tensor import Tensor
 

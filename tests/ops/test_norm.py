@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.sums import ELEMENTS
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
 from nnmpi.tensor.tensor import Tensor
 

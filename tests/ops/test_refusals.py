@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, ops
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 SINGLE = Tensor(np.zeros(3, "float32"))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi import nn
-from nnmpi.errors import CheckpointError
+from nnmpi.base.errors import CheckpointError
 from nnmpi.optim import optimizer
 from nnmpi.optim.clip import (
     FIRST,

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import LayoutError, NnmpiError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import LayoutError, NnmpiError, UsageError
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.nn.module import Module
@@ -19,9 +19,9 @@ from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.muon import Muon, deal, orthogonalize
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.parameter import FlatStorage
 from tests.harness.refusals import told
 

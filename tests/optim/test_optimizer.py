@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.optim import optimizer
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.optimizer import Arrays

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
-from nnmpi.errors import DtypeError, NnmpiError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, NnmpiError, ShapeError, UsageError
 from nnmpi.optim.clip import clip_by_global_norm
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling

@@ -14,10 +14,10 @@ import pytest
 from nnmpi import nn, ops, optim
 from nnmpi.backend.array import namespace
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
-from nnmpi.shard import split
 from tests.device.library import device_backend
 
 Make = Callable[[Any], Optimizer]

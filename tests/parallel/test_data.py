@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops, optim
+from nnmpi.base.errors import DivergenceError, UsageError
+from nnmpi.base.shard import part
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.shard import part
 from nnmpi.tensor import Tensor
 from tests.harness.refusals import caught
 from tests.worker_options import grouped

@@ -5,9 +5,9 @@ import pytest
 
 from nnmpi import models, nn
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.updates import SGD

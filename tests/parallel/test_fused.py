@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
-from nnmpi.errors import UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.optim import updates

@@ -14,6 +14,8 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import CommError, NnmpiError, UsageError, name_ranks
+from nnmpi.base.shard import part
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
@@ -22,11 +24,9 @@ from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.shard import part
-from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor import Function, Tensor
 from tests.equivalence.reference import Setup, run
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import CheckpointError, CommError, LayoutError, NnmpiError
+from nnmpi.base.shard import Region, part
 from nnmpi.comm.group import Group
-from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError
 from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, shard_maps
-from nnmpi.shard import Region, part
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "column": (5, 7),

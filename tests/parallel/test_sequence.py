@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, models, nn, ops
+from nnmpi.base.errors import LayoutError
+from nnmpi.base.shard import split, zigzag
+from nnmpi.base.timeline import Timeline, recording
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import LayoutError
 from nnmpi.nn.activation import mask_key
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
-from nnmpi.shard import split, zigzag
 from nnmpi.tensor.sharded import whole
-from nnmpi.timeline import Timeline, recording
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, TEXT, TIME, TOKENS, tokens
 

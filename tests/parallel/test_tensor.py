@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn
+from nnmpi.base.errors import CommError, LayoutError, ShapeError, UsageError
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
 from nnmpi.parallel.replication import check_replicas

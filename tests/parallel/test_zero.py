@@ -15,6 +15,8 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import DeviceError, DivergenceError, UsageError
+from nnmpi.base.shard import part
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_comm import SimulatedComm
@@ -25,12 +27,10 @@ from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
-from nnmpi.shard import part
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, differences, run

@@ -34,21 +34,21 @@ FAULTS = (
     # ---- plans: layouts, and what of a pass is kept ----
     Fault(
         "price: the gradient of a stage is sent for nothing",
-        "nnmpi/train/planner/price.py",
+        "nnmpi/planner/price.py",
         "return (round(self._entering(layer, rows) / candidate.sp),)",
         "return (round(self._entering(layer, rows)) * (send.kind is Kind.SEND_ACT),)",
         "tests/train/test_planner.py",
     ),
     Fault(
         "price: ranks that share an update do it whole",
-        "nnmpi/train/planner/price.py",
+        "nnmpi/planner/price.py",
         "* part / shared",
         "* part",
         "tests/train/test_planner.py",
     ),
     Fault(
         "search: the first layout ends it",
-        "nnmpi/train/planner/price.py",
+        "nnmpi/planner/price.py",
         "while queue and len(best) < count:",
         "while queue and not best:",
         "tests/train/test_planner.py",
@@ -140,17 +140,17 @@ FAULTS = (
     ),
     Fault(
         "shard: the longer parts come last",
-        "nnmpi/shard.py",
+        "nnmpi/base/shard.py",
         "return range(start, start + short + (index < longer))",
         "return range(start, start + short + (index <= longer))",
-        "tests/test_shard.py",
+        "tests/base/test_shard.py",
     ),
     Fault(
         "buckets: a limit is passed",
-        "nnmpi/shard.py",
+        "nnmpi/base/shard.py",
         "if i > start and total + size > limit:",
         "if i > start and total > limit:",
-        "tests/test_shard.py",
+        "tests/base/test_shard.py",
     ),
     # ---- schedules ----
     Fault(
@@ -320,10 +320,10 @@ FAULTS = (
     # ---- asynchrony ----
     Fault(
         "ssp: one step further ahead than the bound",
-        "nnmpi/synchrony/consistency.py",
+        "nnmpi/parallel/synchrony/consistency.py",
         "return bound is None or self.lead(worker) <= bound",
         "return bound is None or self.lead(worker) <= bound + 1",
-        "tests/synchrony",
+        "tests/parallel/synchrony",
     ),
     Fault(
         "server: an update of a part has the whole rate",

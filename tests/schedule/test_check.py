@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nnmpi.errors import ScheduleError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import add_transfers, lower, place_reductions
 from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Fused, Instruction, Item, Kind, Schedule

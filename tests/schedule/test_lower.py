@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
 from nnmpi.schedule.schedule import (
     TRANSFERS,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from nnmpi.errors import LayoutError
+from nnmpi.base.errors import LayoutError
 from nnmpi.schedule.partition import partition
 
 Cut = tuple[range, ...]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nnmpi.errors import ScheduleError
+from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule import schedules
 from nnmpi.schedule.__main__ import main
 from nnmpi.schedule.lower import add_transfers
@@ -24,7 +24,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one
 def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> None:
     text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
     command, grid = re.search(
-        r"^ *python -m nnmpi\.schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE
+        r"^ *nnmpi\.schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE
     ).groups()  # type: ignore[union-attr]
     assert f"--pipeline {name} " in command
     printed = main(command.split()).split("\n\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.schedule.__main__ import main
 from nnmpi.schedule.schedules import SCHEDULES
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.schedule import COMPUTE, Kind
 from nnmpi.schedule.schedules import make

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.errors import DtypeError
+from nnmpi.base.errors import DtypeError
 from nnmpi.tensor.check import GradientError, check_gradients
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from nnmpi.errors import GraphError, ShapeError, UsageError
+from nnmpi.base.errors import GraphError, ShapeError, UsageError
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from nnmpi.errors import DtypeError, GraphError, ShapeError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.nn.compiled import compile
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, enable_grad, no_grad, recording

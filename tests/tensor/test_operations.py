@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import nnmpi.ops
 import nnmpi.tensor
 from nnmpi import tensor
-from nnmpi.errors import DtypeError, NnmpiError
+from nnmpi.base.errors import DtypeError, NnmpiError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool

@@ -8,7 +8,7 @@ import pytest
 import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.errors import GraphError, ShapeError
+from nnmpi.base.errors import GraphError, ShapeError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.tensor.backward import Deferred

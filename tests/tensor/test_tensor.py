@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import is_array
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 

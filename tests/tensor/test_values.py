@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi import ops, tensor
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
-from nnmpi.errors import UsageError
-from nnmpi.mesh import Mesh
 from nnmpi.optim.adaptive import Adam, AdamW
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.updates import SGD

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import CheckpointError
+from nnmpi.base.files import sha256
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.errors import CheckpointError
-from nnmpi.files import sha256
 from nnmpi.models.mlp import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import CheckpointError
+from nnmpi.base.errors import CheckpointError
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (

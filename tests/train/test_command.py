@@ -16,7 +16,7 @@ from tests.train.jobs import lines, once, send, train
 def test_help_is_printed_once(tmp_path: Path) -> None:
     ending = train(tmp_path, "--help", ranks=2)
     assert ending.status == 0
-    assert ending.output.count("usage: python -m nnmpi.train") == 1
+    assert ending.output.count("usage: nnmpi train") == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "output"]
 
 
@@ -33,7 +33,7 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
         "sys.meta_path.insert(0, Look)\n"
         "runpy.run_module('nnmpi.train', run_name='__main__')\n"
         "print('collects:', gc.isenabled())\n"
-        "left_out = 'email', 'nnmpi.train.planner', 'nnmpi.comm.simulated.simulated_world'\n"
+        "left_out = 'email', 'nnmpi.planner', 'nnmpi.comm.simulated.simulated_world'\n"
         "print('too many:', [name for name in left_out if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -179,7 +179,7 @@ def test_a_signal_saves_the_last_whole_step(
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number
     assert ending.output.count(f"stopped by {number.name} after step ") == 1
-    assert f"continue with: python -m nnmpi.train --resume {run}" in ending.output
+    assert f"continue with: nnmpi train --resume {run}" in ending.output
     step = int(ending.output.split("after step ")[1].split(";")[0])
     assert sorted(item.name for item in (run / "checkpoints").iterdir()) == [
         "latest",

@@ -7,9 +7,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from nnmpi.base.custom import Custom
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import Every
 from nnmpi.comm.algorithms.registry import NAMES
-from nnmpi.custom import Custom
-from nnmpi.errors import UsageError
 from nnmpi.optim.updates import NAMES as OPTIMIZERS
 from nnmpi.schedule.schedules import INFERENCE, SCHEDULES
 from nnmpi.train.config import (
@@ -20,7 +21,6 @@ from nnmpi.train.config import (
     ParallelConfig,
     RunConfig,
 )
-from nnmpi.units import Every
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import REMEDY
+from nnmpi.base.errors import DeviceError
 from nnmpi.comm.group import Group
-from nnmpi.errors import DeviceError
 from nnmpi.train.computing import describe_device, explain_errors
 
 pytestmark = [

@@ -8,10 +8,10 @@ import pytest
 
 import nnmpi.train.loop as training
 from nnmpi import files
+from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import LayoutError, UsageError
-from nnmpi.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder

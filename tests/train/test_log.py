@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.base.command import Console
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.command import Console
 from nnmpi.compose.stats import Totals
 from nnmpi.train.cli import main
 from nnmpi.train.log import compare_hosts, percent
@@ -55,7 +55,7 @@ def test_percent() -> None:
 
 def shell(command: str, end: str = "") -> tuple[int, str]:
     program = (
-        "from nnmpi.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999);"
+        "from nnmpi.base.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999);"
         " c.say('c')"
     )
     program += f"; {end}" * bool(end)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import CheckpointError
 from nnmpi.compose.stats import Totals
-from nnmpi.errors import CheckpointError
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics

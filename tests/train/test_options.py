@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import suggest
-from nnmpi.errors import UsageError
+from nnmpi.base.command import suggest
+from nnmpi.base.errors import UsageError
 from nnmpi.train.cli import parse
 from nnmpi.train.config import (
     Config,

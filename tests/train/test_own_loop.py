@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
-from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import Dropout, ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear

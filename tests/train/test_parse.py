@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.errors import HelpAsked, UsageError
+from nnmpi.base.errors import HelpAsked, UsageError
 from nnmpi.train.cli import parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
@@ -32,7 +32,7 @@ def test_help_lists_every_option_once_with_help() -> None:
     text = str(caught.value)
     for option in all_options().values():
         assert len(re.findall(rf"(?m)^ {{1,3}}{option.flag}[ ,]", text)) == 1, option.name
-    assert "mpirun -n 4 python -m nnmpi.train" in text
+    assert "mpirun -n 4 nnmpi train" in text
     assert "\x1b" not in text
 
 

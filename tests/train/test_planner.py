@@ -15,25 +15,25 @@ import pytest
 from nnmpi import nn, plan
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
+from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm import measure
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
+from nnmpi.planner import auto_layout, network, profile
+from nnmpi.planner.network import PlannedNetwork, take_network
+from nnmpi.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
+from nnmpi.planner.price import plan as search
 from nnmpi.schedule.schedules import TURNING, usual_stages
 from nnmpi.train import computing
+from nnmpi.train.auto_layout import ChosenLayout, choose, race
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
-from nnmpi.train.planner import auto_layout, network, profile
-from nnmpi.train.planner.auto_layout import ChosenLayout, choose, race
-from nnmpi.train.planner.network import PlannedNetwork, take_network
-from nnmpi.train.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
-from nnmpi.train.planner.price import plan as search
-from nnmpi.train.planner.profile import Workload, ready, shares_of, take_profile
+from nnmpi.train.profile import Workload, ready, shares_of, take_profile
 
 CONTEXT, TOKENS = 8, 12
 PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
@@ -462,7 +462,7 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
         "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
     )
     words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
-    assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
+    assert " ".join(words[:6]) == "mpirun -n 2 nnmpi train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
     words = shlex.split(
         plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2})

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import pytest
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 
 Train: TypeAlias = Callable[[str], Path]
 

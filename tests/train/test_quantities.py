@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.predict import main as predict
 from nnmpi.compose.losses import ERRORS, SumError
 from nnmpi.data.loader import Batch
-from nnmpi.errors import NnmpiError, ShapeError, UsageError
-from nnmpi.evaluate import main as evaluate
-from nnmpi.predict import main as predict
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics

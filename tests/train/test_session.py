@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.device import expects_device
+from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
+from nnmpi.base.files import read_json, sha256
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
-from nnmpi.errors import DataError, DeviceError, DivergenceError, UsageError
-from nnmpi.files import read_json, sha256
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
@@ -139,7 +139,7 @@ def test_the_last_line_is_a_command_for_a_shell(
         ],
         group,
     )
-    assert f"curves: python -m nnmpi.report '{tmp_path}/a run'\n" in capsys.readouterr().out
+    assert f"curves: nnmpi report '{tmp_path}/a run'\n" in capsys.readouterr().out
 
 
 def test_the_header_says_what_runs_on_what(

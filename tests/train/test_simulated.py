@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
 from tests.chrome import breaches, standing

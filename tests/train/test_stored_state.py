@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import CheckpointError
+from nnmpi.base.files import sha256
 from nnmpi.comm.group import Group
-from nnmpi.errors import CheckpointError
-from nnmpi.files import sha256
 from nnmpi.train.checkpoint import check_folder, digest, find, load_checkpoint, read_checkpoint
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from nnmpi import files
+from nnmpi.base.errors import CommError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.run import Supervisor
 from nnmpi.compose.trainer import Trainer
-from nnmpi.errors import CommError
 from nnmpi.parallel.server import ParameterServer
-from nnmpi.run import Supervisor
 from nnmpi.train import checkpoint, loop, metrics
 from nnmpi.train.checkpoint import CheckpointWriter
 from tests.harness.slow import MORE_SEEDS

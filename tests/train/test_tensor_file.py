@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import CheckpointError
-from nnmpi.files import read_json, sha256
+from nnmpi.base.errors import CheckpointError
+from nnmpi.base.files import read_json, sha256
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.checkpoint import CheckpointWriter, TensorFile
 from nnmpi.train.signature import ModelSignature

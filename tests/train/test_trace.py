@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from nnmpi.base.errors import CommError, NnmpiError
+from nnmpi.base.timeline import Timeline
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, NnmpiError
-from nnmpi.timeline import Timeline
 from nnmpi.train.trace import write_trace
 from tests.chrome import arrows, breaches, names, spans
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.recording import record_call
-from nnmpi.errors import DtypeError, UsageError
+from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
 NAMES = {"float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16"}

@@ -16,8 +16,8 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache
 
-from nnmpi.errors import UsageError
-from nnmpi.files import cache_folder, locked
+from nnmpi.base.errors import UsageError
+from nnmpi.base.files import cache_folder, locked
 
 config: Any = numba.config
 

@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import isqrt
 
+from nnmpi.base.errors import group_ranks
+from nnmpi.base.shard import part
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
 from nnmpi.comm.collective import Chunks, Step, Steps
 from nnmpi.comm.machine import blocks
-from nnmpi.errors import group_ranks
-from nnmpi.shard import part
 
 
 def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> Steps:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import halving_doubling, recursive_doubling
@@ -22,7 +23,6 @@ from nnmpi.comm.collective import (
     Collective,
     as_collective,
 )
-from nnmpi.errors import UsageError
 
 HIERARCHICAL = "hierarchical"
 

@@ -35,11 +35,11 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
+from nnmpi.base.errors import DeviceError
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.comm.world import PAGE_BYTES, Comm, Traffic, World
-from nnmpi.errors import DeviceError
 
 # Memory shared by the ranks of a node: one MPI-3 shared window, with a part for each rank.
 #

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-import nnmpi.clock as clock
-from nnmpi.command import complain, describe_uncaught
-from nnmpi.errors import name_ranks
+import nnmpi.base.clock as clock
+from nnmpi.base.command import complain, describe_uncaught
+from nnmpi.base.errors import name_ranks
 
 GRACE_S = 1.0
 # The launcher forwards printed text only while the job lives: text was lost on a busy machine.

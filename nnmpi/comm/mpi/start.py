@@ -21,11 +21,11 @@ from types import ModuleType
 
 import threadpoolctl
 
+from nnmpi.base.command import watch_alone
+from nnmpi.base.errors import LaunchError, UsageError
+from nnmpi.base.launcher import Launch, read_launch, user_chose_threads
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import Shutdown
-from nnmpi.command import watch_alone
-from nnmpi.errors import LaunchError, UsageError
-from nnmpi.launcher import Launch, read_launch, user_chose_threads
 
 # MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches of
 # launcher and library end the process inside MPI_Init; here they are refused in a sentence before.
@@ -162,7 +162,7 @@ def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks, the same one on later calls. Collective.
 
     BLAS then uses one thread, as in the train command, unless the environment sets another number
-    (see `nnmpi.launcher`).
+    (see `nnmpi.base.launcher`).
 
     An uncaught exception on one rank then ends the job, and that rank's traceback (of nnmpi's
     errors only the sentence) is printed once. `sys.exit(status)` on one rank does not end the job:

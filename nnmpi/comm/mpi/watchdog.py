@@ -34,10 +34,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from nnmpi.base.command import complain, printable
+from nnmpi.base.errors import group_ranks, name_ranks
 from nnmpi.comm.mpi.shutdown import STALLED, abort
 from nnmpi.comm.world import WARNING_S
-from nnmpi.command import complain, printable
-from nnmpi.errors import group_ranks, name_ranks
 
 PERIOD_S = 0.5
 LEAST_S = 1e-3  # reported seconds of a wait that has just begun: 0 means no wait

@@ -39,7 +39,7 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeAlias
 
-from nnmpi.errors import CommError
+from nnmpi.base.errors import CommError
 
 # Injected faults: ranks that die, stop or are slow, and messages that are late.
 #

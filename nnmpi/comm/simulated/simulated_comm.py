@@ -24,6 +24,7 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.base.errors import CommError
 from nnmpi.comm.algorithms.registry import native_algorithms
 from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.collective import Collective
@@ -37,7 +38,6 @@ from nnmpi.comm.simulated.scheduler import (
     find_lines,
 )
 from nnmpi.comm.world import SharedPages, World
-from nnmpi.errors import CommError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 

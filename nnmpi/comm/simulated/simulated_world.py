@@ -9,7 +9,7 @@
 
 The program is the one that runs under mpirun, with the same results, byte for byte. Three things
 differ. All ranks are in this process, so they share global variables. A seed makes the choices that
-MPI leaves open. Clocks are simulated (`nnmpi.clock`): a computation advances them by its processor
+MPI leaves open. Clocks are simulated (`nnmpi.base.clock`): a computation advances them by its processor
 time here, a message by its cost on a given machine.
 """
 
@@ -23,15 +23,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
-import nnmpi.clock as clock
+import nnmpi.base.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
+from nnmpi.base.errors import CommError, number, whole
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
 from nnmpi.comm.world import Traffic
-from nnmpi.errors import CommError, number, whole
 
 T = TypeVar("T")
 # Context variables that ranks inherit from the caller: its kernels and precision.
@@ -140,7 +140,7 @@ def simulate(
         seed: decides what MPI leaves open, such as the order of ranks and the arrival of messages.
             The same program with the same seed repeats exactly.
         cpu_factor: seconds of a rank's clock per processor second that it computes here. With 0
-            computing takes only the time given by `nnmpi.clock.sleep`: then all seconds are exact
+            computing takes only the time given by `nnmpi.base.clock.sleep`: then all seconds are exact
             and reproducible, and events happen in the order of time.
         check: whether messages never received, and requests never awaited, are an error at the end.
         faults: injected faults: ranks that are killed, stopped or slow, and late messages.

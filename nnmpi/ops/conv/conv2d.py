@@ -36,7 +36,7 @@ from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd

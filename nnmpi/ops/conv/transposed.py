@@ -13,7 +13,7 @@ learning", 2016, section 4.
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.windows import Pair, PairLike, pair
-from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
 from nnmpi.ops.linear import place_for

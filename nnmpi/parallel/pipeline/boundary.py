@@ -19,10 +19,10 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import dtype_named
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.comm.buffers import from_host, room_for, to_hosts
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.point_to_point import Messages
-from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 InputKey: TypeAlias = tuple[Any, ...]  # the input's shape and the mode, the same at both ends

@@ -55,13 +55,13 @@ from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import record_call
+from nnmpi.base.errors import LayoutError, counted
+from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import start_exchange
-from nnmpi.errors import LayoutError, counted
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.ops.collectives import CATEGORY
-from nnmpi.shard import part, split
 
 Pair = tuple[Array, Array]  # of keys and values, or of their gradients
 

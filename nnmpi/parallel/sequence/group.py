@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nnmpi.backend.array import namespace
+from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.data.loader import Batch
-from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.ops.collectives import PartExchange
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention

@@ -16,13 +16,13 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import dtype_named, precision
+from nnmpi.base.errors import UsageError
+from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
 from nnmpi.nn.container import Branches
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import CATEGORY, copy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder, Placed
-from nnmpi.shard import split
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 

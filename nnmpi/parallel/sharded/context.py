@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
+from nnmpi.base.errors import LayoutError
+from nnmpi.base.shard import Region
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module, NamedModules
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.collectives import PartExchange, redistribute, scatter
-from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED, Placement, Shard, features, is_sharded
 from nnmpi.tensor.sharded import ShardedTensor, mark, whole

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import Pair, out_size
+from nnmpi.base.errors import ShapeError
+from nnmpi.base.shard import common, part
 from nnmpi.comm.group import Group
-from nnmpi.errors import ShapeError
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import CATEGORY, copy, sum_over_ranks
@@ -32,7 +33,6 @@ from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import convolve
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
-from nnmpi.shard import common, part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import REPLICATED, rows

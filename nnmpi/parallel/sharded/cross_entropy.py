@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.base.errors import ShapeError
+from nnmpi.base.shard import part
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
-from nnmpi.errors import ShapeError
 from nnmpi.ops.collectives import CATEGORY, sum_in_place
 from nnmpi.ops.loss import CrossEntropy, checked_labels
-from nnmpi.shard import part
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.tensor import Tensor
 

@@ -43,6 +43,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import DeviceError, UsageError
+from nnmpi.base.shard import buckets, common, part, split
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
@@ -52,13 +54,11 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.comm.world import Traffic
-from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
-from nnmpi.shard import buckets, common, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Allocate, FlatStorage, Parameter, Span
 
 COMMON = -1  # the unit of parameters that several units use

@@ -13,9 +13,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.errors import CommError, UsageError, counted
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, UsageError, counted
 from nnmpi.nn.chain import Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module

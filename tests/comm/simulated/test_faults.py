@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.base.errors import CommError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CommError
 from nnmpi.schedule.lower import add_transfers, fuse
 from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
 from nnmpi.schedule.schedules import make

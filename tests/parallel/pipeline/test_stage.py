@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.errors import UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.nn.chain import unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, pack, signature_of
 from nnmpi.tensor.tensor import Tensor

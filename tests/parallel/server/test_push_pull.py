@@ -12,14 +12,14 @@ import pytest
 from nnmpi import clock, models, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.errors import CommError
+from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CommError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.server import ParameterServer, Push, PushPull, Reply
-from nnmpi.shard import part
-from nnmpi.synchrony.consistency import Task
+from nnmpi.parallel.synchrony.consistency import Task
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
 

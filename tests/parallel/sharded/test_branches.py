@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
+from nnmpi.base.errors import LayoutError, ShapeError, UsageError
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError, ShapeError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.tensor import shard

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
+from nnmpi.base.errors import ShapeError
 from nnmpi.comm.group import Group
-from nnmpi.errors import ShapeError
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 import nnmpi
 from nnmpi.backend.array import Array
+from nnmpi.base.errors import LayoutError
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError
 from nnmpi.ops.collectives import PartExchange, scatter
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import Placement, Shard, is_sharded

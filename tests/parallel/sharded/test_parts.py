@@ -10,8 +10,8 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops
+from nnmpi.base.errors import LayoutError
 from nnmpi.comm.group import Group
-from nnmpi.errors import LayoutError
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding

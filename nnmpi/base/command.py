@@ -1,0 +1,710 @@
+"""The commands' common parts: options, help, and output of one rank only.
+
+The options of a command are the fields of dataclasses, one dataclass per group in the help:
+
+    @dataclass(frozen=True)
+    class ModelConfig:
+        \"\"\"The network.\"\"\"                                   the group's heading in --help
+
+        hidden: tuple[int, ...] = (128, 64)                   --hidden 50 20
+        \"\"\"Widths of the hidden dense layers.\"\"\"              the option's help
+        normalize: bool = True                                --normalize, --no-normalize
+        jit: Switch = "auto"                                  --jit, --no-jit, --jit auto
+        clip: float | None = None                             --clip 0.5, --clip None
+
+`options_of` lists them, `read_words` parses a command line, `convert` checks a value from a file.
+`read_command` also reads the paths of a command, and makes its dataclasses.
+"""
+
+import ast
+import difflib
+import inspect
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from textwrap import dedent, wrap
+from typing import (
+    Any,
+    Literal,
+    TextIO,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+from unicodedata import category
+
+from nnmpi.base.custom import Custom
+from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
+from nnmpi.base.files import appending
+from nnmpi.base.launcher import read_launch
+from nnmpi.base.units import Bytes, Every, format_duration
+from nnmpi.base.version import VERSION
+
+T = TypeVar("T")
+Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
+
+HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
+# Not a flag: a negative number, and text with spaces that begins with a dash.
+FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
+EXAMPLE = (" ", "python -m ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
+MOST = 1e12  # of ranks, layers, microbatches
+INTERRUPTED = 130
+HELP_INDENT = 26  # the column of the explanations
+
+# types of options: their values in the help, and their name in a sentence
+PLAIN: Mapping[Any, tuple[str, str]] = {
+    bool: ("", "true or false"),
+    int: ("INT", "a whole number"),
+    float: ("NUMBER", "a number"),
+    str: ("TEXT", "text"),
+    Path: ("PATH", "a path"),
+    Custom: ("FILE.py:NAME", "FILE.py:NAME"),
+    Bytes: ("BYTES", "a number of bytes such as 512MiB"),
+    Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
+}
+
+# Other programs' names of options, with nnmpi's: an error suggests the latter.
+SYNONYMS = {
+    **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("out_dir", "output_dir"), "out"),
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "data": "dataset",
+    "data_path": "data_dir",
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "lr_schedule"),
+    "schedule": "lr_schedule pipeline",
+    **dict.fromkeys(
+        ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"
+    ),
+    "message_ms": "network",
+    "optim": "optimizer",
+    "workers": "dp",
+    "device": "backend",
+}
+
+
+def folded(text: str) -> str:
+    """Return a text with paragraphs wrapped to HELP_WIDTH; paragraphs of EXAMPLE lines stay."""
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.split("\n")
+        examples = all(line.startswith(EXAMPLE) for line in lines)
+        paragraphs.append(
+            paragraph
+            if examples
+            else "\n".join(wrap(paragraph, HELP_WIDTH, break_on_hyphens=False))
+        )
+    return "\n\n".join(paragraphs)
+
+
+LONG_S, MOST_S = 10.0, 3600.0
+
+
+def announce(what: str, seconds: float) -> None:
+    """Print to standard error that a computation takes long, before it begins.
+
+    Args:
+        what: the computation, in words.
+        seconds: its estimated time. Nothing is printed up to LONG_S.
+
+    Raises:
+        UsageError: above MOST_S, where memory would not suffice either.
+    """
+    if seconds > MOST_S:
+        raise UsageError(
+            f"{what} would take {format_duration(min(seconds, 1e9))} or so; ask for fewer"
+        )
+    if seconds > LONG_S:
+        complain(f"{what} takes about {format_duration(seconds)}; Ctrl-C ends it")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: of the field: `batch_size`.
+        type: of its values: one of PLAIN, a Literal, tuple[int, ...], or a union of them and None.
+        default: the value if the option is not given.
+        section: the dataclass of the field; the help lists the options of a section together.
+        help: the explanation; None for the docstring below the field.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    section: type
+    help: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The option's spelling on the command line: `--batch-size`."""
+        return flag_of(self.name)
+
+    @property
+    def negation(self) -> str | None:
+        """The flag that switches the option off: `--no-normalize`; None for other types."""
+        return f"--no-{self.flag[2:]}" if self.type in (bool, Switch) else None
+
+
+def flag_of(name: str) -> str:
+    """Return an option's spelling on the command line: "batch_size" -> "--batch-size".
+
+    A field whose name would be a keyword of Python ends in an underscore.
+    """
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise a UsageError with this sentence unless the condition holds."""
+    if not holds:
+        raise UsageError(sentence)
+
+
+def check_numbers(
+    section: Any, names: str, least: float, below: float = inf, above: bool = False
+) -> None:
+    """Refuse options below `least`, or not below `below`; text and None pass, NaN does not.
+
+    Args:
+        section: of the options.
+        names: of the options, separated by spaces.
+        least, below: the bounds.
+        above: whether `least` itself is refused.
+
+    Raises:
+        UsageError: with the option, its value and the bounds.
+    """
+    for name in names.split():
+        value = getattr(section, name)
+        if isinstance(value, int | float):
+            kind = "whole number" if isinstance(value, int) else "finite number"
+            bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
+            limit = "" if below == inf else f", and below {below:g}"
+            require(
+                (least < value if above else least <= value) and value < below,
+                f"{flag_of(name)} is {value}; give a {bound}{limit}",
+            )
+
+
+def options_of(section: type) -> list[Option]:
+    """Return the fields of a dataclass as options, in order."""
+    hints = get_type_hints(section)
+    return [Option(item.name, hints[item.name], item.default, section) for item in fields(section)]
+
+
+def read_words(
+    words: Sequence[str],
+    options: Sequence[Option],
+    program: str,
+    description: str,
+    first: Collection[str] = (),
+    names: str = "",
+) -> dict[str, Any]:
+    """Return {name: value} of a command line's options and paths; the last of equal options counts.
+
+    Args:
+        words: of the command line, without the program.
+        options: of the command. Their flags may be written with dashes or underscores.
+        program: the command's call, for its help.
+        description: the command's purpose, for its help.
+        first: names of the options that --help prints; empty for all. Otherwise `--help all` prints
+            all, and `--help NAME` the group of an option.
+        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing. With paths each
+            option takes at most one word.
+
+    Raises:
+        HelpAsked: for -h or --help, even beside wrong words.
+        UsageError: for an unknown option, an invalid value, a missing path, and an unknown NAME
+            after --help.
+    """
+    if {"-h", "--help"} & {*words}:
+        at = min(words.index(item) for item in ("-h", "--help") if item in words)
+        usage = f"{program} {names}".rstrip()
+        raise HelpAsked(_help_on((*words, "")[at + 1], options, usage, description, first))
+    if "--version" in words:
+        raise HelpAsked(f"nnmpi {VERSION}")
+    known = {
+        flag: option
+        for option in options
+        for flag in (option.flag, option.negation, "-n" if option.name == "ranks" else None)
+        if flag is not None
+    }
+    places, paths = names.split(), list[str]()
+    taken: dict[str, tuple[str, list[str]]] = {}
+    # Every word up to the next flag belongs to the option. `_read` checks their number, so that
+    # the error can name the expected type.
+    behind: list[str] | None = None
+    for word in words:
+        parts = FLAG.fullmatch(word)
+        written, value = parts.groups() if parts else (word, None)
+        if option := known.get(written.replace("_", "-")):
+            behind = [] if value is None else [value]
+            taken[option.name] = written, behind
+            room = int(option.type is not bool)
+        elif not parts and len(paths) < len(places) and (behind is None or len(behind) == room):
+            paths.append(word)
+            behind = None
+        elif parts or behind is None:
+            near = suggest(written, known) or "; options begin with -- and are listed by --help"
+            raise UsageError(f"{shortened(written)} is not an option{near}")
+        else:
+            behind.append(word)
+    if len(paths) < len([place for place in places if not place.startswith("[")]):
+        raise UsageError(
+            f"give {names} first and then the options; {places[len(paths)]} is missing"
+        )
+    return dict(zip(places, paths, strict=False)) | {
+        option.name: _read(option, *taken[option.name])
+        for option in options
+        if option.name in taken
+    }
+
+
+def make_section(section: type[T], values: Mapping[str, Any]) -> T:
+    """Return a section with its options among the values, and defaults otherwise.
+
+    Raises:
+        UsageError: for missing options, of fields without a default.
+    """
+    options = options_of(section)
+    absent = [item.flag for item in options if item.default is MISSING and item.name not in values]
+    require(not absent, f"required: {', '.join(absent)}")
+    return section(**{item.name: values[item.name] for item in options if item.name in values})
+
+
+def read_command(
+    names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return a command's paths, None for a missing one, followed by its sections of options.
+
+    Args:
+        names: of the paths, see `read_words`.
+        program, description: for --help.
+        sections: dataclasses of options, with distinct names.
+        words: of the command line.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and a missing path.
+    """
+    known = [item for section in sections for item in options_of(section)]
+    given = read_words(words, known, program, description, names=names)
+    paths = (Path(given[name]) if name in given else None for name in names.split())
+    return *paths, *(make_section(section, given) for section in sections)
+
+
+def take_command(
+    words: Sequence[str], program: str, description: str, commands: Mapping[str, str]
+) -> tuple[str, Sequence[str]]:
+    """Return the command that the first word names, and the words behind it.
+
+    Args:
+        words: of the command line.
+        program, description: for --help.
+        commands: {name: explanation}.
+
+    Raises:
+        HelpAsked: for -h or --help, and without words.
+        UsageError: for an unknown command.
+    """
+    name, *rest = words or ["--help"]
+    if name in ("-h", "--help"):
+        lines = [line for item in commands.items() for line in entry(*item)]
+        usage = f"usage: {program} COMMAND [-h] [OPTIONS]"
+        raise HelpAsked("\n".join([usage, "", _opening(description), "", *lines]))
+    if name not in commands:
+        near = suggest(name, commands) or f"; give {', '.join(commands)}"
+        raise UsageError(f"{shortened(name)} is not a command{near}")
+    return name, rest
+
+
+def convert(value: Any, option: Option, where: str) -> Any:
+    """Convert a value from a file as the same words on a command line would be.
+
+    Args:
+        value: of JSON or TOML. A list stands for several words; true and false for the option and
+            its negation.
+        option: the value's option.
+        where: the file and the key in it, for the message.
+
+    Raises:
+        UsageError: for an invalid value.
+    """
+    words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    if isinstance(value, bool):
+        words = []
+    with suppress(UsageError):
+        return _read(option, option.flag if value is not False else option.negation or "", words)
+    raise UsageError(f"{where} is {shortened(repr(value))}; it must be {describe(option.type)}")
+
+
+@cache
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def describe(hint: Any) -> str:
+    """Return a type as text, such as "a whole number or "full"", for error sentences."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is Literal:
+        return (
+            "one of " + ", ".join(get_args(hint))
+            if len(get_args(hint)) > 1
+            else f'"{get_args(hint)[0]}"'
+        )
+    return "a list of whole numbers" if get_origin(hint) is tuple else PLAIN[hint][1]
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the nearest known names, or "" if none is near.
+
+    SYNONYMS go first. Dashes and underscores are equal.
+    """
+    plain = {item.lstrip("-").replace("-", "_"): item for item in known}
+    name = name.lstrip("-").replace("-", "_")
+    meant = [item for item in SYNONYMS.get(name, "").split() if item in plain]
+    near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
+    return (
+        f"; did you mean {' or '.join(plain[item].replace('_', '-') for item in near)}?"
+        if near
+        else ""
+    )
+
+
+def printable(text: str) -> str:
+    """Escape control characters of terminals, which file names and submissions may contain.
+
+    Wide spaces and joiners of letters (U+200C, U+200D) pass: they are harmless and common in many
+    languages.
+    """
+    if text.isprintable():
+        return text
+    harmless = "\n\t\u200c\u200d"
+    return "".join(
+        char
+        if char in harmless or char.isprintable() or category(char) == "Zs"
+        else ascii(char)[1:-1]
+        for char in text
+    )
+
+
+def complain(text: str) -> None:
+    """Print to stderr, after pending output of stdout; a sentence begins with "nnmpi: "."""
+    start = "nnmpi: " * ("Traceback" not in text)
+    for stream, line in (sys.stdout, ""), (sys.stderr, f"{start}{printable(text)}\n"):
+        # None if closed before the start; closed since; or without a reader
+        with suppress(AttributeError, OSError, ValueError):
+            stream.write(line)
+            stream.flush()
+
+
+def describe_uncaught(error: BaseException) -> tuple[int, str]:
+    """Return an uncaught exception's exit status and text.
+
+    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
+    exception.
+    """
+    if isinstance(error := translated(error), NnmpiError):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, ""
+    return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+def watch_alone() -> None:
+    """Let an uncaught exception end a lone process as `Shutdown.on_exception` ends a rank."""
+    sys.excepthook = lambda _kind, error, _trace: sys.exit(_complain_of(error))
+
+
+def _complain_of(error: BaseException, speaks: bool = True) -> int:
+    """Print an uncaught exception's text; return its exit status.
+
+    Args:
+        speaks: whether this rank prints sentences; a traceback may be this rank's alone.
+    """
+    status, text = describe_uncaught(error)
+    if text and (speaks or "Traceback" in text):
+        complain(text)
+    return status
+
+
+def say(main: Callable[[Sequence[str]], str]) -> int:
+    """Run a command and print its result, or its error in one sentence; rank 0 alone prints.
+
+    Returns:
+        The exit status.
+    """
+    launch = read_launch(os.environ)
+    speaks = launch is None or launch.rank == 0
+    console = Console(quiet=not speaks)
+    try:
+        try:
+            text = main(sys.argv[1:])
+        except HelpAsked as request:
+            text = str(request)
+        console.finish(*filter(None, [text]))
+    except (Exception, KeyboardInterrupt) as error:
+        if launch is not None and not isinstance(translated(error), NnmpiError):
+            raise  # `Shutdown` ends the other ranks, too
+        return _complain_of(error, speaks)
+    return 0
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    """The ranks of an example program."""
+
+    simulate: int | None = None
+    """Run this many ranks in this process."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "simulate", 1)
+
+
+def program_words(description: str, section: type[Any] = ProgramConfig) -> Any:
+    """Return the options of an example program. Help and wrong words end the program.
+
+    Args:
+        description: of the program, for its help.
+        section: of its options.
+    """
+    watch_alone()
+    given: list[Any] = []
+
+    def read(words: Sequence[str]) -> str:
+        given.extend(read_command("", Path(sys.argv[0]).name, description, (section,), words))
+        return ""
+
+    status = say(read)
+    return given[0] if given else sys.exit(status)
+
+
+class Console:
+    """Print lines on one rank and nothing on the others.
+
+    A closed pipe (`| head`, a closed session) or a full disk ends the printing, not the training.
+
+    Args:
+        quiet: print nothing; lines still go to the copy.
+        stream: to print to; None for standard output.
+    """
+
+    def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        # sys.stdout is None if it was closed before Python started
+        self._quiet = quiet or self._stream is None
+        self._copy: TextIO | None = None
+        self._error: OSError | None = None
+
+    @contextmanager
+    def copied(self, file: Path) -> Iterator[None]:
+        """Append the body's lines to a file, too; a full disk ends the copy without an error."""
+        with suppress(OSError):
+            self._copy = appending(file)
+        try:
+            yield
+        finally:
+            if self._copy is not None:
+                with suppress(OSError):
+                    self._copy.close()
+            self._copy = None
+
+    def say(self, *lines: str) -> None:
+        """Print the lines and flush."""
+        if self._copy is not None:
+            with suppress(OSError):
+                self._copy.write("".join(f"{printable(line)}\n" for line in lines))
+                self._copy.flush()
+        if self._quiet:
+            return
+        # the terminal's encoding may lack some characters
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            for line in lines:
+                print(
+                    printable(line).encode(encoding, "backslashreplace").decode(encoding),
+                    file=self._stream,
+                )
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            # OSError: broken pipe or full disk; ValueError: the stream is closed
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self._error = error
+            self._quiet = True
+            with suppress(OSError, ValueError):
+                # Point the stream at /dev/null: Python flushes it at exit and would fail again.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+
+    def finish(self, *lines: str) -> None:
+        """Print a command's last lines; raise NnmpiError if any line could not be written.
+
+        A closed pipe is no error.
+        """
+        self.say(*lines)
+        if self._error is not None:
+            raise NnmpiError(f"the output could not be written: {self._error.strerror}")
+
+
+def _read(option: Option, written: str, words: Sequence[str]) -> Any:
+    """Return an option's value.
+
+    Args:
+        option: to read.
+        written: its spelling on the command line, for messages.
+        words: the words after it, up to the next flag.
+
+    Raises:
+        UsageError: when the words are no value of its type.
+    """
+    off = written.replace("_", "-") == option.negation
+    if off or option.type is bool:
+        if words:
+            raise UsageError(
+                f"{written} takes no value, but {shortened(' '.join(words))} follows it"
+            )
+        return not off if option.type is bool else "off"
+    if option.type == Switch and not words:
+        return "on"
+    if Path in kinds(option.type) and list(words) == [""]:
+        # probably an unset variable of a script; Path("") would be the current folder
+        raise UsageError(f"{written} is empty; give a path, or leave {written} out")
+    # None first: the word None means none even if the option takes text.
+    for kind in sorted(kinds(option.type), key=lambda kind: kind is not type(None)):
+        try:
+            return _read_as(kind, words)
+        except ValueError:
+            continue
+    given = f"is {shortened(' '.join(words)) or 'empty'}" if words else "has no value"
+    raise UsageError(f"{written} {given}; it must be {describe(option.type)}")
+
+
+def _read_as(kind: Any, words: Sequence[str]) -> Any:
+    """Return the words as a value of a type in PLAIN, a Literal or a tuple; else ValueError."""
+    if get_origin(kind) is tuple:
+        return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
+    (word,) = words  # a ValueError unless there is exactly one
+    choices = ("None",) if kind is type(None) else get_args(kind)
+    if choices:
+        if word not in choices:
+            raise ValueError(word)
+        return None if kind is type(None) else word
+    if kind in (int, float) and (not word.isascii() or "_" in word):
+        raise ValueError(word)  # Python would accept 1_0 and digits of other scripts
+    return kind(word)
+
+
+def _help_on(
+    topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]
+) -> str:
+    """Return the help on the word after --help, or the overview.
+
+    Options stand by section, each with its form, explanation and default.
+    """
+    by_name = {option.name: option for option in options}
+    name, shown, more = topic.replace("-", "_"), options, []
+    if name in by_name:
+        shown = [item for item in options if item.section is by_name[name].section]
+    elif first and topic != "all":
+        if topic and not topic.startswith("-"):
+            raise UsageError(
+                f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}"
+            )
+        shown = [option for option in options if option.name in first]
+        more = [
+            "",
+            f"All {len(options)} options: --help all. An option and the others of its group:"
+            " --help NAME,",
+            "such as --help pp.",
+        ]
+    lines = [
+        f"usage: {program} [-h] [OPTIONS]",
+        "",
+        _opening(description),
+        "",
+        *entry("-h, --help", "Print this help."),
+        *entry("--version", "Print the version."),
+    ]
+    for section in dict.fromkeys(option.section for option in shown):
+        lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
+        texts = _field_docstrings(section)
+        for option in shown:
+            if option.section is section:
+                text = " ".join((option.help or texts[option.name]).split())
+                default = _show_default(option, text)
+                lines += entry(_form(option), f"{text.rstrip('.')}{default}." if default else text)
+    return "\n".join([*lines, *more])
+
+
+def _opening(description: str) -> str:
+    """Return a description for the help.
+
+    A module's docstring begins with `command`, which the usage line names already.
+    """
+    text = re.sub(r"^`[^`]*`: ", "", description.strip())
+    return folded(text[:1].upper() + text[1:])
+
+
+def entry(form: str, text: str) -> list[str]:
+    """Return the lines of an option's help: its form, with the explanation beside or below."""
+    texts = wrap(text, HELP_WIDTH - HELP_INDENT, break_on_hyphens=False)
+    first = f"  {form}"
+    beside = [f"{first:<{HELP_INDENT}}{texts.pop(0)}"] if len(first) < HELP_INDENT - 1 else [first]
+    return [*beside, *(" " * HELP_INDENT + item for item in texts)]
+
+
+def _form(option: Option) -> str:
+    """Return `--lr NUMBER`, `--jit, --no-jit` or `--overlap [auto|on|off], --no-overlap`."""
+    if option.type is bool:
+        return f"{option.flag}, {option.negation}"
+    shapes = []
+    for kind in kinds(option.type):
+        if get_origin(kind) is Literal:
+            shapes.append("|".join(get_args(kind)))
+        elif kind is not type(None):
+            shapes.append("[INT ...]" if get_origin(kind) is tuple else PLAIN[kind][0])
+    if option.type == Switch:
+        return f"{option.flag} [{shapes[0]}], {option.negation}"
+    return f"{option.flag} {'|'.join(shapes)}"
+
+
+def _show_default(option: Option, text: str) -> str:
+    """Return the default in brackets, or "" if the explanation states it."""
+    value = option.default
+    if value is MISSING:
+        return " (required)"
+    if value is None or value == "":
+        return "" if "default" in text or "without" in text.lower() else " (default: none)"
+    if isinstance(value, bool):
+        return f" (default: {'on' if value else 'off'})"
+    return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+
+def _field_docstrings(section: type) -> dict[str, str]:
+    """Return {field: docstring} of a dataclass, from its source: Python does not store them."""
+    (body,) = ast.parse(dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        ast.unparse(field.target): text.value.value
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

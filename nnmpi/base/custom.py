@@ -1,0 +1,194 @@
+"""User code by name on the command line: FILE.py:NAME or package.module:NAME.
+
+Wherever a command takes the name of an algorithm, schedule, optimizer, loss, data set or model, it
+also takes such a name. In the library, pass the function itself.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError, raised_as
+
+
+class Custom(str):
+    """FILE.py:NAME or package.module:NAME, as the value of an option.
+
+    Raises:
+        ValueError: for other text.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> "Custom":
+        """Return the name; raise if it is not of this form."""
+        if not is_custom(name):
+            raise ValueError(name)
+        return super().__new__(cls, name)
+
+
+def is_custom(name: object) -> bool:
+    """Return whether this is the name of a user's function or class."""
+    source, colon, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    return bool(colon and source) and function.isidentifier()
+
+
+def is_foreign(name: object) -> bool:
+    """Return whether this is the name of user code outside of nnmpi."""
+    return is_custom(name) and (
+        str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi.")
+    )
+
+
+def short_name(name: str) -> str:
+    """Return a name for use in a folder's name: "nets/mine.py:build" -> "mine-build"."""
+    if not is_custom(name):
+        return name
+    source, _, function = name.rpartition(":")
+    stem = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
+    return f"{stem}-{function}"
+
+
+def custom_file(name: object) -> Path | None:
+    """Return the file of the name; None for other names and installed modules."""
+    source = Path(str(name).rpartition(":")[0])
+    return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
+
+
+def load_custom(name: str, option: str, signature: str) -> Any:
+    """Return the function or class of this name; nnmpi's own names are returned unchanged.
+
+    Args:
+        name: FILE.py:NAME or package.module:NAME, or another.
+        option: its option, such as "--model", for messages.
+        signature: its arguments, such as "(sample_shape, classes)", for messages.
+
+    Raises:
+        UsageError: when there is no such file, module or function, or the file cannot be read.
+    """
+    if not is_custom(name):
+        return name
+    source, _, function = name.rpartition(":")
+    given = f"{option} {name}"
+    module = (
+        load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
+    )
+    result = getattr(module, function, None)
+    if not callable(result):
+        raise UsageError(
+            f"{given}: {source} has no function {function!r}; define {function}{signature}"
+        )
+    return result
+
+
+def call_custom(name: str, option: str, signature: str, *values: Any) -> Any:
+    """Return the result of the function of this name for these values.
+
+    Args:
+        name, option, signature: see `load_custom`.
+
+    Raises:
+        UsageError: as `load_custom`, and for a function with other arguments.
+    """
+    function = load_custom(name, option, signature)
+    try:
+        return function(*values)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from within the function
+        raise UsageError(
+            f"{option} {name}: {error}; define {name.rpartition(':')[2]}{signature}"
+        ) from None
+
+
+def call_user(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tuple[Any, ...]:
+    """Call a user's function and return its result, such as steps or instructions.
+
+    Args:
+        function: returns an iterable.
+        kind: the type of its items.
+        values: its arguments.
+
+    Raises:
+        ScheduleError: for an exception in it, with its line, and for items of another type.
+    """
+    try:
+        result = function(*values)
+        items = tuple(result) if isinstance(result, Iterable) else (result,)
+    except NnmpiError:
+        raise
+    except (Exception, SystemExit) as error:  # SystemExit would end the program without an error
+        raise ScheduleError(fault(function, values, error)) from error
+    for item in items:
+        if not isinstance(item, kind):
+            raise ScheduleError(
+                f"{called(function, values)} gives a {type(item).__name__}; give a list of"
+                f" {kind.__name__}"
+            )
+    return items
+
+
+def name_of(named: Any) -> str:
+    """Return the name of a choice: the name itself, or a user's function's name."""
+    return named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
+
+
+def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
+    """Return a function's call as text: "my_ring(0, 4)"."""
+    return f"{name_of(function)}({', '.join(map(str, shown))})"
+
+
+def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:
+    """Return a sentence with a function's exception, its arguments and its line."""
+    return raised(
+        called(function, shown),
+        getattr(getattr(function, "__code__", None), "co_filename", None),
+        error,
+    )
+
+
+def raised(call: str, file: str | None, error: BaseException) -> str:
+    """Return a sentence about an exception, with its line in a file."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
+    location = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
+    return f"{call} raised {type(error).__name__}{location}: {error}"
+
+
+def load_file(file: Path, given: str) -> Any:
+    """Return a file as a module; a UsageError begins with `given`."""
+    with raised_as(UsageError, f"{given}: {file} cannot be read"):
+        if not file.is_file():
+            raise UsageError(f"{given}: there is no file {file}")
+        file.open("rb").close()
+    title = f"nnmpi_custom_{file.stem}"
+    spec = importlib.util.spec_from_file_location(title, file)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module  # classes of the file look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as left:
+        raise UsageError(
+            f"{given}: {file} ends the program with SystemExit({left}); let it only define names"
+        ) from left
+    return module
+
+
+def _load_module(source: str, given: str) -> Any:
+    try:
+        result = importlib.util.find_spec(source)
+    except (ImportError, ValueError):
+        result = None
+    if result is None:
+        raise UsageError(
+            f"{given}: there is no module {source}; give FILE.py:NAME, or set PYTHONPATH"
+        )
+    return importlib.import_module(source)

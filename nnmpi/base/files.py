@@ -1,0 +1,355 @@
+"""Files that survive a kill: atomic writes, folder locks, one cache folder.
+
+$NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
+  mnist/ ...                          downloads
+  tokens/                             of texts
+  fit-*.json, profile-*.json          measurements of this machine
+  kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR
+                                      names a folder
+
+Files of unknown origin cannot hang or crash the program. Endless files (pipes, devices) and endless
+nesting raise ordinary errors. `foreign` turns a library's error about a damaged file into a
+sentence. A packed file may unpack only to a limit.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from itertools import repeat
+from pathlib import Path
+from types import UnionType
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
+
+from nnmpi.base.errors import DataError, NnmpiError, UsageError, shortened
+
+VARIABLE = "NNMPI_DATA"
+LOCK_FILE = ".lock"
+POLL_S = 0.05  # between two attempts to take a lock
+# A packed file may unpack to this many times its size, plus this many bytes: tables and images
+# become 3 to 30 times as long, zeros a thousand times.
+UNPACKED, UNPACKED_BYTES = 100, 2**28
+
+
+def expand(path: Path, what: str) -> Path:
+    """Return the path with a leading ~ or ~user replaced by the home folder.
+
+    Raises:
+        UsageError: when there is no such user, or the user has no home.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"{what} {path}: the system has no home folder {path.parts[0]}; give the full path"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """Return the folder for all files that nnmpi keeps between runs.
+
+    Raises:
+        UsageError: when the user has no home folder, as in a container.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        return expand(Path(chosen), f"${VARIABLE}")
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "nnmpi"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
+    except RuntimeError:
+        raise UsageError(
+            f"this user has no home folder to keep files in; set ${VARIABLE} to a folder"
+        ) from None
+
+
+@contextmanager
+def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
+    """Make the folder and hold its lock; the end of the process releases it in any case.
+
+    Raises:
+        UsageError: when the folder cannot be written, or another process keeps the lock for longer
+            than `patience_s`.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK_FILE, timeout=patience_s, poll_interval=POLL_S)
+        lock.acquire()
+    except Timeout:
+        raise UsageError(
+            f"{folder} is in use by another process; wait for it to end, or stop it"
+        ) from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi"
+            " chose it"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder, as far as the system says."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / LOCK_FILE, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return False
+
+
+def write_synced(file: Path, content: bytes) -> None:
+    """Write a file and sync it to disk; a kill may leave half of it."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Replace a file's content atomically: readers see the old or the new one, also after a crash.
+
+    Raises:
+        OSError: when the disk is full or not writable. The old content then stays, and no temporary
+            file is left.
+    """
+    # always the same name, so that the next write overwrites the leftover of a killed process
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
+        write_synced(temporary, content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Replace a file's content by a JSON value; see `write_atomically`."""
+    write_atomically(file, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+
+
+@contextmanager
+def folder_atomically(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it is synced and renamed when the body ends."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder to disk, so that new and renamed entries survive a crash."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sha256(file: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_ordinary(file: Path) -> None:
+    """Refuse an existing path that is no ordinary file.
+
+    Raises:
+        OSError: for a folder, and for a pipe or a device, which may have no end; also when the
+            system cannot examine the path.
+    """
+    if file.exists() and not file.is_file():
+        raise OSError("not an ordinary file")
+
+
+@contextmanager
+def foreign(file: Path, kind: type[NnmpiError], what: str = "cannot be read") -> Iterator[None]:
+    """Turn any error of a library about a user's file into "FILE: WHAT (its reason)".
+
+    Catches BaseException: the panics of libraries in Rust are not subclasses of Exception.
+    """
+    try:
+        check_ordinary(file)
+        yield
+    except (NnmpiError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise kind(f"{file}: {what} ({shortened(reason)})") from error
+
+
+def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
+    """Open an ordinary file for appending; refuse a link, which may lead anywhere.
+
+    Args:
+        mode: "a" for text, "ab" for bytes.
+        buffering: as in `open`.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    check_ordinary(file)
+    encoding = None if "b" in mode else "utf-8"
+    return open(
+        file,
+        mode,
+        buffering,
+        encoding,
+        opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
+    )
+
+
+def read_text(file: Path) -> str:
+    """Return the text of an ordinary file.
+
+    Raises:
+        OSError: when the file is missing or unreadable.
+        ValueError: when it is not UTF-8.
+    """
+    check_ordinary(file)
+    return file.read_text(encoding="utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: when the text is not JSON, a number has too many digits, or lists are nested
+            too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def read_json(file: Path) -> Any:
+    """Return the JSON value in an ordinary file.
+
+    Raises:
+        OSError, ValueError: see `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(file))
+
+
+def rebuilt(kind: Any, value: Any) -> Any:
+    """Return the value of this type that was written as JSON, such as a dataclass of dataclasses.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: for a value of another type.
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        return None if value is None else rebuilt(of[0], value)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        for name in value.keys() - hints.keys():
+            raise TypeError(f"{name} is not one of {', '.join(hints)}")
+        return kind(**{name: rebuilt(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if kind is not bool and int in getattr(kind, "__bases__", ()):
+        # Bytes may be written as text, such as "1GiB"
+        return kind(str(value))
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
+    if origin is Mapping:  # JSON has a list of pairs if keys are not text
+        pairs = value.items() if isinstance(value, dict) else value
+        return {rebuilt(of[0], key): rebuilt(of[1], item) for key, item in pairs}
+    fits = (
+        value in of
+        if origin is Literal
+        else isinstance(value, int | float if kind is float else origin or kind)
+    )
+    if not fits:
+        raise TypeError(f"{shortened(repr(value))} is given for {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def check_unpacked(path: Path, nbytes: int) -> None:
+    """Refuse a packed file that unpacks to far more bytes, before they fill the memory.
+
+    Args:
+        path: the packed file.
+        nbytes: the unpacked size that its header gives, or the bytes unpacked so far.
+
+    Raises:
+        DataError: above the limit.
+    """
+    if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
+        raise DataError(
+            f"{path} unpacks to more than {UNPACKED} times its size; if that is intended, unpack"
+            " it first"
+        )
+
+
+class _Unpacked(io.RawIOBase):
+    """The unpacked bytes of a gz file, up to the limit of `check_unpacked`."""
+
+    def __init__(self, path: Path, plain: BinaryIO) -> None:
+        self._path, self._stream = path, gzip.GzipFile(fileobj=plain)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer)
+        check_unpacked(self._path, self._stream.tell())
+        return count
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
+
+    Raises:
+        DataError: for a missing or unreadable file, and for a gz stream that is truncated, damaged
+            or far too long.
+    """
+    try:
+        check_ordinary(path)
+        with path.open("rb") as plain:
+            yield io.BufferedReader(_Unpacked(path, plain)) if path.suffix == ".gz" else plain
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: not a complete gz file ({error}); get it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, unpacked when its name ends in .gz.
+
+    Raises:
+        DataError: see `opened`; also for an empty file.
+    """
+    with opened(path) as stream:
+        content = stream.read()
+    if not content:
+        raise DataError(f"{path}: the file is empty")
+    return content

@@ -1,0 +1,55 @@
+"""One page: the frame, the script of its kind, and its data as JSON."""
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nnmpi.base.errors import UsageError, raised_as
+
+
+def preformat(text: str) -> str:
+    """Return a text picture as HTML, for a notebook's `_repr_html_`."""
+    return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
+
+
+def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
+    """Return a page as HTML.
+
+    Args:
+        kind: of the script: "collective", "schedule", "plan" or "run".
+        title: the heading.
+        data: JSON values for the script.
+    """
+    parts = {
+        name: (files("nnmpi.base.pages") / name).read_text()
+        for name in ("frame.html", "frame.css", "common.js")
+    }
+    script = f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text()}"
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
+    text = text.replace("<", "\\u003c")
+    values = {
+        "TITLE": html.escape(title),
+        "STYLE": parts["frame.css"],
+        "SCRIPT": script,
+        "DATA": text,
+    }
+    return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], parts["frame.html"])
+
+
+def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> None:
+    """Write a page to a file, replacing an existing one.
+
+    Args:
+        file, kind, title, data: see `make_page`.
+
+    Raises:
+        UsageError: when the file cannot be written.
+    """
+    with raised_as(UsageError, f"{file} cannot be written", "give another file"):
+        # "replace", since names of folders may be any bytes
+        file.write_text(make_page(kind, title, data), "utf-8", "replace")

@@ -1,0 +1,1 @@
+"""The commands beside training: `nnmpi COMMAND`; one file each."""

@@ -1,0 +1,364 @@
+"""`nnmpi doctor [RUN]`: diagnose a run, or a machine and its MPI.
+
+A run is diagnosed from the files in its folder, without MPI:
+
+finished.json            it has ended
+a lock on the folder     it still runs
+flight/rank-N.txt        it stalled; the status of each rank then
+metrics.jsonl            its last step; whether its loss was finite
+faults.jsonl             the supervisor's reports, with times
+starts.jsonl             the last start: older files belong to earlier starts
+checkpoints/             the states to resume from
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import threadpoolctl
+
+from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
+from nnmpi.base.command import read_command, say
+from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks
+from nnmpi.base.files import is_locked, parse_json, read_json, read_text
+from nnmpi.base.launcher import read_launch, usable_cores
+from nnmpi.base.units import format_bytes
+from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.start import start
+from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
+from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.log import describe_measures
+from nnmpi.train.signature import versions
+
+PROGRAM = "nnmpi doctor"
+DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its
+MPI, and what is slow or wrong with them: mpirun -n 4 python -m nnmpi doctor. (nnmpi verify checks whether ranks compute what one rank does.)"""
+WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
+SHM = Path("/dev/shm")  # MPI libraries' folder of shared memory
+LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the diagnosis of a run, or of the machine.
+
+    Raises:
+        UsageError: for a folder without a run.
+        LaunchError: when MPI cannot be started.
+    """
+    (run,) = read_command("[RUN]", PROGRAM, DESCRIPTION, (), words)
+    if run is not None:
+        return str(diagnose(run))
+    group = start()
+    group.comm.world.watch(WARNING_S, LIMIT_S)
+    by_rank = inspect_machine(group)
+    faults = find_faults(by_rank)
+    end = f"{counted(len(faults), 'problem')}" if faults else "nothing is slow or wrong"
+    tried = f"to compare the ranks with one: mpirun -n {max(2, group.size)} nnmpi verify"
+    return "\n".join(
+        [*describe(by_rank), *(f"slow or wrong: {fault}" for fault in faults), f"{end}; {tried}"]
+    )
+
+
+# ---- a run ----
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The diagnosis of a run.
+
+    Attributes:
+        happened: a sentence about its end.
+        advice: the user's next command or action.
+        facts: lines with the evidence.
+    """
+
+    happened: str
+    advice: str
+    facts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the printed form."""
+        return "\n".join(
+            [self.happened, f"what to do: {self.advice}", "", *(f"  {fact}" for fact in self.facts)]
+        )
+
+
+def diagnose(path: Path) -> Diagnosis:
+    """Diagnose the run in a folder.
+
+    Raises:
+        UsageError: for a folder without a run.
+    """
+    read_run(path, str(path))
+    folder = RunFolder(path)
+    checkpoint, step, notices = None, 0, []
+    try:
+        checkpoint = load_checkpoint(folder.checkpoints)
+    except (CheckpointError, OSError) as error:
+        notices = [str(error)]
+    if checkpoint is not None:
+        notices, known = list(checkpoint.notices), checkpoint.values.get("step")
+        step = known if isinstance(known, int) else 0
+    starts, faults = _lines(folder.starts), _lines(folder.faults)
+    records = [item for item in _lines(folder.metrics) if isinstance(item.get("global_step"), int)]
+    reached = max((item["global_step"] for item in records), default=0)
+    last = starts[-1] if starts else {}
+    where = (
+        f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
+    )
+    facts = (
+        f"started {counted(len(starts), 'time')}, {where}" if starts else "never started",
+        f"metrics reach step {reached}" if records else "no metrics",
+        (
+            f"last good checkpoint: step {step}, in {checkpoint.folder}"
+            if checkpoint
+            else "no complete checkpoint"
+        ),
+        *notices,
+        *(f"start {fault.get('start')}: {fault.get('fault')}" for fault in faults[-5:]),
+    )
+
+    def judge() -> tuple[str, str]:
+        """Return what happened, and the advice."""
+        # The user will paste this command, and the folder may come from someone else: so its values
+        # are checked and quoted.
+        ranks = last.get("ranks")
+        command = (
+            f"nnmpi run -n {ranks if isinstance(ranks, int) else 1} -- --resume {quote(str(path))}"
+        )
+        resume = f"continue with: {command}"
+        if checkpoint is None and steps(folder.checkpoints):
+            resume = (
+                "no checkpoint is complete: restore one from a copy, or start a new run with"
+                " another --out"
+            )
+        loses = (
+            f"; the {reached - step} steps since the checkpoint of step {step} are done again"
+            * (reached > step)
+        )
+        if is_locked(path):
+            return (
+                f"The run is still going; it is at step {reached} or later.",
+                "wait, or watch its metrics.jsonl",
+            )
+        if folder.finished.exists():
+            return _judge_end(folder, checkpoint)
+        flight = _flight(folder)
+        if flight is not None:
+            happened, record = flight
+            return (
+                f"The run stood still and was ended: {happened}",
+                f"read the stacks in {record}, then {resume}{loses}",
+            )
+        trained = [item for item in records if item.get("kind") == "train"]
+        if trained and trained[-1].get("loss", 0.0) is None:
+            return (
+                f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
+                (
+                    "continue with a smaller --lr, or --clip, from an earlier checkpoint:"
+                    f" {command} --lr ..."
+                ),
+            )
+        why = "it gave no reason (killed, or out of memory or time)"
+        if faults and _written(folder.faults) >= _written(folder.starts):
+            why = f"its supervisor saw: {faults[-1].get('fault')}"
+        if not starts:
+            return (
+                "The run ended while it was set up, before its first step.",
+                f"read what it printed; {resume}",
+            )
+        if not records and checkpoint is None:
+            return f"The run came up and ended before a line of metrics was written; {why}.", resume
+        if reached == step:
+            return f"The run ended after step {step}, which is saved; it is not finished.", resume
+        return f"The run ended at about step {reached}; {why}.", f"{resume}{loses}"
+
+    return Diagnosis(*judge(), facts)
+
+
+def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, str]:
+    """Diagnose a run with `finished.json`."""
+    resume = f"nnmpi train --resume {quote(str(folder.path))}"
+    try:
+        end = read_json(folder.finished)
+        step, ranks, expected = (end[key] for key in ("step", "ranks", "weights_sha256"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
+        if files[MODEL_FILE]["sha256"] == expected:
+            # (a language model has neither)
+            names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
+            known = {name: nan if end[name] is None else end[name] for name in names if name in end}
+            result = f", test {describe_measures(known)}" if known else ""
+            return (
+                (
+                    f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the"
+                    " weights are the final ones."
+                ),
+                f"nothing; use it: nnmpi evaluate {quote(str(folder.path))}",
+            )
+    return (
+        (
+            f"The run was finished after {step} steps, but its last complete checkpoint has"
+            " different weights."
+        ),
+        f"bring the checkpoint back, or train its end again: {resume}",
+    )
+
+
+def _flight(folder: RunFolder) -> tuple[str, Path] | None:
+    """Return the watchdog's sentence about the last start, and the file of the rank it blames."""
+    flight = folder.path / "flight"
+    records = sorted(
+        flight.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0)
+    )
+    fresh = [file for file in records if _written(file) >= _written(folder.starts)]
+    for file in fresh:
+        first = ""
+        with suppress(OSError, ValueError):
+            first = read_text(file).partition("\n")[0]
+        if first and not first.startswith("{"):
+            guilty = re.search(r"s: rank (\d+) ", first)
+            blamed = flight / f"rank-{guilty[1]}.txt" if guilty else file
+            sentence = first.removeprefix("the job is ended: ")
+            return f"{sentence}.", blamed if blamed in fresh else file
+    return None
+
+
+def _written(file: Path) -> float:
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _lines(file: Path) -> list[Any]:
+    """Return the readable JSON objects of a file with one in each line."""
+    result = []
+    with suppress(OSError, ValueError):
+        for line in read_text(file).splitlines():
+            with suppress(ValueError):
+                result.append(parse_json(line))
+    return [item for item in result if isinstance(item, dict)]
+
+
+# ---- machines ----
+
+Facts = Mapping[str, Any]
+"""A rank's description of its processor, BLAS and MPI as JSON values; see `inspect_machine`."""
+
+
+def inspect_machine(group: Group) -> list[Facts]:
+    """Return each rank's facts about its machine, by rank. Collective."""
+    pool = blas_pool(threadpoolctl.threadpool_info())
+    local, node = usable_cores()
+    launch = read_launch(os.environ)
+    facts = {
+        "host": platform.node(),
+        "processor": read_cpu("model name") or platform.processor() or platform.machine(),
+        "cores": [local, node],
+        "bound": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        "load": os.getloadavg()[0],
+        "versions": ", ".join(map(" ".join, versions().items())),
+        "mpi": group.comm.world.library,
+        "launcher": f"by {launch.name}" if launch is not None else "without a launcher",
+        "blas": name_blas(pool),
+        "threads": int(pool.get("num_threads", 1)),
+        "older": find_older(),
+        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
+    }
+    return group.gather(facts)
+
+
+def describe(by_rank: Sequence[Facts]) -> list[str]:
+    """Return lines about the machine: once for all ranks, then node by node."""
+    first = by_rank[0]
+    lines = [
+        f"{counted(len(by_rank), 'rank')}, started {first['launcher']}; MPI: {first['mpi']}",
+        first["versions"],
+    ]
+    for host, ranks in _by_host(by_rank).items():
+        node = by_rank[ranks[0]]
+        shm = "none" if node["shm"] is None else f"{format_bytes(node['shm'])} free"
+        lines += [
+            (
+                f"{host}: {name_ranks(ranks)}; {node['processor']}, {node['cores'][1]} cores,"
+                f" load {node['load']:.1f}"
+            ),
+            f"  BLAS: {node['blas']}, {counted(node['threads'], 'thread')} per rank",
+            (
+                "  cores of each rank:"
+                f" {', '.join(dict.fromkeys(_spans(by_rank[rank]['bound']) for rank in ranks))}"
+            ),
+            f"  shared memory: {shm}",
+        ]
+    return lines
+
+
+def find_faults(by_rank: Sequence[Facts]) -> list[str]:
+    """Return a sentence for each problem of the machines, with its remedy."""
+    result = []
+    for key, what in (("versions", "versions"), ("mpi", "MPI libraries")):
+        if len({facts[key] for facts in by_rank}) > 1:
+            result.append(f"ranks have different {what}; install the same on all nodes")
+    for host, ranks in _by_host(by_rank).items():
+        result += [
+            f"{host}: {sentence}" for sentence in _faults_of([by_rank[rank] for rank in ranks])
+        ]
+    return result
+
+
+def _faults_of(node: Sequence[Facts]) -> list[str]:
+    """Return the problems of one node."""
+    first, ranks, cores, result = node[0], len(node), node[0]["cores"][1], []
+    if ranks > cores:
+        result.append(
+            f"{ranks} ranks share {cores} cores and wait for one another; start at most {cores}"
+            " there"
+        )
+    sharing = Counter(tuple(facts["bound"]) for facts in node)
+    bound, most = max(sharing.items(), key=lambda item: item[1], default=((), 0))
+    if bound and len(bound) < most <= cores:
+        result.append(
+            f"{most} ranks are bound to the cores {_spans(bound)}, others are idle; give --bind-to"
+            " none"
+        )
+    if ranks * first["threads"] > max(cores, ranks):
+        result.append(
+            f"{ranks} ranks with {first['threads']} BLAS threads each need more than {cores} cores;"
+            " unset OMP_NUM_THREADS, or set it to 1"
+        )
+    if first["load"] > 1.5 * cores:
+        result.append(
+            f"its load is {first['load']:.1f} on {cores} cores: other programs use them, so"
+            " times are unreliable"
+        )
+    if first["older"]:
+        result.append(first["older"])
+    if ranks > 1 and first["shm"] is not None and first["shm"] < LITTLE_SHM_BYTES:
+        result.append(
+            f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by"
+            " messages, which is slower (docker run --shm-size)"
+        )
+    return result
+
+
+def _by_host(by_rank: Sequence[Facts]) -> dict[str, list[int]]:
+    return group_ranks(enumerate(facts["host"] for facts in by_rank))
+
+
+def _spans(cores: Sequence[int]) -> str:
+    """Return core numbers as text: "0-3, 8"."""
+    return name_ranks(cores).partition(" ")[2] if cores else "any"
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

@@ -1,0 +1,255 @@
+"""`nnmpi evaluate`: accuracy and loss of a run on its test data, or on other data."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nnmpi.backend.array import Integers
+from nnmpi.base.command import check_numbers, read_command
+from nnmpi.base.errors import DataError
+from nnmpi.base.files import write_atomically
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.group import Group
+from nnmpi.compose.inference import Inference
+from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
+from nnmpi.compose.stats import Totals
+from nnmpi.data.dataset import Dataset, Samples
+from nnmpi.data.loader import Loader
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
+from nnmpi.train.config import Config
+from nnmpi.train.inputs import load_samples
+from nnmpi.train.log import describe_result, measures_of
+from nnmpi.train.run import Run
+from nnmpi.train.signature import BYTES, ModelSignature
+
+LOGITS_BYTES = 2**26  # maximum bytes of logits in a rank's forward pass
+
+
+def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
+    """Return a run's loss and score sums on samples, and the confusion matrix. Collective.
+
+    The samples are sharded over the replicas. The matrix is (classes, classes), int64, with true
+    classes in rows and predicted ones in columns. It is None unless each sample has one class.
+
+    Args:
+        run: opened on these ranks.
+        samples: must fit the model; see `match_samples`.
+        batch_size: the maximum number of samples per forward pass of a replica.
+    """
+    signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
+    rows = max(
+        1,
+        min(
+            batch_size,
+            LOGITS_BYTES // (8 * signature.outputs * prod(samples.labels(np.arange(1)).shape)),
+        ),
+    )
+    loader = Loader(
+        samples,
+        rows * dp.size,
+        rank=dp.rank,
+        world=dp.size,
+        shuffle=False,
+        transform=signature.normalize,
+        dtype=run.config.run.dtype,
+    )
+    # A user's loss may need data that only training has: mse replaces it.
+    name = run.config.optimization.loss
+    is_classes = signature.predicts == "classes"
+    loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
+    inference = Inference(run.arrangement, run.backend, run.config.run.precision)
+    result = Totals()
+    confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
+    with loader.epoch(0) as batches:
+        for batch in batches:
+            result.samples += batch.global_rows
+            result.targets += batch.global_targets
+            if len(batch.x):
+                outputs = Tensor(inference(batch.x))
+                result.loss_sum += float(loss(outputs, batch.y).numpy())
+                result.score_sum += float(loss.score(outputs.data, batch))
+                if confusion.size:
+                    np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
+    inference.release()
+    result.loss_sum, result.score_sum = dp.sum_floats([result.loss_sum, result.score_sum])
+    if confusion.size and dp.size > 1:
+        dp.all_reduce(confusion.reshape(-1))
+    return result, confusion if confusion.size else None
+
+
+def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
+    """Return the samples with the class numbers and column order of the model's training data.
+
+    Bytes are scaled as in training.
+
+    Raises:
+        DataError: for samples of another shape or kind, and for labels outside the model's classes.
+    """
+    fits = samples.is_tokens == signature.is_tokens
+    if not fits or (
+        not samples.is_tokens and tuple(samples.sample_shape) != signature.sample_shape
+    ):
+        kind = "tokens" if samples.is_tokens else f"samples of shape {tuple(samples.sample_shape)}"
+        raise DataError(
+            f"{samples.name} has {kind}, which do not fit a model that takes"
+            f" {signature.sample_shape}"
+        )
+    if not isinstance(samples, Dataset):
+        return samples
+    labels, predicts, shape = samples.y, samples.predicts, samples.target_shape
+    if predicts != signature.predicts or (
+        predicts != "classes" and shape != signature.target_shape
+    ):
+        expected = f"{signature.predicts} of shape {signature.target_shape}"
+        raise DataError(
+            f"{samples.name} has {predicts} of shape {shape}, but the model predicts {expected}"
+        )
+    names, model_names = samples.class_names, signature.class_names
+    if names and model_names and names != model_names:
+        for name in names:
+            if name not in model_names:
+                raise DataError(
+                    f"{samples.name} has the class {name!r}, which is none of the model's; remove"
+                    " its samples"
+                )
+        numbers = np.array([model_names.index(name) for name in names], labels.dtype)
+        # also for yes or no, whose two names stand for 0 and 1
+        labels = numbers[labels.astype(np.int64)]
+    # another file of the same data set may have another scale
+    is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
+    scale = signature.scale if is_bytes else samples.scale
+    classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
+    return replace(
+        samples,
+        x=signature.in_order(samples.x, samples.columns, samples.name),
+        y=labels,
+        classes=classes,
+        class_names=model_names,
+        scale=scale,
+        columns=signature.columns,
+    )
+
+
+# ---- the command ----
+
+PROGRAM = "nnmpi evaluate"
+DESCRIPTION = """Evaluate a run's model: nnmpi evaluate RUN [options].
+
+Default: the run's own test data. On several ranks: mpirun -n 4 nnmpi evaluate RUN, with any
+layout, not only the run's."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Data and output."""
+
+    dataset: str | None = None
+    """Another data set, a name or a path as for the train command (default: the run's own)."""
+    data_dir: Path | None = None
+    """Folder of its files, for data sets that are downloaded (default: the run's)."""
+    text_columns: str | None = None
+    """Text columns of a .csv or .jsonl, as for the train command (default: the run's)."""
+    part: Literal["test", "train"] = "test"
+    """Part of the data set. A data set without a test part is split as in the run."""
+    batch_size: int = 256
+    """Maximum number of samples per forward pass of a replica."""
+    json: bool = False
+    """Print JSON with the confusion matrix (rows: true classes; columns: predicted classes)."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "batch_size", 1)
+
+
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, OpeningConfig))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print the loss and score of a run's model. Collective.
+
+    Raises:
+        NnmpiError: on all ranks.
+    """
+    console, (folder, options, opening) = parse_together(words, parse, group)
+    run = opening.open(folder, group)
+    train, test = load_samples(_data(run, options), group, console.say)
+    with agreed(group):
+        samples = match_samples(run.signature, train if options.part == "train" else test)
+    result, confusion = evaluate(run, samples, options.batch_size)
+    text = _as_json(run, samples, result, confusion, options)
+    if group.is_root:
+        with suppress(OSError):  # another user's run may be read-only
+            write_atomically(run.folder.evaluation, text.encode())
+    console.finish(text if options.json else _sentence(run, samples, result, options))
+
+
+def _data(run: Run, options: EvaluationConfig) -> Config:
+    """Return the run's options with the data to evaluate; texts keep the run's tokenizer."""
+    config, values = run.config, dict[str, Any]()
+    is_other = options.dataset not in (None, config.data.dataset)
+    if is_other or options.data_dir is not None:
+        values["data_dir"] = options.data_dir
+    if is_other:
+        values |= {"dataset": options.dataset, "augment": "none"}
+        if str(options.dataset).endswith((".txt", ".txt.gz")):
+            values["text_columns"] = ""  # the run's, if its text is a table, do not apply
+    if options.text_columns is not None:
+        values["text_columns"] = options.text_columns
+    if run.signature.is_tokens:
+        values["context"] = run.signature.sample_shape[0]
+        if run.folder.tokenizer.is_dir():
+            values["tokenizer"] = str(run.folder.tokenizer)
+    return config.having(**values)
+
+
+def _as_json(
+    run: Run,
+    samples: Samples,
+    totals: Totals,
+    confusion: Integers | None,
+    options: EvaluationConfig,
+) -> str:
+    """Return the result as JSON."""
+    values: dict[str, Any] = {
+        "run": str(run.folder.path),
+        "step": run.step,
+        "data": samples.name,
+        "part": options.part,
+        "samples": len(samples),
+        "targets": totals.targets,
+        "loss": totals.loss,
+    }
+    values |= {
+        name: value if isfinite(value) else None
+        for name, value in measures_of(totals, samples.variance).items()
+    }
+    if confusion is not None:
+        values |= {"classes": run.class_names, "confusion": confusion.tolist()}
+    return json.dumps(values)
+
+
+def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationConfig) -> str:
+    loss, quality = describe_result(
+        totals, measures_of(totals, samples.variance), run.signature.is_tokens
+    )
+    is_classes = run.signature.predicts == "classes"
+    counted = (
+        f"{totals.score_sum:.0f} of {totals.targets} right"
+        if is_classes
+        else f"{totals.targets} samples"
+    )
+    weights = (
+        f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
+    )
+    return f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with {weights}"
+
+
+if __name__ == "__main__":
+    launch_command(parse, main)

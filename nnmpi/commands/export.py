@@ -1,0 +1,73 @@
+"""`nnmpi export`: a run's weights as a file for other programs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from nnmpi.base.command import read_command
+from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.models.torch_weights import write_torch
+from nnmpi.train.cli import launch_command, parse_together
+from nnmpi.train.run import load
+
+PROGRAM = "nnmpi export"
+DESCRIPTION = """Export a run's weights for other programs: nnmpi export RUN [options].
+
+Writes a state_dict as safetensors, with PyTorch's names and layouts, for
+safetensors.torch.load_file. To import one, give --weights FILE to nnmpi evaluate, predict
+or export. (A run of --model gpt also has a folder for Hugging Face's transformers, RUN/model.)"""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Output."""
+
+    out: Path | None = None
+    """The file, .safetensors (default: RUN/torch.safetensors)."""
+    best: bool = False
+    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
+    weights: Path | None = None
+    """Use the weights of a PyTorch state_dict instead (default: the run's)."""
+    trust: bool = False
+    """Execute your code, FILE.py:NAME, that the run names."""
+
+
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Write the file, on rank 0. Collective.
+
+    Raises:
+        NnmpiError: on all ranks.
+    """
+    console, (folder, options) = parse_together(words, parse, group)
+    console.finish(on_root(group, partial(export, folder, options)))
+
+
+def export(folder: Path, options: ExportConfig) -> str:
+    """Write a run's weights, and return a sentence about them.
+
+    Raises:
+        UsageError: for a folder without a run, and for a file that cannot be written.
+        CheckpointError: for a run without a checkpoint.
+    """
+    file = options.out or folder / "torch.safetensors"
+    if file.suffix not in ("", ".safetensors"):
+        raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
+    run = load(folder, options.best, options.weights, options.trust)
+    kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
+    with raised_as(UsageError, f"--out {file} cannot be written"):
+        count = write_torch(
+            file, run.model, np.zeros((1, *run.signature.sample_shape), kind), run.metadata()
+        )
+    return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
+
+
+if __name__ == "__main__":
+    launch_command(parse, main)

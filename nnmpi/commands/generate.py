@@ -1,0 +1,132 @@
+"""`nnmpi generate`: a prompt, continued by a run's language model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+
+import nnmpi.base.clock as clock
+from nnmpi.base.command import check_numbers, read_command, require
+from nnmpi.base.errors import UsageError
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.compose.inference import TokenGenerator, choose_token
+from nnmpi.data.tokenizer import Tokenizer
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
+from nnmpi.train.config import SEQUENCE_MODELS
+
+PROGRAM = "nnmpi generate"
+DESCRIPTION = """Generate text with a language model: nnmpi generate RUN --prompt TEXT.
+
+RUN is the folder of a run of --model lstm or gpt (its last checkpoint is used), or a GPT-2 folder
+of Hugging Face's transformers. Keys and values are cached, so each new token costs one forward pass
+of one token.
+
+mpirun -n 4 nnmpi generate RUN --pp 2 --tp 2 takes four ranks."""
+
+
+@dataclass(frozen=True)
+class WritingConfig:
+    """Text."""
+
+    prompt: str = ""
+    """Start of the text; for a run without a tokenizer, token numbers such as "17 4"."""
+    tokens: int = 200
+    """Maximum number of tokens to generate; the text may end sooner."""
+    temperature: float = 1.0
+    """Sampling temperature: below 1 favours likely tokens; 0 is greedy."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens. 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest likeliest tokens whose probabilities add up to this. 1: from all."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "tokens", 1)
+        check_numbers(self, "temperature top_k seed", 0)
+        require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
+
+
+parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (WritingConfig, OpeningConfig))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print the prompt and its continuation. Collective.
+
+    Raises:
+        NnmpiError: on all ranks; UsageError for wrong options, a run of another model, or a prompt
+            that does not fit.
+    """
+    console, (folder, options, opening) = parse_together(words, parse, group)
+    if opening.sp > 1:
+        raise UsageError(
+            f"--sp {opening.sp} shares positions, but text is generated one position at a time;"
+            " leave --sp out"
+        )
+    begin = clock.now()
+    run = opening.open(folder, group)
+    model = run.config.model.model
+    known = " or ".join(SEQUENCE_MODELS)
+    require(
+        model in SEQUENCE_MODELS,
+        f"{folder} is a run of model {model}; only {known} can generate text",
+    )
+    generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
+    context = None if model == "lstm" else run.signature.sample_shape[0]
+    tokenizer = run.tokenizer
+    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
+    choose = partial(
+        choose_token,
+        draw=np.random.default_rng(options.seed),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    ready = clock.now()
+    written: list[int] = []
+    for token in islice(
+        generator.write(prompt, context, lambda logits: group.share(choose(logits))), options.tokens
+    ):
+        if token == end:
+            break
+        written.append(token)
+    seconds, text = clock.now() - ready, [*prompt, *written]
+    generator.release()
+    console.finish(
+        " ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text),
+        f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a"
+        f" second; loading took {ready - begin:.2f} s",
+    )
+
+
+def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:
+    """Return a prompt's tokens, and the end token (-1 without a tokenizer)."""
+    if tokenizer is not None:
+        require(
+            tokenizer.vocabulary_size <= vocabulary,
+            f"the tokenizer has {tokenizer.vocabulary_size} tokens, but the model {vocabulary};"
+            " restore the run's own",
+        )
+        try:
+            return tokenizer.encode(prompt), tokenizer.end
+        except UsageError as error:
+            raise UsageError(f"--prompt: {error}") from None
+    try:
+        tokens = [int(word) for word in prompt.split()]
+    except ValueError:
+        raise UsageError(
+            f"--prompt is {prompt!r}, but the run has no tokenizer; give token numbers"
+        ) from None
+    for token in tokens:
+        require(
+            0 <= token < vocabulary,
+            f"--prompt: token {token} is not in the model's vocabulary, 0..{vocabulary - 1}",
+        )
+    return tokens, -1
+
+
+if __name__ == "__main__":
+    launch_command(parse, main)

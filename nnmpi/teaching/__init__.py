@@ -1,0 +1,1 @@
+"""What courses use: exercises, grading, mpi4py programs on simulated ranks."""

@@ -1,0 +1,61 @@
+"""Reading a process's place from what launchers set."""
+
+import pytest
+
+from nnmpi.base.launcher import Launch, read_launch
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPICH = {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")],
+)
+def test_each_launcher_is_read(environ: dict[str, str], name: str) -> None:
+    assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4)
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "4"}]
+)
+def test_no_launcher_is_none(environ: dict[str, str]) -> None:
+    assert read_launch(environ) is None
+
+
+def test_the_innermost_launcher_counts() -> None:
+    """Open MPI's mpirun starts its daemons by srun, two of them here, and the ranks inherit srun's
+    variables.
+    """
+    outer = SLURM | {"SLURM_STEP_NUM_TASKS": "2"}
+    result = read_launch(OPEN_MPI | outer)
+    assert result is not None
+    assert (result.name, result.size) == ("Open MPI's mpirun", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "expected"),
+    [
+        ("3", 0, 3),
+        ("4(x2),3", 0, 4),
+        ("4(x2),3", 1, 4),
+        ("4(x2),3", 2, 3),
+        ("4(x2),3", 3, None),
+        ("", 0, None),
+        ("x", 0, None),
+    ],
+)
+def test_slurms_list_of_tasks(text: str, node: int, expected: int | None) -> None:
+    result = read_launch(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node)})
+    assert result is not None
+    assert result.local_size == expected

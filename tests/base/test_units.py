@@ -1,0 +1,72 @@
+"""Numbers of bytes in words, both ways."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import format_bytes, format_duration, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4", 4),
+        ("0", 0),
+        ("64k", 65536),
+        ("64 KB", 65536),
+        ("64KiB", 65536),
+        ("1mb", 2**20),
+        (" 1.5 GiB ", 3 * 2**29),
+        ("12B", 12),
+        ("0.5k", 512),
+        ("13.3MiB", 13946060),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_what_people_write(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "k", "-4", "1e6", "4 x", "64kk", "0.3", "nan", "1 2"])
+def test_what_is_no_size_is_named_with_what_would_work(text: str) -> None:
+    with pytest.raises(UsageError, match="write it like 4, 64k, 1MB") as error:
+        parse_bytes(text)
+    assert repr(text) in str(error.value)
+
+
+def test_names() -> None:
+    assert [format_bytes(n) for n in (0, 1000, 1024, 1536, 65536, 2**20, 2**31)] == [
+        "0 B",
+        "1000 B",
+        "1 KB",
+        "1.5 KB",
+        "64 KB",
+        "1 MB",
+        "2 GB",
+    ]
+
+
+@given(st.integers(0, 1023), st.sampled_from([1, 2**10, 2**20, 2**30, 2**40]))
+def test_a_name_is_read_back(count: int, unit: int) -> None:
+    assert parse_bytes(format_bytes(count * unit)) == count * unit
+
+
+def test_times() -> None:
+    assert [format_seconds(s) for s in (0, 2.5e-6, 999e-6, 0.001, 0.0123456, 1, 90)] == [
+        "0 us",
+        "2.5 us",
+        "999 us",
+        "1 ms",
+        "12.35 ms",
+        "1 s",
+        "90 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.44, "0.4 s"), (59.9, "59.9 s"), (245.4, "4 min 05 s"), (7380.0, "2 h 03 min")],
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

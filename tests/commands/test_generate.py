@@ -1,0 +1,157 @@
+"""The command that writes: from a run's folder, under every layout the same; and what it cannot do,
+in a sentence.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.generate import main, parse
+from nnmpi.models.pretrained import GPTSize, read_size
+from nnmpi.train.cli import main as train
+
+TOKENS, CONTEXT = 17, 12
+
+
+def text(folder: Path) -> Path:
+    """Return a data set of tokens that count on."""
+    steps = np.random.default_rng(0).integers(1, 3, (60, CONTEXT + 1))
+    tokens = np.cumsum(steps, 1) % TOKENS
+    np.savez(folder / "tokens.npz", x=tokens[:, :-1].astype(np.uint16), y=tokens[:, 1:])
+    return folder / "tokens.npz"
+
+
+def run(folder: Path, model: str, *more: str) -> Path:
+    """Return the folder of a short run."""
+    out = folder / f"run-{model}-{len(more)}"
+    words = (
+        f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out"
+        f" {out}".split()
+    )
+    simulate(lambda group: train([*words, *more], group), 1)
+    return out
+
+
+def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: str) -> str:
+    """Return the first line that the command prints."""
+    capfd.readouterr()
+    more = ["--prompt", *prompt] if prompt else []
+    simulate(lambda group: main([*words.split(), *more], group), ranks)
+    return capfd.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("model", ["gpt", "lstm"])
+def test_every_layout_writes_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str
+) -> None:
+    """Past the context, too."""
+    folder = run(tmp_path, model)
+    words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
+    result = [
+        written(words + layout, ranks, capfd, "3 4")
+        for ranks, layout in (
+            (1, ""),
+            (2, " --pp 2"),
+            (2, " --tp 2"),
+            (4, " --pp 2 --tp 2"),
+            (2, ""),
+        )
+    ]
+    assert len(result[0].split()) == 22
+    assert result[0].startswith("3 4 ")
+    assert result == result[:1] * 5
+
+
+def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What one run wrote is where another begins; then the first is gone."""
+    folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
+    assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
+    assert written(f"{folder / 'model'} --tokens 9", 2, capfd, "3 4") == written(
+        f"{folder} --tokens 9", 1, capfd, "3 4"
+    )
+    words = (
+        f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64"
+        f" --out {out}"
+    )
+    simulate(lambda group: train(words.split(), group), 1)
+
+    def first(run_folder: Path) -> float:
+        lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+        return float(next(line["loss"] for line in lines if "loss" in line))
+
+    assert first(out) < first(folder)
+    shutil.rmtree(folder / "model")
+    with pytest.raises(UsageError, match=f"--pretrained {folder} is a run without a model"):
+        simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
+    with pytest.raises(
+        UsageError, match="a model in Hugging Face's files has no best weights; leave --best out"
+    ):
+        written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
+    shutil.rmtree(folder)
+    assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
+
+
+def test_what_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence each."""
+    folder = run(tmp_path, "gpt")
+    for words, sentence in (
+        (f"{folder}", "the prompt is empty"),
+        (f"{folder} --prompt one", "but the run has no tokenizer; give token numbers"),
+        (f"{folder} --prompt 17", r"token 17 is not in the model's vocabulary, 0\.\.16"),
+        (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
+        (f"{folder} --tokens 0", "--tokens is 0"),
+        (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
+        ("--prompt 1", "give RUN first and then the options"),
+        (f"{folder} --prompt 1 --sp 2", "is generated one position at a time; leave --sp out"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            written(words, 1, capfd)
+    counted = run(tmp_path, "gpt", *["--experts", "3", "--experts-capacity", "2.5"])
+    for ranks, layout in ((1, ""), (2, " --pp 2")):
+        with pytest.raises(UsageError, match="to generate, train without a capacity"):
+            written(f"{counted}{layout}", ranks, capfd, "3")
+    with pytest.raises(
+        UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"
+    ):
+        written(str(folder), 1, capfd, " ".join(["1"] * 13))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(NnmpiError, match="could not be written: No space left"):
+            simulate(lambda group: main([str(folder), "--prompt", "1"], group), 1)
+    (folder / "checkpoints").rename(folder / "gone")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        written(f"{folder} --prompt 1", 1, capfd)
+    words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
+    simulate(lambda group: train(words.split(), group), 1)
+    with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can generate"):
+        written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
+
+
+def test_options() -> None:
+    folder, options, place = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5", "--tp", "2"])
+    assert (folder, options.prompt, options.top_k, place.tp) == (Path("runs/x"), "Once upon", 5, 2)
+
+
+def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the tokenizer that the run keeps; of a folder of another run it would be another."""
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 60)
+    out = tmp_path / "run"
+    words = (
+        f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr"
+        f" 0.01 --out {out}"
+    )
+    simulate(lambda group: train(words.split(), group), 1)
+    line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
+    assert line.startswith("to be")
+    assert set(line) <= set("to be or not to be")
+    with pytest.raises(UsageError, match="--prompt: the tokenizer has no 'Z'"):
+        written(str(out), 1, capfd, "Zebra")

@@ -1,0 +1,331 @@
+"""What a run has left is used: loaded, evaluated and asked, under every layout with what training
+printed.
+"""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import data
+from nnmpi.base.errors import CheckpointError, DataError, NnmpiError, UsageError
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.export import main as export
+from nnmpi.commands.predict import main as predict
+from nnmpi.models.torch_weights import read_torch
+from nnmpi.train.cli import main as train
+
+TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
+
+
+def files(folder: Path) -> dict[str, Path]:
+    """Return a data set of each kind: images of bytes, a table with names, a text."""
+    draw = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    x = (draw.integers(0, 60, (60, 8, 6)) + 90 * np.eye(3, 48)[y].reshape(60, 8, 6)).astype(
+        np.uint8
+    )
+    result = {name: folder / f"{name}" for name in ("images.npz", "table.csv", "text.txt")}
+    np.savez(result["images.npz"], x=x, y=y)
+    names = ("oak", "ash", "elm")
+    rows = [",".join(map(str, [*row, names[i % 3]])) for i, row in enumerate(TABLE)]
+    result["table.csv"].write_text("\n".join(["a,b,c,tree", *rows]) + "\n")
+    result["text.txt"].write_text("to be or not to be, that is the question\n" * 12)
+    return result
+
+
+def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """Return the folder of a short run, and its test accuracy and loss as they were printed."""
+    simulate(
+        lambda group: train([*words.split(), "--epochs", "1", "--out", str(folder / "run")], group),
+        2,
+    )
+    (printed,) = re.findall(r"^test (accuracy.*?\))", capfd.readouterr().out, re.MULTILINE)
+    return folder / "run", printed
+
+
+def said(main: Any, words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return what a command prints."""
+    capfd.readouterr()
+    simulate(lambda group: main(words.split(), group), ranks)
+    return str(capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("images.npz", "--model cnn --hidden 8"),
+        ("table.csv", "--model mlp --hidden 6 --dtype float64 --dropout 0.5"),
+        ("text.txt", "--model lstm --features 8 --text-samples sentences"),
+        ("text.txt", "--model gpt --features 8 --heads 2 --context 12 --layers 1"),
+    ],
+)
+def test_evaluate_says_what_training_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: str
+) -> None:
+    """On one rank and several, by their replicas, pipelines and shards."""
+    folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
+    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2")]
+    for ranks, layout in layouts[: 3 if "lstm" in options else 6 if "gpt" in options else 4]:
+        result = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
+        assert printed.partition(" (")[0] in result, layout
+        losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, result)]
+        # float32's rounding may show in the last digit
+        assert abs(losses[0] - losses[1]) < 1.5e-4, layout
+
+
+def test_bytes_are_scaled_as_the_runs_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Digits are multiplied by 1/16, and those of a file of bytes by 1/255."""
+    folder, printed = run(tmp_path, "--dataset digits --model mlp --hidden 8", capfd)
+    _, test = data.load("digits")
+    np.savez(tmp_path / "same.npz", x_train=test.x, y_train=test.y, x_test=test.x, y_test=test.y)
+    assert printed in said(
+        evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy", 1, capfd
+    )
+
+
+def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the run and by the files that it leaves for others, which know of no steps."""
+    text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
+    table.write_text(
+        "problem,solution\n" + "".join(f"what is {i} and {i}?,{2 * i}\n" for i in range(30))
+    )
+    words = (
+        "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
+        " --text-columns"
+    )
+    folder, _ = run(tmp_path, f"--dataset {table} {words} problem,solution", capfd)
+    result = [
+        said(evaluate, f"{item} --dataset {text} --backend numpy", 1, capfd)
+        for item in (folder, folder / "model")
+    ]
+    assert " on text, with the weights after step 2 of " in result[0]
+    assert result[1].strip() == result[0].strip().replace(" after step 2", "") + "/model"
+
+
+def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By columns of its own, as the run had none; or other ones than the run's."""
+    text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
+    table.write_text(
+        "problem,solution\n" + "".join(f"what is {i} and {i}?,{2 * i}\n" for i in range(30))
+    )
+    same = tmp_path / "problems.jsonl"
+    same.write_text(
+        "".join(json.dumps({"problem": f"what is {i} and {i}?"}) + "\n" for i in range(30))
+    )
+    words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
+    folder, _ = run(tmp_path, f"--dataset {text} {words}", capfd)
+    with pytest.raises(UsageError, match="name its columns with --text-columns"):
+        said(evaluate, f"{folder} --dataset {table} --backend numpy", 1, capfd)
+    result = [
+        said(
+            evaluate,
+            f"{folder} --dataset {file} --text-columns problem --backend numpy",
+            ranks,
+            capfd,
+        )
+        for file, ranks in ((table, 1), (same, 2))
+    ]
+    assert result[0].replace(" sums, ", " problems, ") == result[1]
+    with pytest.raises(UsageError, match="has no columns"):
+        said(evaluate, f"{folder} --text-columns problem --backend numpy", 1, capfd)
+
+
+def test_a_loaded_run_predicts_what_the_command_says(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
+    data = files(tmp_path)["table.csv"]
+    folder, printed = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    result = nnmpi.load(folder)
+    assert result.class_names == ("ash", "elm", "oak")
+    x = np.array(TABLE, np.float32)
+    logits = result.model(result.transform(x)).numpy()
+    assert abs(result.transform(x).mean()) < 0.3
+    probabilities = result.predict(x)
+    assert np.allclose(probabilities.sum(axis=1), 1)
+    assert (probabilities.argmax(1) == logits.argmax(1)).all()
+    with pytest.raises(UsageError, match="a masked array"):
+        result.predict(np.ma.asarray(x))
+    lines = said(predict, f"{folder} {data}", 1, capfd).splitlines()
+    assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
+    assert [line.partition(",")[0] for line in lines[1:]] == [
+        result.class_names[i] for i in logits.argmax(1)
+    ]
+    values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2, capfd))
+    assert np.allclose(
+        [row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6
+    )
+    assert repr(result) == f"Run({str(folder)!r}: mlp on table, after {result.step} steps)"
+
+
+def test_results_that_a_full_disk_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = files(tmp_path)["table.csv"]
+    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    for program, words in ((predict, [str(data)]), (evaluate, []), (export, [])):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            with pytest.raises(NnmpiError, match="could not be written: No space left"):
+                simulate(partial(program, [str(folder), *words]), 2)
+
+
+def test_an_image_file_is_read_as_the_data_was(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A picture of a sample's bytes gives what the sample gives; a larger one is resized, and what
+    is none is named.
+    """
+    images = pytest.importorskip("PIL.Image")
+    data = files(tmp_path)["images.npz"]
+    folder, _ = run(tmp_path, f"--dataset {data} --model cnn --hidden 8", capfd)
+    x = np.load(data)["x"]
+    images.fromarray(x[0]).save(tmp_path / "one.png")
+    images.fromarray(255 - x[0]).convert("RGB").save(tmp_path / "dark.png")
+    np.savez(tmp_path / "one.npz", x=x[:1])
+    first = said(predict, f"{folder} {tmp_path}/one.npz", 1, capfd)
+    assert said(predict, f"{folder} {tmp_path}/one.png", 2, capfd) == first
+    assert said(predict, f"{folder} {tmp_path}/dark.png --invert", 1, capfd) == first
+    (tmp_path / "no.png").write_text("no image")
+    (tmp_path / "half.ppm").write_bytes(b"P6 8 6 255 x")
+    # more pixels than Pillow takes, in 50 KB
+    images.new("1", (20000, 20000)).save(tmp_path / "huge.png")
+    for name in ("no.png", "half.ppm", "huge.png"):
+        with pytest.raises(DataError, match=f"{name}: cannot be read as an image"):
+            said(predict, f"{folder} {tmp_path}/{name}", 1, capfd)
+    with pytest.raises(DataError, match="do not fit a model that takes"):
+        said(predict, f"{folder} {files(tmp_path)['table.csv']}", 1, capfd)
+
+
+def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With --keep-best, whichever is the last; and the metadata says what they are."""
+    data = files(tmp_path)["table.csv"]
+    out = tmp_path / "run"
+    words = (
+        f"--dataset {data} --model mlp --hidden 6 --epochs 6 --lr 0.3 --save-every 3 --keep-best"
+        f" --out {out}"
+    )
+    simulate(lambda group: train(words.split(), group), 1)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    scores = {
+        record["global_step"]: record["accuracy"] for record in records if record["kind"] == "eval"
+    }
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert (out / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
+    result = json.loads(said(evaluate, f"{out} --best --json", 1, capfd))
+    assert (result["step"], result["accuracy"]) == (best, scores[best])
+
+
+def test_a_tables_columns_are_found_by_their_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In another order they mean the same; a name at a place of its own says that the table is
+    another one.
+    """
+    data, moved, other = (
+        files(tmp_path)["table.csv"],
+        tmp_path / "moved.csv",
+        tmp_path / "other.csv",
+    )
+    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    a, b, c, tree = zip(*(line.split(",") for line in data.read_text().splitlines()), strict=True)
+    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(c, a, b, tree, strict=True)))
+    other.write_text(
+        "".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True))
+    )
+    for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
+        right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
+        assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
+        with pytest.raises(
+            DataError, match="has the columns d, a, b, but the model takes a, b, c; give these"
+        ):
+            said(main, f"{folder} {words} {other}", 1, capfd)
+
+
+def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sentence each, on all ranks."""
+    data = files(tmp_path)
+    folder, _ = run(tmp_path, f"--dataset {data['table.csv']} --model mlp --hidden 6", capfd)
+    for main, words, kind, sentence in (
+        (
+            evaluate,
+            f"{folder} --best",
+            CheckpointError,
+            "has no best checkpoint; train with --keep-best",
+        ),
+        (
+            evaluate,
+            f"{folder} --dataset {data['images.npz']}",
+            DataError,
+            r"images has samples of shape \(8, 6, 1\)",
+        ),
+        (evaluate, "--best", UsageError, "give RUN first"),
+        (evaluate, f"{folder} --sp 2", UsageError, "--model mlp has none"),
+        (predict, f"{folder} {tmp_path}/gone.npz", UsageError, "there is no file"),
+        (evaluate, f"{tmp_path}", UsageError, "there is no run"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            said(main, words, 2, capfd)
+
+
+def test_weights_go_to_pytorch_and_come_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a file, from which every layout reads; of another model it is refused."""
+    folder, printed = run(
+        tmp_path, f"--dataset {files(tmp_path)['images.npz']} --model cnn --hidden 8", capfd
+    )
+    assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2, capfd)
+    for ranks, layout in ((1, ""), (2, "--pp 2"), (2, "--tp 2")):
+        words = f"{folder} --weights {tmp_path}/there.safetensors --backend numpy {layout}"
+        assert printed.partition(" (")[0] in said(evaluate, words, ranks, capfd)
+    again = f"{folder} --weights {tmp_path}/there.safetensors --out {tmp_path}/again.safetensors"
+    said(export, again, 1, capfd)
+    there, back = (read_torch(tmp_path / f"{name}.safetensors") for name in ("there", "again"))
+    assert there.keys() == back.keys() and all((there[name] == back[name]).all() for name in there)
+    with pytest.raises(
+        UsageError, match=r"missing/there cannot be written \(No such file or directory\)"
+    ):
+        said(export, f"{folder} --out {tmp_path}/missing/there", 1, capfd)
+    with pytest.raises(UsageError, match=r"net\.pt must end in \.safetensors"):
+        said(export, f"{folder} --out {tmp_path}/net.pt", 1, capfd)
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        said(evaluate, f"{folder} --weights {folder}/config.json", 2, capfd)
+
+
+def test_the_folder_says_how_it_came_about(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands, what was printed, and where the newest run is; one that is finished says what
+    would go on.
+    """
+    data = files(tmp_path)["table.csv"]
+    monkeypatch.chdir(tmp_path)
+    words = f"--dataset {data} --model mlp --hidden 6 --epochs 1"
+    printed = said(train, words, 2, capfd)
+    latest = Path("runs/latest")
+    assert (latest / "console.txt").read_text() == printed
+    assert said(train, f"--resume {latest} --quiet", 1, capfd) == ""
+    assert (
+        "finished, all 1 epochs are done; give more, such as --epochs 2"
+        in (latest / "console.txt").read_text()
+    )
+    starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]
+    assert [(start["ranks"], start["command"][3:]) for start in starts] == [
+        (2, words.split()),
+        (1, ["--resume", "runs/latest", "--quiet"]),
+    ]
+    assert re.search("test accuracy", said(evaluate, "runs/latest", 1, capfd))
