@@ -11,6 +11,7 @@ MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `
 needs no MPI.
 """
 
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,21 @@ from nnmpi.base.version import VERSION
 
 limit_threads()  # must come before NumPy is loaded
 
+if sys.argv[:1] == ["-m"]:  # Python looks for the module that it is to run
+    import_module("nnmpi.commands.table").refuse_old_spelling(sys.orig_argv)
+
 if TYPE_CHECKING:
     from nnmpi import (
         backend,
         comm,
         data,
-        exercise,
         memory,
         models,
         nn,
         ops,
         optim,
         parallel,
+        teaching,
         tensor,
     )
     from nnmpi.backend.kernels import jit
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.synchrony.sync import Sync
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
+    from nnmpi.teaching import exercise
     from nnmpi.tensor import Tensor, no_grad
     from nnmpi.train.checkpoint import resume, save
     from nnmpi.train.run import load
@@ -85,6 +90,7 @@ __all__ = [
     "save",
     "simulate",
     "start",
+    "teaching",
     "tensor",
     "use_precision",
 ]

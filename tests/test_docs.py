@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.commands.table import COMMANDS, PACKAGES
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
@@ -148,10 +149,10 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
 def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command, table = re.findall(
-        r"^    python (-m nnmpi speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
+        r"^    nnmpi (speedup .*?)\n\n(.*?)\n\n", PAGES["docs/simulated.md"], re.M | re.S
     )[0]
     ran = subprocess.run(
-        [sys.executable, *command.replace("\\\n", " ").split()],
+        [sys.executable, "-m", "nnmpi", *command.replace("\\\n", " ").split()],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -180,57 +181,33 @@ def test_the_map_shows_all_packages_and_modules() -> None:
 
 
 def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what `python -m WORDS --help` prints, behind which stands all; nnmpi's fit a terminal
-    of 100 columns.
+    """Return the help of all options of `nnmpi WORDS`, or of `python -m WORDS`; nnmpi's fit a
+    terminal of 100 columns.
     """
     printed = io.StringIO()
-    monkeypatch.setattr(sys, "argv", [*words.split(), "--help", "all"])
-    name = words.split()[0]
+    is_command = words.startswith("nnmpi ")
+    name, *more = words.removeprefix("nnmpi ").split()
+    if is_command:
+        name = f"{PACKAGES.get(name, 'nnmpi.commands')}.{name}"
+    monkeypatch.setattr(sys, "argv", [name, *more, "--help", "all"])
     for module in (f"{name}.__main__", name):  # other tests may have imported it
         if not hasattr(sys.modules.get(module), "__path__"):
             monkeypatch.delitem(sys.modules, module, raising=False)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-    assert (
-        40
-        < max(map(len, printed.getvalue().splitlines()))
-        <= (100 if name.startswith("nnmpi") else 120)
-    )
+    assert 40 < max(map(len, printed.getvalue().splitlines())) <= (100 if is_command else 120)
     return printed.getvalue()
 
 
 def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
-    modules = (
-        "nnmpi.train",
-        "nnmpi.commands.verify",
-        "nnmpi.commands.generate",
-        "nnmpi.schedule",
-        "nnmpi.comm",
-        "tests.harness",
-    )
-    modules += (
-        "nnmpi.commands.evaluate",
-        "nnmpi.commands.plan",
-        "nnmpi.commands.predict",
-        "nnmpi.commands.export",
-        "nnmpi.commands.run",
-        "nnmpi.commands.doctor",
-    )
-    modules += (
-        "nnmpi.commands.report",
-        "nnmpi.teaching.exercise",
-        "nnmpi.memory",
-        "nnmpi.teaching.simrun",
-        "nnmpi.commands.speedup",
-    )
-    modules += ("nnmpi.teaching.grade",)
-    helped = {module: help_of(module, monkeypatch) for module in modules}
-    for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
-        helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)
-    helped["scripts/train"] = helped["nnmpi.train"]
-    for command in ("nnmpi.commands.run", "nnmpi.commands.speedup"):
-        helped[command] += helped["nnmpi.train"]  # behind --
+    commands = [*(f"nnmpi {name}" for name in COMMANDS), "tests.harness"]
+    helped = {command: help_of(command, monkeypatch) for command in commands}
+    for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi comm"], re.MULTILINE):
+        helped["nnmpi comm"] += help_of(f"nnmpi comm {command}", monkeypatch)
+    helped["scripts/train"] = helped["nnmpi train"]
+    for command in ("nnmpi run", "nnmpi speedup"):
+        helped[command] += helped["nnmpi train"]  # behind --
     # they add options to pytest
     plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))
     helped["scripts/test "] = helped["tests.harness"] + "".join(

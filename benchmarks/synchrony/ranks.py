@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, slow_text
 from benchmarks.synchrony.recipe import Data, Recipe
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker

@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 import nnmpi
-from nnmpi import clock, data
+from nnmpi import data
+from nnmpi.base import clock
 from nnmpi.base.command import program_words
 from nnmpi.base.pages.picture import Bar, Picture
 from nnmpi.comm.collective import Step

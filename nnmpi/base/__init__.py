@@ -1,1 +1,1 @@
-"""What everything stands on: errors, files, units, clocks, options of commands; no arrays, no MPI."""
+"""What everything stands on: errors, files, units, clocks, options of commands; no arrays."""

@@ -22,7 +22,6 @@ from typing import TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError
-from nnmpi.base.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
 """Chunk numbers in the order of travel; a range for runs of thousands."""
@@ -171,11 +170,6 @@ class Collective:
     name: str
     contract: Contract
     phases: tuple[Algorithm, ...]
-
-    def _repr_html_(self) -> str:  # a notebook draws it
-        from nnmpi.comm.render import DRAWN_IN_NOTEBOOKS, render
-
-        return preformat(render(self, DRAWN_IN_NOTEBOOKS))
 
     def __call__(self, rank: int, size: int) -> Steps:
         """Return the steps of this rank; none for a single one.

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nnmpi.comm.agreement import Communicator
 from nnmpi.comm.buffers import (
     Buffer,
     as_bytes,
@@ -30,9 +30,6 @@ from nnmpi.comm.buffers import (
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.world import Comm, Request
 
-if TYPE_CHECKING:
-    from nnmpi.comm.group import Group
-
 # MPI guarantees tags up to 32767. The lower half is the caller's. One more serves all blocking sums
 # and exchanges, of which only one is in flight at a time.
 BLOCKING_TAG = 2**14
@@ -40,7 +37,7 @@ HANDSHAKE_TAG, DATA_TAG = 0, 1
 
 
 def send_and_receive(
-    group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+    group: Communicator, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
 ) -> None:
     """Send some arrays and fill others; return when all are sent and filled.
 
@@ -64,7 +61,7 @@ def send_and_receive(
 
 
 def start_exchange(
-    group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+    group: Communicator, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
 ) -> MessageRequest:
     """Start `send_and_receive`; `wait` ends it. Until then the sent array is read-only.
 
@@ -105,7 +102,7 @@ class Messages:
             message cut into pieces counts once.
     """
 
-    def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
+    def __init__(self, group: Communicator, synchronous_sends: bool = False) -> None:
         self._comm = group.comm.duplicate()
         self._isend = self._comm.issend if synchronous_sends else self._comm.isend
         self._leaving: list[MessageRequest] = []  # kept alive: MPI reads their arrays
@@ -209,7 +206,7 @@ class Rendezvous:
 
 
 @contextmanager
-def rendezvous(group: Group) -> Iterator[Rendezvous]:
+def rendezvous(group: Communicator) -> Iterator[Rendezvous]:
     """Return a rendezvous of the group's ranks on a duplicate of its communicator. Collective."""
     comm = group.comm.duplicate()
     try:

@@ -28,7 +28,6 @@ from nnmpi.comm.prove import prove
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     \
 2 <+ 1  it comes and is added     .  idle"""
-DRAWN_IN_NOTEBOOKS = 4  # ranks
 DRAWN = 8  # every number of ranks up to this one has an animation
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)

@@ -42,7 +42,8 @@ from nnmpi.train.signature import versions
 
 PROGRAM = "nnmpi doctor"
 DESCRIPTION = """With RUN: diagnose a run and say what to do. Without: describe this machine and its
-MPI, and what is slow or wrong with them: mpirun -n 4 python -m nnmpi doctor. (nnmpi verify checks whether ranks compute what one rank does.)"""
+MPI, and what is slow or wrong with them: mpirun -n 4 nnmpi doctor. (nnmpi verify checks
+whether ranks compute what one rank does.)"""
 WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
 SHM = Path("/dev/shm")  # MPI libraries' folder of shared memory
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it

@@ -17,13 +17,14 @@ from nnmpi.base.errors import DataError
 from nnmpi.base.files import write_atomically
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together
+from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
 from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_result, measures_of

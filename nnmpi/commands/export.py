@@ -11,8 +11,9 @@ from nnmpi.base.command import read_command
 from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together
+from nnmpi.commands.start import launch_command
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import launch_command, parse_together
 from nnmpi.train.run import load
 
 PROGRAM = "nnmpi export"

@@ -12,9 +12,10 @@ from nnmpi.base.command import check_numbers, read_command, require
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together
+from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
 from nnmpi.train.config import SEQUENCE_MODELS
 
 PROGRAM = "nnmpi generate"

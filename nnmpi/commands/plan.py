@@ -12,11 +12,12 @@ from nnmpi.base.errors import counted
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together, run_on_ranks
+from nnmpi.commands.start import read_shared
 from nnmpi.memory.ledger import KINDS
 from nnmpi.planner.network import PlannedNetwork, take_network
 from nnmpi.planner.price import LayoutSearch, plan
 from nnmpi.train.build import build_full_model
-from nnmpi.train.cli import parse_together, read_shared, run_on_ranks
 from nnmpi.train.computing import check_backend, choose_computing, computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,

@@ -18,9 +18,10 @@ from nnmpi.base.command import read_command
 from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together
+from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
-from nnmpi.train.cli import OpeningConfig, launch_command, parse_together
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature

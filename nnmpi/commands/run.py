@@ -481,14 +481,14 @@ def main(words: Sequence[str]) -> str:
         start_limit_s=options.start_limit,
     )
     return (
-        "nnmpi.commands.run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
+        "nnmpi run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
     )
 
 
 def _say(text: str) -> None:
     with suppress(OSError):
         # a closed pipe or a full disk must not end the supervision
-        print(f"nnmpi.commands.run: {printable(text)}", flush=True)
+        print(f"nnmpi run: {printable(text)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.units import aligned
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import parse_together
+from nnmpi.commands.start import launch_command, read_shared
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
@@ -29,7 +31,6 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.nn.norm import has_batch_norm
 from nnmpi.optim import updates
 from nnmpi.train.build import VERIFIED_EPS, build_full_model, build_layout, trial_run
-from nnmpi.train.cli import launch_command, parse_together, read_shared
 from nnmpi.train.computing import explain_errors, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,

@@ -29,8 +29,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
-from nnmpi.base.pages.page import preformat
-
 
 class Kind(StrEnum):
     """The kinds of instructions, for stage s and microbatch m.
@@ -190,11 +188,6 @@ class Schedule:
     microbatches: int
     programs: tuple[Program, ...]
     home: Home = around
-
-    def _repr_html_(self) -> str:  # a notebook draws it
-        from nnmpi.schedule.render import render
-
-        return preformat(render(self))
 
     @property
     def virtual(self) -> int:

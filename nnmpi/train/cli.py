@@ -8,36 +8,22 @@ that `comm.mpi.start` installs prints an error that all ranks raise once, and en
 its status.
 """
 
-import os
-import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 from nnmpi.base.command import (
     Console,
-    check_numbers,
-    make_section,
-    options_of,
     read_words,
-    watch_alone,
 )
-from nnmpi.base.errors import HelpAsked, UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_text
-from nnmpi.base.launcher import read_launch
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import exit_refused
-from nnmpi.comm.mpi.start import start
-from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.compose.layout import Layout
+from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.data.catalogue import NAMES
-from nnmpi.train.computing import take_backend
 from nnmpi.train.config import (
     ONLY_WITH,
     Config,
@@ -50,11 +36,6 @@ from nnmpi.train.config import (
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals, begin
-from nnmpi.train.run import Run, open_run
-
-T = TypeVar("T")
-
-EXIT_LIMIT_S = 60.0  # all ranks end together: a rank that exits this long before others has failed
 
 PROGRAM = "nnmpi train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train [options].
@@ -93,64 +74,6 @@ def launch(words: Sequence[str]) -> None:
         }
 
     run_on_ranks(words, main, simulation, StopSignals)
-
-
-def parse_together(
-    words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group
-) -> tuple[Console, T]:
-    """Return rank 0's console and the parsed command line. Collective.
-
-    Raises:
-        NnmpiError: of `parse`, on all ranks.
-    """
-    with agreed(group):
-        return Console(quiet=not group.is_root), parse(words)
-
-
-def run_on_ranks(
-    words: Sequence[str],
-    program: Callable[[Sequence[str], Group], Any],
-    simulation: Callable[[], dict[str, Any]] = lambda: {"ranks": 0},
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Any:
-    """Call program(words, group) on MPI's ranks, or with --simulate on simulated ranks.
-
-    One rank prints requested help.
-
-    Args:
-        words: of the command line.
-        program: to run; its result is returned.
-        simulation: returns the arguments of `simulate`; with 0 ranks, MPI's are used.
-        around: a context around simulated ranks.
-
-    Raises:
-        LaunchError, UsageError: of `comm.mpi.start.start`, and for --simulate under mpirun.
-        NnmpiError: of the program.
-    """
-    launch = read_launch(os.environ)
-    quiet = launch is not None and launch.rank > 0
-    try:
-        if any(word.partition("=")[0] == "--simulate" for word in words):
-            watch_alone()
-            options = simulation()
-            if options["ranks"]:
-                if launch is not None and launch.size > 1:
-                    raise UsageError(
-                        f"--simulate runs all ranks in one process, and {launch.name} has started"
-                        f" {launch.size}"
-                    )
-                # imported here: MPI's ranks start without it
-                from nnmpi.comm.simulated.simulated_world import simulate
-
-                with around(), exit_refused():
-                    return simulate(partial(program, words), **options)
-        group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
-        quiet = not group.is_root
-        group.comm.world.watch(WARNING_S, LIMIT_S)  # from here on, a deadlock ends the job
-        with exit_refused():
-            return program(words, group)
-    except HelpAsked as request:
-        return Console(quiet).finish(str(request))
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -278,104 +201,3 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
             " DiLoCo, and cannot change; leave --sync, --outer-lr and --outer-momentum out, or"
             " start a new run with another --out"
         )
-
-
-# ---- commands that open a run ----
-
-
-@dataclass(frozen=True)
-class OpeningConfig:
-    """Weights and layout."""
-
-    best: bool = False
-    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
-    weights: Path | None = None
-    """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of nnmpi
-    export (default: the run's).
-    """
-    dp: int | None = None
-    """Data-parallel replicas, which share the samples (default: as many as the ranks allow)."""
-    pp: int = 1
-    """Pipeline stages, one per rank."""
-    tp: int = 1
-    """Ranks that share each layer."""
-    sp: int = 1
-    """Ranks that share the positions of each sequence, for gpt."""
-    backend: Literal["auto", "numpy", "cupy"] = "auto"
-    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
-    trust: bool = False
-    """Execute your code, FILE.py:NAME, that the run names."""
-    simulate: int = 0
-    """Run this many ranks in one process, without MPI."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "dp pp tp sp", 1)
-        check_numbers(self, "simulate", 0)
-
-    def open(self, folder: Path, group: Group) -> Run:
-        """Open the run, with its model distributed over the ranks. Collective.
-
-        Raises:
-            NnmpiError: on all ranks; see `open_run`.
-        """
-        backend = take_backend(self.backend, group)
-        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
-        return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
-
-
-def launch_command(
-    parse: Callable[[Sequence[str]], tuple[Any, ...]],
-    main: Callable[[Sequence[str], Group], Any],
-) -> Any:
-    """Run this process's command on MPI's ranks, or with --simulate on simulated ranks.
-
-    Args:
-        parse: see `read_command`; one of its results may have `simulate`.
-        main: the command, collective; its result is returned.
-
-    Raises:
-        NnmpiError: see `run_on_ranks` and `main`.
-    """
-    words = sys.argv[1:]
-    return run_on_ranks(
-        words,
-        main,
-        lambda: {"ranks": sum(getattr(item, "simulate", 0) for item in parse(words))},
-    )
-
-
-def read_shared(
-    words: Sequence[str],
-    sections: Sequence[type[Any]],
-    shared: Mapping[type[Any], str],
-    program: str,
-    description: str,
-    different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> tuple[Any, ...]:
-    """Return a command's sections, its Config of shared options, and the shared options given.
-
-    Args:
-        words: of the command line.
-        sections: the command's own dataclasses of options.
-        shared: {section of the train command: names of the options that apply here, "" for all}.
-        program, description: for --help.
-        different: {option: (default, help)}, where they differ from those of training.
-
-    Raises:
-        HelpAsked: for -h or --help.
-        UsageError: for wrong names or values.
-    """
-    mine = [item for section in sections for item in options_of(section)]
-    others = [
-        replace(item, **different.get(item.name, {}))
-        for section, names in shared.items()
-        for item in options_of(section)
-        if not names or item.name in names.split()
-    ]
-    read = read_words(words, [*mine, *others], program, description)
-    given = {item.name: read[item.name] for item in others if item.name in read}
-    defaults = {
-        item.name: item.default for item in others if "default" in different.get(item.name, {})
-    }
-    config = Config().having(**defaults | given)
-    return *(make_section(section, read) for section in sections), config, given

@@ -90,7 +90,8 @@ class ParallelConfig:
     """The parallel layout."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: the layout with the shortest predicted step within --memory-limit, as nnmpi plan finds it. The layout options below are then left out.
+    """auto: the layout with the shortest predicted step within --memory-limit, as nnmpi plan
+    finds it. The layout options below are then left out.
     """
     dp: int | Literal["auto"] = "auto"
     """Data-parallel replicas, which share each batch. dp x pp x tp x sp must be the number of MPI

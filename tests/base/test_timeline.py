@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi import timeline
+from nnmpi.base import timeline
 from nnmpi.base.timeline import (
     Timeline,
     TraceEvent,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world as mpi_world_module
 from nnmpi.comm.mpi import watchdog

@@ -70,7 +70,7 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "finished": (
         lambda run: None,
         "The run is finished: 9 steps on 2 ranks, test accuracy",
-        "nnmpi.commands.evaluate",
+        "nnmpi evaluate",
     ),
     "its end is lost": (
         lose_checkpoint,
@@ -242,7 +242,7 @@ def test_each_rank_says_what_its_place_is(group: Group) -> None:
 def test_the_command_examines_the_ranks_that_mpi_has_started(tmp_path: Path) -> None:
     ending = run([*mpirun(2), sys.executable, "-m", "nnmpi", "doctor"], tmp_path / "output", 60.0)
     assert ending.status == 0, ending.output
-    assert ending.output.count("nnmpi.commands.verify") == 1
+    assert ending.output.count("nnmpi verify") == 1
     assert (
         run(
             [sys.executable, "-m", "nnmpi", "doctor", str(tmp_path)], tmp_path / "output", 60.0

@@ -139,7 +139,7 @@ def test_what_comes_again_is_tried_twice(
     """Such as a loss that is not finite. No folder is named that is not there."""
     commands, text = play(*["exit 9"] * 4, restarts=2)
     assert text[-1].startswith("9: gave up: 3 starts in a row brought no checkpoint at all")
-    assert "nnmpi.commands.doctor" not in text[-1] and not (tmp_path / "run").exists()
+    assert "nnmpi doctor" not in text[-1] and not (tmp_path / "run").exists()
     (tmp_path / "commands").unlink()
     commands, text = play(
         *["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4
@@ -304,7 +304,8 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
     command = [
         sys.executable,
         "-m",
-        "nnmpi.commands.run",
+        "nnmpi",
+        "run",
         "-n",
         "3",
         "--",
@@ -339,7 +340,8 @@ def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Pat
     again = [
         sys.executable,
         "-m",
-        "nnmpi.commands.run",
+        "nnmpi",
+        "run",
         "-n",
         "2",
         "--",

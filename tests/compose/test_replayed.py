@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim, timeline
+from nnmpi import models, nn, optim
+from nnmpi.base import timeline
 from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange

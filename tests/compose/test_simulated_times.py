@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.group import Group

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import clock, models, optim
+from nnmpi import models, optim
+from nnmpi.base import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange

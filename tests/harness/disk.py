@@ -31,7 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 
 Tree = dict[str, bytes | None]

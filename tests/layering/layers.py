@@ -1,67 +1,43 @@
 """The layers of the package, as a table, with the few exceptions and why they are there."""
 
-# A module imports from lower layers; the parts of one layer do not import one another, except in
-# layer 0.
+# A module imports from lower layers; the rooms of one layer do not import one another.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset(
-        {
-            "errors",
-            "files",
-            "shard",
-            "threads",
-            "launcher",
-            "launching",
-            "clock",
-            "timeline",
-            "command",
-            "custom",
-            "pages",
-            "reading",
-            "units",
-            "version",
-        }
-    ),
+    frozenset({"base"}),
     frozenset({"backend"}),
-    frozenset({"tensor", "comm", "synchrony", "optim", "data"}),
+    frozenset({"tensor", "comm", "optim", "data"}),
     frozenset({"schedule"}),  # whose command prices messages as comm's do
-    frozenset({"ops", "mesh"}),
+    frozenset({"ops"}),
     frozenset({"nn"}),
     frozenset({"models"}),
     frozenset({"memory"}),
     frozenset({"parallel"}),
     frozenset({"compose"}),
+    frozenset({"planner"}),
     frozenset({"train"}),
-    frozenset({"verify"}),
-    frozenset(
-        {
-            "generate",
-            "evaluate",
-            "plan",
-            "predict",
-            "export",
-            "doctor",
-            "exercise",
-            "report",
-            "simrun",
-            "__main__",
-        }
-    ),
-    frozenset({"run", "speedup", "grade"}),
+    frozenset({"commands", "teaching"}),
+    frozenset({"__main__"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # What these parts do not import although it lies below them.
 STRANGERS: dict[str, frozenset[str]] = {
     "schedule": frozenset({"backend"}),
-    "nn": frozenset({"comm", "schedule", "mesh", "optim"}),
-    "models": frozenset({"comm", "schedule", "mesh", "optim"}),
+    "nn": frozenset({"comm", "schedule", "optim"}),
+    "models": frozenset({"comm", "schedule", "optim"}),
     "parallel": frozenset({"models"}),
 }
 
-# One strategy per file or folder, and none imports another.
+# One strategy per file or folder, and none imports another, except a variant of another one.
 STRATEGIES = frozenset(
-    f"nnmpi.parallel.{name}" for name in ("data", "server", "averaging", "tensor", "pipeline")
+    """averaging data experts fixed_reduction fused pipeline sequence server sharded tensor
+    zero""".split()
 )
+VARIANTS = {
+    "fixed_reduction": {"fixed_reduction", "data"},
+    "fused": {"fused", "data"},
+    "zero": {"zero", "data"},
+    "tensor": {"tensor", "sharded"},
+}
 
 # Libraries that only one folder knows.
 HOMES = {
@@ -101,14 +77,6 @@ LATE_IMPORTS = {
         "nnmpi.comm.mpi.mpi_world",
     ): "it imports mpi4py.MPI, for a communicator of mpi4py's",
     (
-        "nnmpi/comm/collective.py",
-        "nnmpi.comm.render",
-    ): "it imports collectives; of use in notebooks alone",
-    (
-        "nnmpi/schedule/schedule.py",
-        "nnmpi.schedule.render",
-    ): "it imports schedules; of use in notebooks alone",
-    (
         "nnmpi/comm/mpi/start.py",
         "mpi4py",
     ): "without an MPI library it raises, which becomes a sentence there",
@@ -121,7 +89,7 @@ LATE_IMPORTS = {
         "nnmpi.comm.mpi.mpi_world",
     ): "it imports mpi4py.MPI, which must have been loaded by then",
     (
-        "nnmpi/train/cli.py",
+        "nnmpi/comm/ranks.py",
         "nnmpi.comm.simulated.simulated_world",
     ): "of use with --simulate alone: 2 % of each start",
     ("nnmpi/train/run.py", "nnmpi.comm.simulated.simulated_world"): "of use to nnmpi.load alone",
@@ -136,7 +104,7 @@ LATE_IMPORTS = {
 }
 
 # What may speak of options besides train and the layers above it.
-OF_COMMANDS = frozenset({"command", "launching"})
+SPEAKERS = frozenset({"nnmpi.base.command", "nnmpi.comm.ranks"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.
 FOREIGN_FLAGS = {

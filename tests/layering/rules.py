@@ -90,10 +90,10 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
 
 
 def strategies_apart(tree: Tree) -> Iterator[str]:
-    """No parallel strategy imports another."""
+    """No parallel strategy imports another, unless it is a variant of that one."""
     for source, result in _inside(tree):
         local, other = (_strategy_of(module) for module in (source.module, result.target))
-        if local and other and local != other:
+        if local and other and other not in layers.VARIANTS.get(local, {local}):
             yield (
                 f"{source.path}:{result.line}: one strategy imports another, {result.target}; use a"
                 " third file"
@@ -102,8 +102,8 @@ def strategies_apart(tree: Tree) -> Iterator[str]:
 
 def _strategy_of(module: str) -> str:
     """Return the strategy that a module is or belongs to, else an empty string."""
-    package = ".".join(module.split(".")[:3])
-    return package if package in layers.STRATEGIES else ""
+    name = ".".join(module.split(".")[2:3]) * module.startswith(f"{PACKAGE}.parallel.")
+    return name if name in layers.STRATEGIES else ""
 
 
 def defining_module(tree: Tree) -> Iterator[str]:
@@ -201,15 +201,21 @@ def documented(tree: Tree) -> Iterator[str]:
 
 
 def one_meaning(tree: Tree) -> Iterator[str]:
-    """A class name stands in one file."""
+    """A name of a class or of an alias of a type stands in one file."""
     result: dict[str, list[str]] = {}
     for source in tree.sources:
-        for node in source.tree.body:
-            if isinstance(node, ast.ClassDef):
-                result.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+        for node in ast.walk(source.tree):
+            is_class = isinstance(node, ast.ClassDef) and node in source.tree.body
+            if is_class or _is_alias(node):
+                name = node.name if is_class else ast.unparse(node.target)
+                result.setdefault(name, []).append(f"{source.path}:{node.lineno}")
     for name, places in result.items():
         if len(places) > 1:
-            yield f"{places[-1]}: {name} is a class of {places[0]}, too; one name means one thing"
+            yield f"{places[-1]}: {name} is a type of {places[0]}, too; one name means one thing"
+
+
+def _is_alias(node: ast.AST) -> bool:
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
 
 
 def references_exist(tree: Tree) -> Iterator[str]:
@@ -256,10 +262,10 @@ def _defined(tree: ast.Module) -> set[str]:
 
 
 def no_cycles(tree: Tree) -> Iterator[str]:
-    """No modules that import one another when they are loaded."""
+    """No modules that import one another, be it in a function or for types."""
     edges = {source.module: set[str]() for source in tree.sources}
     for source, result in _inside(tree):
-        if not result.is_late and not result.is_for_types and source.module != PACKAGE:
+        if source.module not in (PACKAGE, result.target):
             edges[source.module].add(result.target)
     try:
         TopologicalSorter(edges).prepare()
@@ -295,7 +301,7 @@ def _is_inside(found: Import) -> bool:
 def _may_talk(source: Source) -> bool:
     """Return whether a module is of a command."""
     is_above = layers.LAYER_OF.get(source.part, 0) >= layers.LAYER_OF["train"]
-    return is_above or source.part in layers.OF_COMMANDS or source.module.endswith("__main__")
+    return is_above or source.module in layers.SPEAKERS or source.module.endswith("__main__")
 
 
 def _strings(tree: ast.AST) -> Iterator[ast.Constant]:

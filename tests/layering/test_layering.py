@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 # A small package that keeps all rules.
 GOOD = {
     "__init__.py": '"""All."""\n',
-    "errors.py": '"""Errors."""\n',
+    "base/__init__.py": '"""Base."""\n',
+    "base/errors.py": '"""Errors."""\n',
     "tensor/__init__.py": (
         '"""Tensors."""\n\nfrom nnmpi.tensor.tape import Tape\n\n__all__ = ["Tape"]\n'
     ),
@@ -147,7 +148,12 @@ PLANTED = {
     "two meanings": (
         {"nn/b.py": '"""B."""\n\n\nclass Tape:\n    """Another."""\n'},
         "tensor/tape.py:6",
-        "Tape is a class of nnmpi/nn/b.py:4, too",
+        "Tape is a type of nnmpi/nn/b.py:4, too",
+    ),
+    "an alias of another's name": (
+        {"nn/b.py": '"""B."""\n\nTape: TypeAlias = int\n'},
+        "tensor/tape.py:6",
+        "Tape is a type of nnmpi/nn/b.py:3, too",
     ),
     "a module that is not there": (
         {"nn/x.py": '"""X.\n\nSee `tensor.tapes`.\n"""\n'},
@@ -177,6 +183,14 @@ PLANTED = {
         "nn/",
         "in a circle",
     ),
+    "a circle for types": (
+        {
+            "nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n',
+            "nn/b.py": '"""B."""\n\nif TYPE_CHECKING:\n    from nnmpi.nn import a\n',
+        },
+        "nn/",
+        "in a circle",
+    ),
 }
 
 # What looks like a breach and is none.
@@ -186,7 +200,7 @@ ALLOWED = {
     },
     "a module by way of its package": {"nn/x.py": '"""X."""\n\nfrom nnmpi.tensor import tape\n'},
     "an option in train": {"train/x.py": '"""X."""\n\nNAME = "--lr"\n'},
-    "a command in a docstring": {"nn/x.py": '"""X.\n\npython -m nnmpi.train --lr 0.1\n"""\n'},
+    "a command in a docstring": {"nn/x.py": '"""X.\n\nnnmpi train --lr 0.1\n"""\n'},
     "another program's option": {
         "nn/x.py": '"""X."""\n\nHELP = "enlarge it (docker run --shm-size)"\n'
     },
@@ -199,10 +213,6 @@ ALLOWED = {
     },
     "names that exist": {
         "nn/x.py": '"""`tensor.tape.Tape.start`, `nn/x.py`, tensor.tape, `tensor.Tape`, `x.y`."""\n'
-    },
-    "a circle for types only": {
-        "nn/a.py": '"""A."""\n\nimport nnmpi.nn.b\n',
-        "nn/b.py": '"""B."""\n\nif TYPE_CHECKING:\n    from nnmpi.nn import a\n',
     },
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nnmpi.train.loop as training
-from nnmpi import files
+from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.comm.group import Group

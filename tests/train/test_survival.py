@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import files
+from nnmpi.base import files
 from nnmpi.base.errors import CommError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.scheduler import Faults

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CommError, counted
 from nnmpi.base.shard import split

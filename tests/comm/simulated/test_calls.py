@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi import clock
+from nnmpi.base import clock
 from nnmpi.backend import kernels as lookup
 from nnmpi.backend import precision as precisions
 from nnmpi.backend.precision import precision, use_precision

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import clock, models, ops, optim
+from nnmpi import models, ops, optim
+from nnmpi.base import clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import CommError

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nnmpi import nn, timeline
+from nnmpi import nn
+from nnmpi.base import timeline
 from nnmpi.comm.group import Group
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module

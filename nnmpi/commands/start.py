@@ -1,0 +1,114 @@
+"""How a command begins that opens a run, or that shares options with training."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from nnmpi.base.command import check_numbers, make_section, options_of, read_words
+from nnmpi.comm.group import Group
+from nnmpi.comm.ranks import run_on_ranks
+from nnmpi.compose.layout import Layout
+from nnmpi.train.computing import take_backend
+from nnmpi.train.config import Config
+from nnmpi.train.run import Run, open_run
+
+
+@dataclass(frozen=True)
+class OpeningConfig:
+    """Weights and layout."""
+
+    best: bool = False
+    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
+    weights: Path | None = None
+    """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of nnmpi
+    export (default: the run's).
+    """
+    dp: int | None = None
+    """Data-parallel replicas, which share the samples (default: as many as the ranks allow)."""
+    pp: int = 1
+    """Pipeline stages, one per rank."""
+    tp: int = 1
+    """Ranks that share each layer."""
+    sp: int = 1
+    """Ranks that share the positions of each sequence, for gpt."""
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
+    trust: bool = False
+    """Execute your code, FILE.py:NAME, that the run names."""
+    simulate: int = 0
+    """Run this many ranks in one process, without MPI."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "dp pp tp sp", 1)
+        check_numbers(self, "simulate", 0)
+
+    def open(self, folder: Path, group: Group) -> Run:
+        """Open the run, with its model distributed over the ranks. Collective.
+
+        Raises:
+            NnmpiError: on all ranks; see `open_run`.
+        """
+        backend = take_backend(self.backend, group)
+        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
+        return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
+
+
+def launch_command(
+    parse: Callable[[Sequence[str]], tuple[Any, ...]],
+    main: Callable[[Sequence[str], Group], Any],
+) -> Any:
+    """Run this process's command on MPI's ranks, or with --simulate on simulated ranks.
+
+    Args:
+        parse: see `read_command`; one of its results may have `simulate`.
+        main: the command, collective; its result is returned.
+
+    Raises:
+        NnmpiError: see `run_on_ranks` and `main`.
+    """
+    words = sys.argv[1:]
+    return run_on_ranks(
+        words,
+        main,
+        lambda: {"ranks": sum(getattr(item, "simulate", 0) for item in parse(words))},
+    )
+
+
+def read_shared(
+    words: Sequence[str],
+    sections: Sequence[type[Any]],
+    shared: Mapping[type[Any], str],
+    program: str,
+    description: str,
+    different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> tuple[Any, ...]:
+    """Return a command's sections, its Config of shared options, and the shared options given.
+
+    Args:
+        words: of the command line.
+        sections: the command's own dataclasses of options.
+        shared: {section of the train command: names of the options that apply here, "" for all}.
+        program, description: for --help.
+        different: {option: (default, help)}, where they differ from those of training.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values.
+    """
+    mine = [item for section in sections for item in options_of(section)]
+    others = [
+        replace(item, **different.get(item.name, {}))
+        for section, names in shared.items()
+        for item in options_of(section)
+        if not names or item.name in names.split()
+    ]
+    read = read_words(words, [*mine, *others], program, description)
+    given = {item.name: read[item.name] for item in others if item.name in read}
+    defaults = {
+        item.name: item.default for item in others if "default" in different.get(item.name, {})
+    }
+    config = Config().having(**defaults | given)
+    return *(make_section(section, read) for section in sections), config, given

@@ -1,0 +1,74 @@
+"""The commands by group, and the module of each."""
+
+import sys
+from collections.abc import Sequence
+
+from nnmpi.base.command import say, suggest
+from nnmpi.base.errors import UsageError, shortened
+from nnmpi.base.version import VERSION
+
+GROUPS = {
+    "Train, and use a run": {
+        "train": "train a network: mpirun -n 4 nnmpi train",
+        "run": "train, and restart after each fault from the last checkpoint",
+        "report": "make a page of a run: curves, where time went, memory, options",
+        "evaluate": "evaluate a run on data",
+        "predict": "predict the classes of samples and images",
+        "generate": "generate text with a language model",
+        "export": "export a run's weights with PyTorch's names and layouts",
+    },
+    "Choose a layout, and look after runs and machines": {
+        "plan": "find the fastest layout of a model, for these ranks or others",
+        "verify": "compare a layout with the serial run",
+        "speedup": "measure strong and weak scaling on real or simulated ranks",
+        "doctor": "diagnose a run, or this machine and its MPI",
+        "comm": "prove, price, draw and simulate collectives; fit a cost model",
+        "schedule": "draw and simulate pipeline schedules",
+        "memory": "draw and price recomputation plans within a memory budget",
+    },
+    "Teach and learn": {
+        "exercise": "check exercises; a mistake is named by chunk, rank and step",
+        "grade": "grade solutions of exercises, for Gradescope, Classroom 50, JUnit",
+        "simrun": "run an mpi4py program on simulated ranks; find its deadlocks",
+    },
+}
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+# The package of a command's module; the others are in nnmpi.commands.
+PACKAGES = dict.fromkeys(("train", "comm", "schedule"), "nnmpi") | dict.fromkeys(
+    GROUPS["Teach and learn"], "nnmpi.teaching"
+)
+
+
+def list_commands(words: Sequence[str]) -> str:
+    """Return the version, and the commands with what they do.
+
+    Raises:
+        UsageError: for a word that is no command.
+    """
+    if "--version" in words:
+        return f"nnmpi {VERSION}"
+    if words and words[0] not in ("-h", "--help", "help"):
+        raise UsageError(
+            f"{shortened(words[0])} is no command of nnmpi{suggest(words[0], COMMANDS)}; nnmpi"
+            " alone lists them"
+        )
+    lines = [f"nnmpi {VERSION}"]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  nnmpi {name:<10} {text}" for name, text in group.items())]
+    return "\n".join([*lines, "", "Each takes --help."])
+
+
+def refuse_old_spelling(words: Sequence[str]) -> None:
+    """End a program that begins as `python -m nnmpi.verify`, a spelling of former versions.
+
+    Args:
+        words: of the interpreter's command line.
+    """
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    name = module.removeprefix("nnmpi.")
+    if name in COMMANDS and module == f"nnmpi.{name}" and PACKAGES.get(name) != "nnmpi":
+
+        def refuse(_words: Sequence[str]) -> str:
+            raise UsageError(f"python -m {module} is now nnmpi {name}, or python -m nnmpi {name}")
+
+        sys.exit(say(refuse))
