@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.commands.table import COMMANDS, PACKAGES
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.table import COMMANDS, PACKAGES
 from nnmpi.data.dataset import Dataset
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.train.cli import main as train

@@ -60,7 +60,7 @@ class IrisRecipe:
     cosine: bool = False
     normalize: bool = False
 
-    def schedule(self, steps: int) -> optim.Schedule:
+    def schedule(self, steps: int) -> optim.RateSchedule:
         """Return the learning rate by step."""
         return optim.Cosine(self.lr, steps) if self.cosine else optim.ConstantRate(self.lr)
 

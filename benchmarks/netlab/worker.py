@@ -30,7 +30,7 @@ from nnmpi.base.shard import split
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.mpi.start import start
-from nnmpi.comm.world import Comm, Request
+from nnmpi.comm.world import Comm, RequestHandle
 
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
 _TAG = 1000
@@ -167,7 +167,7 @@ def _round_trip(comm: Comm, nbytes: int, rounds: int, trains: bool) -> float:
     """Return the median round trip; the first, which may set up a connection, does not count."""
     rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0, 0.0]
 
-    def finish(request: Request) -> None:
+    def finish(request: RequestHandle) -> None:
         if trains:
             comm.wait_all([request])
         else:

@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, slow_text
 from benchmarks.synchrony.recipe import Data, Recipe
-from nnmpi.base import clock
 from nnmpi.backend.array import Array
+from nnmpi.base import clock
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange

@@ -12,7 +12,7 @@ from nnmpi.data.transform import Compose, Normalize
 from nnmpi.models.mlp import mlp
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.schedule import Cosine, Schedule, Warmup
+from nnmpi.optim.schedule import Cosine, RateSchedule, Warmup
 
 Data: TypeAlias = tuple[Dataset, Dataset, Compose]
 """Training data, test data, and the transform of both."""
@@ -60,7 +60,7 @@ class Recipe:
         train, test = load(self.dataset, self._folder(), seed=0, test_fraction=0.2)
         return train, test, Compose(Normalize.fit(train))
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> RateSchedule:
         """Return the learning rate of each batch."""
         return Warmup(self.warm, Cosine(self.lr, (self.decay or self.steps) - self.warm))
 

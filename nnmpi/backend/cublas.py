@@ -51,7 +51,7 @@ WIDE_SUMS = 16
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
-Product = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
+Multiply = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
 
 
 class Products:
@@ -69,7 +69,7 @@ class Products:
         self._bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
         # returns the handle of the thread's current device
         self._handle = importlib.import_module("cupy.cuda.device").get_cublas_handle
-        self._prepared: dict[Any, Product] = {}
+        self._prepared: dict[Any, Multiply] = {}
         # 0 and 1 as alpha and beta, which cuBLAS reads from host memory in the type of the sums
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
 
@@ -125,7 +125,7 @@ class Products:
 
     def _prepare(
         self, layouts: list[Matrices], given: Dtype, result_dtype: Dtype, tf32: bool
-    ) -> tuple[Product, int]:
+    ) -> tuple[Multiply, int]:
         """Return a product of arrays in these layouts, none copied, and its number of calls."""
         a, b, out = layouts
         swapped = out.form is not None and out.form[0] == 1

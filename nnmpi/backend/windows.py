@@ -24,11 +24,11 @@ from typing import Any, TypeAlias
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import UsageError, whole
 
-Pair = tuple[int, int]  # rows, columns
-PairLike: TypeAlias = int | Pair  # one number for both
+RowsAndColumns = tuple[int, int]  # rows, columns
+PairLike: TypeAlias = int | RowsAndColumns  # one number for both
 
 
-def pair(name: str, value: PairLike, least: int) -> Pair:
+def pair(name: str, value: PairLike, least: int) -> RowsAndColumns:
     """Convert an integer or a pair of integers to a pair; check both.
 
     Args:
@@ -45,7 +45,7 @@ def pair(name: str, value: PairLike, least: int) -> Pair:
     raise UsageError(f"{name} must be one or two whole numbers of at least {least}, not {value!r}")
 
 
-def bordered(x: Array, padding: Pair, value: float, xp: Any) -> Array:
+def bordered(x: Array, padding: RowsAndColumns, value: float, xp: Any) -> Array:
     """Return x (n, h, w, c) padded by rows and columns of `value`; x itself without padding.
 
     Args:
@@ -73,7 +73,9 @@ def out_size(size: int, kernel: int, stride: int, padding: int, dilation: int = 
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
+def windows(
+    x: Array, kernel: RowsAndColumns, stride: RowsAndColumns, dilation: RowsAndColumns = (1, 1)
+) -> Array:
     """Return a view (n, out_h, out_w, kernel_h, kernel_w, c) of all windows.
 
     Overlapping windows share pixels: do not write to these.
@@ -98,7 +100,7 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
     return namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
 
 
-def corners(x: Array, pool: Pair) -> Array:
+def corners(x: Array, pool: RowsAndColumns) -> Array:
     """Return x (n, h, w, ...) as (pool_h, pool_w, n, h // pool_h, w // pool_w, ...), a view.
 
     Rows and columns beyond the last window are ignored.

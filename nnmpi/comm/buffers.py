@@ -16,7 +16,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import is_low
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
-Buffer: TypeAlias = NDArray[Any]
+CommBuffer: TypeAlias = NDArray[Any]
 
 # Dtypes that both MPI and NumPy add. MPI has no dependable sum of half-precision numbers. When a
 # sum of integers overflows, NumPy wraps around, while Open MPI's all-reduce may saturate (seen with
@@ -62,7 +62,7 @@ def is_device(array: object) -> bool:
     return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
 
 
-def check_buffer(array: object, low: bool = False) -> Buffer:
+def check_buffer(array: object, low: bool = False) -> CommBuffer:
     """Return the array if it can be summed over ranks in place, else raise.
 
     Args:
@@ -79,7 +79,7 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
             f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of"
             " these"
         )
-    result = cast(Buffer, array)
+    result = cast(CommBuffer, array)
     if not (result.dtype in DTYPES and result.dtype.isnative) and not (
         low and is_low(result.dtype)
     ):
@@ -94,7 +94,7 @@ def check_buffer(array: object, low: bool = False) -> Buffer:
     return check_contiguous(result)
 
 
-def check_contiguous(array: Buffer) -> Buffer:
+def check_contiguous(array: CommBuffer) -> CommBuffer:
     """Return the array if MPI can read and write it as one block of bytes, else raise.
 
     Raises:
@@ -118,7 +118,7 @@ def check_contiguous(array: Buffer) -> Buffer:
     return array
 
 
-def as_bytes(array: Buffer) -> NDArray[np.uint8]:
+def as_bytes(array: CommBuffer) -> NDArray[np.uint8]:
     """Return the bytes of a C-contiguous array, any shape, as a view: (array.nbytes,) uint8.
 
     Raises:
@@ -137,7 +137,7 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
 MAX_MESSAGE_BYTES = 2**30
 
 
-def pieces(array: Buffer) -> Iterator[Buffer]:
+def pieces(array: CommBuffer) -> Iterator[CommBuffer]:
     """Cut a 1-D array into views short enough for one message each (at least one element)."""
     length = max(1, MAX_MESSAGE_BYTES // array.itemsize)
     for start in range(0, array.size, length):

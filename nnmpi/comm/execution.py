@@ -25,7 +25,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import CommError, UsageError, name_ranks
 from nnmpi.base.shard import split
 from nnmpi.comm.buffers import (
-    Buffer,
+    CommBuffer,
     as_bytes,
     check_buffer,
     fetch,
@@ -44,7 +44,7 @@ from nnmpi.comm.collective import (
     Step,
     runs,
 )
-from nnmpi.comm.world import Comm, Request
+from nnmpi.comm.world import Comm, RequestHandle
 
 
 class Pending(Protocol):
@@ -79,9 +79,9 @@ class MessageRequest:
     def __init__(
         self,
         comm: Comm,
-        requests: list[Request],
+        requests: list[RequestHandle],
         array: Any,
-        filled: Sequence[tuple[Buffer, Buffer]] = (),
+        filled: Sequence[tuple[CommBuffer, CommBuffer]] = (),
     ) -> None:
         self._comm, self._requests, self.array, self._filled = comm, requests, array, filled
 
@@ -113,7 +113,7 @@ class Calls(MessageRequest):
     def __init__(
         self,
         comm: Comm,
-        starts: Sequence[Callable[[], Request]],
+        starts: Sequence[Callable[[], RequestHandle]],
         blocks: Sequence[Callable[[], Any]] = (),
         waits_for: Callable[[], str] = str,
     ) -> None:
@@ -141,7 +141,7 @@ class Calls(MessageRequest):
             self.wait()
 
 
-Stage: TypeAlias = Pending | Callable[[], Any]
+PendingStage: TypeAlias = Pending | Callable[[], Any]
 """Work that is started and waited for; or a function, for this rank's computation."""
 
 
@@ -153,7 +153,7 @@ class Stages:
         name: for errors.
     """
 
-    def __init__(self, stages: Sequence[Stage], name: str = "the collective") -> None:
+    def __init__(self, stages: Sequence[PendingStage], name: str = "the collective") -> None:
         self._stages: Sequence[Any] = stages
         self._name = name
         self._runs = [stage if callable(stage) else stage.run for stage in stages]
@@ -203,13 +203,13 @@ class Stages:
         return None
 
 
-def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
+def staged(array: Array, bind: Callable[[CommBuffer], Pending]) -> Stages:
     """Return a device array's collective, run on a page-locked host copy by `bind`."""
     room = room_like(array, array.shape)
     return Stages([lambda: fetch([(array, room)]), bind(room), lambda: put(room, array)])
 
 
-def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
+def widened(array: Array, bind: Callable[[CommBuffer], Pending]) -> Stages:
     """Return a 16-bit float array's sum, computed in float32 and rounded once.
 
     MPI has no dependable sum of such numbers, and sums in 16 bits would round at every rank on the
@@ -219,7 +219,7 @@ def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     return Stages([partial(_copy, array, wide), bind(wide), partial(_copy, wide, array)])
 
 
-def _copy(source: Buffer, target: Buffer) -> None:
+def _copy(source: CommBuffer, target: CommBuffer) -> None:
     target[...] = source
 
 
@@ -241,7 +241,7 @@ class Execution(Stages):
         DtypeError: see `check_buffer`.
     """
 
-    def __init__(self, steps: Sequence[Step], array: Buffer, comm: Comm, tag: int) -> None:
+    def __init__(self, steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int) -> None:
         computed = _check(array)
         chunks, xp = split(array.size, comm.size), namespace(array)
         longest = max(
@@ -249,7 +249,7 @@ class Execution(Stages):
         )
         # one scratch for all steps: only one step is in flight
         scratch = xp.empty(longest, array.dtype)
-        stages: list[Stage] = []
+        stages: list[PendingStage] = []
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
@@ -280,14 +280,14 @@ class Execution(Stages):
         super().__init__(stages, f"the collective with tag {tag}")
 
 
-def _check(array: Buffer) -> list[Stage]:
+def _check(array: CommBuffer) -> list[PendingStage]:
     """Refuse an array that cannot be summed; return the wait for a device's pending kernels."""
     check_buffer(array, low=is_device(array))
     current = namespace(array).cuda.get_current_stream if is_device(array) else None
     return [] if current is None else [lambda: current().synchronize()]
 
 
-def _slices(numbers: Chunks, array: Buffer, chunks: Sequence[range]) -> Iterator[Buffer]:
+def _slices(numbers: Chunks, array: CommBuffer, chunks: Sequence[range]) -> Iterator[CommBuffer]:
     """Yield a view of the array for each run of neighbouring chunks that is not empty."""
     for run in runs(numbers):
         part = array[chunks[run[0]].start : chunks[run[-1]].stop]
@@ -323,7 +323,7 @@ class NativeExecution(Stages):
         UsageError: for another operation.
     """
 
-    def __init__(self, array: Buffer, comm: Comm, operation: str = ALL_REDUCE.name) -> None:
+    def __init__(self, array: CommBuffer, comm: Comm, operation: str = ALL_REDUCE.name) -> None:
         if operation not in NATIVE_OPERATIONS:
             raise UsageError(
                 f"MPI has no native {operation} here; choose one of {', '.join(NATIVE_OPERATIONS)}"
@@ -341,7 +341,7 @@ class NativeExecution(Stages):
         super().__init__(stages, "this native collective")
 
 
-def _find_calls(array: Buffer, comm: Comm, operation: str) -> list[tuple[str, tuple[Any, ...]]]:
+def _find_calls(array: CommBuffer, comm: Comm, operation: str) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the operation's calls of the communicator, by name, with their arguments."""
     parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
     counts, at_once = [part.size for part in parts], len([*pieces(array)]) < 2

@@ -35,7 +35,7 @@ import numpy as np
 from nnmpi.base.errors import CommError, UsageError, name_ranks, whole
 from nnmpi.base.shard import split
 from nnmpi.comm.agreement import refuse_different
-from nnmpi.comm.buffers import Buffer, check_buffer
+from nnmpi.comm.buffers import CommBuffer, check_buffer
 from nnmpi.comm.group import Group
 
 # Bytes of one round of the exchange: long enough to make latency small, short enough for a cache.
@@ -70,16 +70,16 @@ class SumTree:
 
     def __init__(self, leaves: int) -> None:
         self.leaves = whole("a sum's leaves", leaves)
-        self._blocks: dict[TreeBlock, Buffer] = {}
+        self._blocks: dict[TreeBlock, CommBuffer] = {}
 
     @property
-    def blocks(self) -> dict[TreeBlock, Buffer]:
+    def blocks(self) -> dict[TreeBlock, CommBuffer]:
         """The sums so far, in the order of their leaves; read-only, valid until the next push."""
         return dict(
             sorted(self._blocks.items(), key=lambda item: covered(item[0], self.leaves).start)
         )
 
-    def push(self, leaf: int, array: Buffer) -> None:
+    def push(self, leaf: int, array: CommBuffer) -> None:
         """Add a leaf.
 
         Args:
@@ -100,7 +100,7 @@ class SumTree:
         _insert(self._blocks, self.leaves, (0, leaf), array, owned=False)
 
 
-def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
+def sum_in_fixed_order(group: Group, tree: SumTree, out: CommBuffer) -> None:
     """Write the sum of all leaves into `out`, with the same bits as if one rank had pushed all.
 
     Collective. The trees do not change.
@@ -134,10 +134,10 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
 
 def _sum_round(
     group: Group,
-    blocks: Mapping[TreeBlock, Buffer],
+    blocks: Mapping[TreeBlock, CommBuffer],
     by_rank: list[list[TreeBlock]],
     leaves: int,
-    out: Buffer,
+    out: CommBuffer,
 ) -> None:
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
@@ -146,7 +146,7 @@ def _sum_round(
         [local[:, chunk.start : chunk.stop] for chunk in chunks],
         [(len(theirs), len(chunks[group.rank])) for theirs in by_rank],
     )
-    sums: dict[TreeBlock, Buffer] = {}
+    sums: dict[TreeBlock, CommBuffer] = {}
     for block, array in zip(chain(*by_rank), chain(*received), strict=True):
         _insert(sums, leaves, block, array, owned=True)
     (total,) = sums.values()
@@ -154,7 +154,11 @@ def _sum_round(
 
 
 def _insert(
-    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, owned: bool
+    blocks: dict[TreeBlock, CommBuffer],
+    leaves: int,
+    block: TreeBlock,
+    array: CommBuffer,
+    owned: bool,
 ) -> None:
     """Insert a block; while its sibling is present, merge both into their parent.
 
@@ -175,7 +179,7 @@ def _insert(
 
 
 def _compare(
-    group: Group, tree: SumTree, local: Mapping[TreeBlock, Buffer], out: Buffer
+    group: Group, tree: SumTree, local: Mapping[TreeBlock, CommBuffer], out: CommBuffer
 ) -> list[list[TreeBlock]]:
     """Return every rank's blocks, after a check that together they hold each leaf exactly once.
 

@@ -41,7 +41,7 @@ from nnmpi.comm.algorithms.registry import (
     AlgorithmLike,
     find_collective,
 )
-from nnmpi.comm.buffers import Buffer, check_buffer, is_device
+from nnmpi.comm.buffers import CommBuffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
@@ -122,7 +122,7 @@ class BucketExchange:
     def __init__(
         self,
         group: Group,
-        buffers: Sequence[Buffer],
+        buffers: Sequence[CommBuffer],
         spans: Sequence[GradientRange],
         algorithm: AlgorithmLike | Sequence[AlgorithmLike] = AUTO,
         bucket_bytes: int | None = None,
@@ -287,7 +287,7 @@ class BucketExchange:
             self._resumed_s = None
         return now
 
-    def _bind(self, part: Buffer, name: AlgorithmLike, tag: int) -> tuple[Pending, Choice]:
+    def _bind(self, part: CommBuffer, name: AlgorithmLike, tag: int) -> tuple[Pending, Choice]:
         """Return a bucket's bound sum and its choice; collective."""
         group = self._group
         if name == AUTO:

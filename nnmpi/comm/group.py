@@ -30,7 +30,7 @@ from nnmpi.comm.algorithms.registry import (
     find_collective,
 )
 from nnmpi.comm.buffers import (
-    Buffer,
+    CommBuffer,
     as_bytes,
     check_buffer,
     check_contiguous,
@@ -120,7 +120,7 @@ class Group(Communicator):
     # ---- sums ----
 
     def all_reduce(
-        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+        self, array: CommBuffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
     ) -> None:
         """Replace the array on every rank by its sum over the ranks; the same bits everywhere.
 
@@ -145,7 +145,7 @@ class Group(Communicator):
         self._run(array, algorithm, ALL_REDUCE.name, check)
 
     def reduce_scatter(
-        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+        self, array: CommBuffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
     ) -> None:
         """Replace this rank's chunk by its sum over the ranks; other chunks become undefined.
 
@@ -160,7 +160,7 @@ class Group(Communicator):
         self._run(array, algorithm, REDUCE_SCATTER.name, check)
 
     def all_gather(
-        self, array: Buffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
+        self, array: CommBuffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
     ) -> None:
         """Replace every other rank's chunk of the array by that rank's values of it.
 
@@ -176,7 +176,7 @@ class Group(Communicator):
 
     def bind(
         self,
-        array: Buffer,
+        array: CommBuffer,
         algorithm: AlgorithmLike = NATIVE,
         tag: int = 0,
         operation: str = ALL_REDUCE.name,
@@ -273,7 +273,9 @@ class Group(Communicator):
         world = self.comm.world
         world.traffic = world.traffic.plus(traffic)
 
-    def _run(self, array: Buffer, algorithm: AlgorithmLike, operation: str, check: bool) -> None:
+    def _run(
+        self, array: CommBuffer, algorithm: AlgorithmLike, operation: str, check: bool
+    ) -> None:
         with self.collective(operation):
             if check:
                 self.check_same(array)
@@ -293,7 +295,7 @@ class Group(Communicator):
             self._compared.add(collective)
         return steps[self.rank]
 
-    def choose(self, array: Buffer, started: bool = False) -> Choice:
+    def choose(self, array: CommBuffer, started: bool = False) -> Choice:
         """Return the algorithm that "auto" means for this array, and why; the same on all ranks.
 
         Shared memory is a candidate only if the array was allocated there on all ranks: see
@@ -312,7 +314,7 @@ class Group(Communicator):
         shared = memory is not None and memory.locate(array) is not None
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
-    def check_same(self, array: Buffer) -> None:
+    def check_same(self, array: CommBuffer) -> None:
         """Raise unless all ranks have an array of the same length and dtype that can be summed.
 
         MPI itself does not notice different arrays: it hangs, or mixes up bytes.
@@ -339,7 +341,7 @@ class Group(Communicator):
 
     # ---- parts of any lengths; device arrays go through host memory ----
 
-    def all_gather_v(self, local: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    def all_gather_v(self, local: CommBuffer, counts: Sequence[int]) -> list[CommBuffer]:
         """Return every rank's part, in rank order, on every rank. Collective.
 
             counts (3, 1, 2)       rank 0  a a a          a a a b c c     all ranks
@@ -361,7 +363,7 @@ class Group(Communicator):
         full = from_host(everything, namespace(local))
         return [full[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
-    def reduce_scatter_v(self, parts: Buffer, counts: Sequence[int]) -> Buffer:
+    def reduce_scatter_v(self, parts: CommBuffer, counts: Sequence[int]) -> CommBuffer:
         """Return this rank's part of the sum over the ranks. Collective.
 
         Args:
@@ -381,11 +383,11 @@ class Group(Communicator):
 
     def all_to_all_v(
         self,
-        parts: Sequence[Buffer],
+        parts: Sequence[CommBuffer],
         shapes: Sequence[Shape],
         name: str = "all-to-all",
         category: str = COLLECTIVE,
-    ) -> list[Buffer]:
+    ) -> list[CommBuffer]:
         """Send each rank its array; return the received ones, of the given shapes. Collective.
 
         The messages are those of `algorithms.pairwise`, all posted at once in the order of its
@@ -411,7 +413,7 @@ class Group(Communicator):
             )
         return received
 
-    def _check_length(self, array: Buffer, length: int) -> None:
+    def _check_length(self, array: CommBuffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:
             raise ShapeError(
                 f"rank {self.rank} of {self.size} has {array.size} elements, but its count is"
@@ -420,7 +422,7 @@ class Group(Communicator):
 
     # ---- values ----
 
-    def broadcast(self, array: Buffer, root: int = 0) -> None:
+    def broadcast(self, array: CommBuffer, root: int = 0) -> None:
         """Replace the array on every rank by root's values.
 
         Args:

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.base.errors import DeviceError, ShapeError, UsageError, name_ranks
 from nnmpi.comm.agreement import Communicator, agreed
-from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.execution import Calls, Stages
 from nnmpi.comm.world import PAGE_BYTES, SharedPages
 
@@ -198,7 +198,7 @@ class SharedMemory:
 
     # ---- arrays ----
 
-    def allocate(self, elements: int, dtype: DTypeLike) -> Buffer:
+    def allocate(self, elements: int, dtype: DTypeLike) -> CommBuffer:
         """Return (elements,) zeros of this rank, which its node's other ranks see in `parts`.
 
         The ranks' lengths may differ.
@@ -210,7 +210,7 @@ class SharedMemory:
         kind = np.dtype(dtype)
         return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
 
-    def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
+    def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[CommBuffer]:
         """Return (elements,) zeros common to all ranks of the node, for each pair.
 
         They lie in one allocation, at multiples of 64 bytes.
@@ -227,7 +227,7 @@ class SharedMemory:
             for start, (elements, kind) in zip(starts, kinds, strict=True)
         ]
 
-    def locate(self, array: Buffer) -> tuple[int, int] | None:
+    def locate(self, array: CommBuffer) -> tuple[int, int] | None:
         """Return an array's allocation and first byte; None for other memory (local)."""
         address = array.ctypes.data
         for number, window in self._windows.items():
@@ -236,7 +236,7 @@ class SharedMemory:
                 return number, start
         return None
 
-    def parts(self, array: Buffer) -> list[Buffer]:
+    def parts(self, array: CommBuffer) -> list[CommBuffer]:
         """Return every rank's array of the same allocation, sliced alike, in rank order (local).
 
         Raises:
@@ -305,7 +305,7 @@ class SharedMemory:
         for window in self._windows.values():
             window.sync()
 
-    def drop(self, arrays: Iterable[Buffer]) -> None:
+    def drop(self, arrays: Iterable[CommBuffer]) -> None:
         """Free arrays of `allocate` and all their slices; do not use them afterwards.
 
         Raises:
@@ -346,7 +346,7 @@ class SharedMemory:
                 "this shared memory was closed or freed; ask the group for its memory() again"
             )
 
-    def _find(self, array: Buffer) -> tuple[int, int]:
+    def _find(self, array: CommBuffer) -> tuple[int, int]:
         location = self.locate(array)
         if location is None:
             raise ShapeError(

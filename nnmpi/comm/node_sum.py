@@ -29,8 +29,8 @@ import nnmpi.base.shard as shard
 from nnmpi.base.errors import DeviceError
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
-from nnmpi.comm.buffers import Buffer, check_buffer
-from nnmpi.comm.execution import Execution, Stage, Stages
+from nnmpi.comm.buffers import CommBuffer, check_buffer
+from nnmpi.comm.execution import Execution, PendingStage, Stages
 from nnmpi.comm.node import LINE_BYTES, SharedMemory
 
 # The blocks of all ranks' arrays together should fit a core's cache; but blocks below the least
@@ -65,11 +65,11 @@ class NodeSum:
 
     def __init__(
         self,
-        arrays: Sequence[Buffer],
+        arrays: Sequence[CommBuffer],
         memory: SharedMemory,
         tag: int = 0,
         owns: Sequence[slice] | None = None,
-        totals: Sequence[Buffer] | None = None,
+        totals: Sequence[CommBuffer] | None = None,
         block_bytes: int | None = None,
     ) -> None:
         size = memory.size
@@ -91,7 +91,9 @@ class NodeSum:
             summands = parts if totals is None else [total, *parts]
             self._blocks.append(list(_blocks(summands, max(1, limit // total.itemsize))))
 
-    def sums(self, i: int, replace: bool = False) -> Iterator[tuple[Buffer, Sequence[Buffer]]]:
+    def sums(
+        self, i: int, replace: bool = False
+    ) -> Iterator[tuple[CommBuffer, Sequence[CommBuffer]]]:
         """Sum array i in place; yield each block's sum and addends while they are in the cache.
 
         Args:
@@ -125,14 +127,16 @@ class SharedSum(Stages):
         DeviceError: on all ranks, when one of their arrays was not allocated in the shared memory.
     """
 
-    def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0) -> None:
-        stages: list[Stage] = []
+    def __init__(self, array: CommBuffer, memory: SharedMemory, tag: int = 0) -> None:
+        stages: list[PendingStage] = []
         if _is_to_add(check_buffer(array), memory):
             stages += _stages(array, memory, tag, NodeSum([array], memory, tag))
         super().__init__(stages, f"the shared sum with tag {tag}")
 
 
-def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Iterator[Stage]:
+def _stages(
+    array: CommBuffer, memory: SharedMemory, tag: int, node: NodeSum
+) -> Iterator[PendingStage]:
     across = memory.across
     leaders = array if memory.size == 1 else memory.parts(array)[0]
 
@@ -157,7 +161,7 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
         yield node.barrier
 
 
-def own_slice(array: Buffer, size: int, rank: int) -> slice:
+def own_slice(array: CommBuffer, size: int, rank: int) -> slice:
     """Return the slice of an array that one rank sums, at multiples of 64 bytes.
 
     Whole cache lines: two ranks that write one line would pass it to and fro (false sharing).
@@ -172,7 +176,9 @@ def own_slice(array: Buffer, size: int, rank: int) -> slice:
     return slice(min(units.start * step, array.size), min(units.stop * step, array.size))
 
 
-def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple[Buffer, ...]]]:
+def _blocks(
+    parts: Sequence[CommBuffer], limit: int
+) -> Iterator[tuple[CommBuffer, tuple[CommBuffer, ...]]]:
     """Yield (view of the first array, views of the others) of the same up to `limit` elements."""
     for start in range(0, parts[0].size, limit):
         yield (
@@ -181,7 +187,7 @@ def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple
         )
 
 
-def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
+def _is_to_add(array: CommBuffer, memory: SharedMemory) -> bool:
     """Return whether there is anything to add; refuse arrays that differ in length or offset."""
     location = memory.locate(array)
     where = location and list(location)

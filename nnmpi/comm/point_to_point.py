@@ -19,7 +19,7 @@ import numpy as np
 
 from nnmpi.comm.agreement import Communicator
 from nnmpi.comm.buffers import (
-    Buffer,
+    CommBuffer,
     as_bytes,
     check_contiguous,
     is_device,
@@ -28,7 +28,7 @@ from nnmpi.comm.buffers import (
     to_hosts,
 )
 from nnmpi.comm.execution import MessageRequest
-from nnmpi.comm.world import Comm, Request
+from nnmpi.comm.world import Comm, RequestHandle
 
 # MPI guarantees tags up to 32767. The lower half is the caller's. One more serves all blocking sums
 # and exchanges, of which only one is in flight at a time.
@@ -37,7 +37,9 @@ HANDSHAKE_TAG, DATA_TAG = 0, 1
 
 
 def send_and_receive(
-    group: Communicator, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+    group: Communicator,
+    sends: Sequence[tuple[int, CommBuffer]],
+    receives: Sequence[tuple[int, CommBuffer]],
 ) -> None:
     """Send some arrays and fill others; return when all are sent and filled.
 
@@ -61,7 +63,9 @@ def send_and_receive(
 
 
 def start_exchange(
-    group: Communicator, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
+    group: Communicator,
+    sends: Sequence[tuple[int, CommBuffer]],
+    receives: Sequence[tuple[int, CommBuffer]],
 ) -> MessageRequest:
     """Start `send_and_receive`; `wait` ends it. Until then the sent array is read-only.
 
@@ -73,7 +77,7 @@ def start_exchange(
         (room_like(array, array.shape) if is_device(array) else array, array)
         for _, array in receives
     ]
-    requests: list[Request] = []
+    requests: list[RequestHandle] = []
     for (rank, _), (room, _) in zip(receives, filled, strict=True):
         requests += _post(group.comm.irecv, check_contiguous(room), rank, BLOCKING_TAG)
     for (rank, _), host in zip(sends, hosts, strict=True):
@@ -113,7 +117,7 @@ class Messages:
         """The number of sends whose arrays are still in use, as of the last `progress`."""
         return len(self._leaving)
 
-    def send(self, array: Buffer, to: int, tag: int) -> MessageRequest:
+    def send(self, array: CommBuffer, to: int, tag: int) -> MessageRequest:
         """Send an array, which must not change until `drain` or the returned `wait` has returned.
 
         Args:
@@ -126,7 +130,7 @@ class Messages:
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
         return request
 
-    def receive(self, array: Buffer, source: int, tag: int) -> MessageRequest:
+    def receive(self, array: CommBuffer, source: int, tag: int) -> MessageRequest:
         """Post the receive of a message.
 
         Args:
@@ -171,7 +175,7 @@ class Rendezvous:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def send(self, array: Buffer | None, to: int) -> bool:
+    def send(self, array: CommBuffer | None, to: int) -> bool:
         """Send the array, and return whether it was received.
 
         Args:
@@ -180,7 +184,7 @@ class Rendezvous:
         """
         return self._pass(self._comm.isend, array, to)
 
-    def receive(self, array: Buffer | None, source: int) -> bool:
+    def receive(self, array: CommBuffer | None, source: int) -> bool:
         """Fill the array with source's, and return whether it was sent.
 
         Args:
@@ -195,7 +199,9 @@ class Rendezvous:
             check_contiguous(array)
         return self._pass(self._comm.irecv, array, source)
 
-    def _pass(self, call: Callable[..., Request], array: Buffer | None, partner: int) -> bool:
+    def _pass(
+        self, call: Callable[..., RequestHandle], array: CommBuffer | None, partner: int
+    ) -> bool:
         ready, partner_ready = np.array([array is not None]), np.empty(1, bool)
         comm, tag = self._comm, HANDSHAKE_TAG
         comm.wait_all([comm.irecv(partner_ready, partner, tag), comm.isend(ready, partner, tag)])
@@ -215,5 +221,7 @@ def rendezvous(group: Communicator) -> Iterator[Rendezvous]:
         comm.free()
 
 
-def _post(call: Callable[..., Request], array: Buffer, partner: int, tag: int) -> list[Request]:
+def _post(
+    call: Callable[..., RequestHandle], array: CommBuffer, partner: int, tag: int
+) -> list[RequestHandle]:
     return [call(piece, partner, tag) for piece in pieces(as_bytes(array))]

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
-from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.machine import Machine
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 PAGE_BYTES = 4096
 WARNING_S, LIMIT_S = 10.0, 300.0  # a wait in training is reported; the job is aborted
 
-Request: TypeAlias = Any
+RequestHandle: TypeAlias = Any
 """A started message or collective."""
 
 
@@ -156,21 +156,21 @@ class Comm(Protocol):
     # arrays of one dtype, one of NumPy's (pass other ones as bytes). Messages with the same sender,
     # receiver and tag arrive in the order of sending.
 
-    def isend(self, data: Buffer, to: int, tag: int, /) -> Request:
+    def isend(self, data: CommBuffer, to: int, tag: int, /) -> RequestHandle:
         """Start sending an array."""
 
-    def issend(self, data: Buffer, to: int, tag: int, /) -> Request:
+    def issend(self, data: CommBuffer, to: int, tag: int, /) -> RequestHandle:
         """Start sending; complete only when the other end has begun to receive."""
 
-    def irecv(self, into: Buffer, source: int, tag: int, /) -> Request:
+    def irecv(self, into: CommBuffer, source: int, tag: int, /) -> RequestHandle:
         """Start receiving into an array of the message's length."""
 
     # ---- requests ----
 
-    def test_all(self, requests: Sequence[Request], /) -> bool:
+    def test_all(self, requests: Sequence[RequestHandle], /) -> bool:
         """Return True if all requests are complete, without blocking; drives progress."""
 
-    def wait_all(self, requests: Sequence[Request], /) -> Any:
+    def wait_all(self, requests: Sequence[RequestHandle], /) -> Any:
         """Return when all are complete."""
 
     def progress(self) -> None:
@@ -181,22 +181,22 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Return when all ranks have entered the barrier."""
 
-    def allreduce(self, array: Buffer, /) -> None:
+    def allreduce(self, array: CommBuffer, /) -> None:
         """Replace the array everywhere by the sum over the ranks."""
 
-    def iallreduce(self, array: Buffer, /) -> Request:
+    def iallreduce(self, array: CommBuffer, /) -> RequestHandle:
         """Start a sum."""
 
-    def broadcast(self, data: Buffer, root: int, /) -> None:
+    def broadcast(self, data: CommBuffer, root: int, /) -> None:
         """Replace the array everywhere by root's."""
 
-    def ibroadcast(self, data: Buffer, root: int, /) -> Request:
+    def ibroadcast(self, data: CommBuffer, root: int, /) -> RequestHandle:
         """Start a broadcast."""
 
-    def allgather(self, local: Buffer, into: Buffer, /) -> None:
+    def allgather(self, local: CommBuffer, into: CommBuffer, /) -> None:
         """Write every rank's array, all of one length, one after another in rank order."""
 
-    def allgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
+    def allgatherv(self, local: CommBuffer | None, into: CommBuffer, counts: Sequence[int]) -> None:
         """Write every rank's array, of `counts` elements, one after another in rank order.
 
         Args:
@@ -205,10 +205,14 @@ class Comm(Protocol):
             counts: elements of each rank, the same on all ranks.
         """
 
-    def iallgatherv(self, local: Buffer | None, into: Buffer, counts: Sequence[int]) -> Request:
+    def iallgatherv(
+        self, local: CommBuffer | None, into: CommBuffer, counts: Sequence[int]
+    ) -> RequestHandle:
         """Start an `allgatherv`."""
 
-    def reduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> None:
+    def reduce_scatter(
+        self, array: CommBuffer, local: CommBuffer, counts: Sequence[int], /
+    ) -> None:
         """Write the sum over the ranks of this rank's part of the array.
 
         Args:
@@ -217,7 +221,9 @@ class Comm(Protocol):
             counts: elements of each rank, the same on all ranks.
         """
 
-    def ireduce_scatter(self, array: Buffer, local: Buffer, counts: Sequence[int], /) -> Request:
+    def ireduce_scatter(
+        self, array: CommBuffer, local: CommBuffer, counts: Sequence[int], /
+    ) -> RequestHandle:
         """Start a `reduce_scatter`."""
 
     # ---- other communicators ----

@@ -17,7 +17,7 @@ from typing import Literal
 from nnmpi.base.errors import LaunchError
 from nnmpi.base.launcher import read_launch
 
-Kind = Literal["Open MPI", "MPICH", "srun", "none"]
+LauncherKind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
 # Open MPI sometimes starts no process and reports this error: the command may be repeated.
 NOT_STARTED = "The PMIx server's listener thread failed to start"
@@ -34,7 +34,7 @@ class Launcher:
         path: of the program.
     """
 
-    kind: Kind
+    kind: LauncherKind
     path: str = ""
 
     def command(self, ranks: int, hosts: Mapping[str, int]) -> list[str]:

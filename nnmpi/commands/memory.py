@@ -29,7 +29,7 @@ from nnmpi.base.pages.page import write_page
 from nnmpi.base.pages.picture import Bar, Picture
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_bytes
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, PlanPrice, keep_all, price_plan
+from nnmpi.memory.plan import DIGITS, LayerCost, LayerCosts, Plan, PlanPrice, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -157,7 +157,7 @@ def _equal(count: int) -> list[LayerCost]:
     ]
 
 
-def _measured(name: str, batch: int) -> Costs:
+def _measured(name: str, batch: int) -> LayerCosts:
     """Return the measured costs of a model's layers."""
     make, shape = MODELS[name]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)

@@ -480,9 +480,7 @@ def main(words: Sequence[str]) -> str:
         restarts=options.restarts,
         start_limit_s=options.start_limit,
     )
-    return (
-        "nnmpi run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
-    )
+    return "nnmpi run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
 
 
 def _say(text: str) -> None:

@@ -216,13 +216,13 @@ def _samples(asked: Asked, group: Group) -> Dataset:
 # ---- a short training run as values ----
 
 
-Trial = Mapping[str, Mapping[str, Array]]
+RunResults = Mapping[str, Mapping[str, Array]]
 """A run's results on rank 0, by the table's names: losses, gradients, weights of the full model."""
 
 
 def run(
     config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend
-) -> tuple[Trial, list[str]]:
+) -> tuple[RunResults, list[str]]:
     """Train under a layout of the group's ranks; return results and header lines. Collective.
 
     Args:
@@ -254,7 +254,7 @@ def run(
         arrays = worker.state()[0].to_dict()
         lines = _header(config, dataset, layout, where)
     weights = {name: arrays[name] for name in where.parameters if name in arrays}
-    result: Trial = {
+    result: RunResults = {
         "loss of step 1": {"": np.array(losses[:1])},
         "gradients of step 1": gradients,
         f"losses of {steps} steps": {"": np.array(losses)},
@@ -332,7 +332,7 @@ def tolerance(dtype: str, samples: int, steps: int) -> float:
 
 
 def compare(
-    actual: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool
+    actual: RunResults, serial: RunResults, steps: int, dtype: str, samples: int, exact: bool
 ) -> list[Finding]:
     """Return the comparison's findings.
 

@@ -31,7 +31,7 @@ from nnmpi.compose.stats import PassReport
 from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
+from nnmpi.parallel.pipeline.stage import RunStage, Stage, run_chain
 from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
@@ -63,7 +63,7 @@ def _executable(
     return schedule
 
 
-class Program(NamedTuple):
+class PassProgram(NamedTuple):
     """A rank's instructions in order.
 
     Omitted are the update after a pass, since the caller does it, and in a full model the
@@ -81,7 +81,7 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _program(rank: int, *shape: Any) -> Program:
+def _program(rank: int, *shape: Any) -> PassProgram:
     schedule = _executable(*shape)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
     items_of_rank = (parts(item) for item in schedule.programs[rank])
@@ -94,7 +94,7 @@ def _program(rank: int, *shape: Any) -> Program:
     for op in schedule.instructions(rank):
         if op.kind in RECEIVES and op.microbatch is not None:
             receives.setdefault((op.kind, op.stage), []).append(op.microbatch)
-    return Program(
+    return PassProgram(
         items,
         {channel: tuple(numbers) for channel, numbers in receives.items()},
         schedule,
@@ -242,7 +242,7 @@ class Executor:
             run = partial(repeatable, part, {}, run)
         return Stage(run, self._caller.mode, is_last, recomputes)
 
-    def _for_positions(self, chain: Run, is_last: bool) -> Run:
+    def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
         """Return the chain with inputs marked as this rank's positions of sequences.
 
         Its outputs are plain tensors again, as messages between stages need them.
@@ -413,7 +413,7 @@ class Executor:
 
     # ---- messages ----
 
-    def _begin_messages(self, program: Program, inputs: Sequence[Array]) -> None:
+    def _begin_messages(self, program: PassProgram, inputs: Sequence[Array]) -> None:
         """Post each channel's first receive; a channel is a kind and a stage.
 
         From then on one receive per channel is posted ahead of its use, so that its message can

@@ -13,7 +13,7 @@ from nnmpi.base.errors import UsageError, whole
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
-from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
+from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, ShardingTable
 from nnmpi.schedule.schedule import Home
 from nnmpi.schedule.schedules import (
     INFERENCE,
@@ -87,7 +87,7 @@ class Layout:
     virtual_stages: int = 1
     split: Split = "auto"
     reduction: str = FAST
-    table: Table | None = None
+    table: ShardingTable | None = None
     memory_limit: int | None = None
     state_arrays: int = 2
     sp: int = 1

@@ -37,7 +37,7 @@ from nnmpi.data.images import (
 from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
 from nnmpi.data.text import is_text
 
-Pair = tuple[Dataset, Dataset]
+TrainAndTest = tuple[Dataset, Dataset]
 
 BUNDLED = {
     name: Path(__file__).parent / "bundled" / file
@@ -129,7 +129,7 @@ def load(
     test_fraction: float = 0.2,
     predicts: LabelKind = "classes",
     target: str = "",
-) -> Pair:
+) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:

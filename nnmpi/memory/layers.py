@@ -22,7 +22,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
-from nnmpi.nn.chain import ChainLayer, ModelPart, Run, Stashed, closed_runs, open_chain, unpack
+from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, Stashed, closed_runs, open_chain, unpack
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import walk_back
@@ -214,7 +214,7 @@ class Measured(NamedTuple):
     """A layer to measure: its name, its computation as in a chain, and its parameters."""
 
     name: str
-    run: Run
+    run: RunLayer
     parameters: Sequence[Parameter]
 
 

@@ -49,7 +49,16 @@ import numpy as np
 
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import format_bytes
-from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan
+from nnmpi.memory.plan import (
+    Act,
+    Action,
+    LayerCosts,
+    Plan,
+    PlanState,
+    keep_all,
+    moved_bytes,
+    price_plan,
+)
 
 # the most points of a curve; with more, the plan may be a little slower than the best
 POINTS = 2048
@@ -85,7 +94,7 @@ class OptimalPlans:
         least: the least budget with a plan.
     """
 
-    def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
+    def __init__(self, costs: LayerCosts, swap_s: Sequence[float] = ()) -> None:
         self.costs = costs
         sizes = [(moved_bytes(costs, i), swap_) for i, swap_ in enumerate(swap_s[:-1])]
         self._moves = {
@@ -249,7 +258,7 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     return min(result, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
 
 
-def _offload_late(costs: Costs, plan: Plan, budget: int) -> Plan:
+def _offload_late(costs: LayerCosts, plan: Plan, budget: int) -> Plan:
     """Return a plan that waits for a transfer out only when the memory is needed."""
     state, late, last = PlanState(costs), list[Action](), len(costs) - 1
     remaining = [action for action in plan if action.act is not Act.AWAY]
@@ -273,7 +282,7 @@ def _offload_late(costs: Costs, plan: Plan, budget: int) -> Plan:
     return tuple(late)
 
 
-def _fetch_early(costs: Costs, plan: Plan, budget: int) -> Plan:
+def _fetch_early(costs: LayerCosts, plan: Plan, budget: int) -> Plan:
     """Return a plan that starts transfers in as early as the memory allows."""
     state, last = PlanState(costs), len(costs) - 1
     rows = [(action, state.do(action)) for action in plan]

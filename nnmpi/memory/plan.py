@@ -106,10 +106,10 @@ class LayerCost:
         }.get(act, 0.0)
 
 
-Costs = Sequence[LayerCost]
+LayerCosts = Sequence[LayerCost]
 
 
-def saved_bytes(costs: Costs, layers: range) -> int:
+def saved_bytes(costs: LayerCosts, layers: range) -> int:
     """Return the bytes saved for the backward passes of consecutive layers."""
     values = {i for i in layers if costs[i].saves_result} | {
         i - 1 for i in layers if i and costs[i].saves_input
@@ -117,7 +117,7 @@ def saved_bytes(costs: Costs, layers: range) -> int:
     return sum(costs[i].saved for i in layers) + sum(costs[i].value for i in values)
 
 
-def moved_bytes(costs: Costs, layer: int) -> int:
+def moved_bytes(costs: LayerCosts, layer: int) -> int:
     """Return the bytes swapped with a layer, all that it saves; 0 if it cannot move."""
     return saved_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
 
@@ -188,7 +188,7 @@ class PlanState:
         recomputed: the number of forward actions so far that computed a layer again.
     """
 
-    def __init__(self, costs: Costs, bandwidth: float = inf) -> None:
+    def __init__(self, costs: LayerCosts, bandwidth: float = inf) -> None:
         self._costs, self._bandwidth = costs, bandwidth
         self._values, self._saved, self._grad = {0}, set[int](), len(costs)
         self._computed, self._offloaded, self._returned = set[int](), set[int](), set[int]()
@@ -294,7 +294,7 @@ class PlanState:
         return max(peak, self.bytes)
 
 
-def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
+def price_plan(costs: LayerCosts, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
     """Return a plan's price, after checking that it computes each gradient once, in order.
 
     Args:
@@ -361,7 +361,7 @@ def parse_plan(text: str) -> Plan:
     return tuple(actions)
 
 
-def keep_all(costs: Costs) -> Plan:
+def keep_all(costs: LayerCosts) -> Plan:
     """Return the plan of an ordinary pass, which saves all that a backward needs."""
     plan: list[Action] = []
     for i in range(len(costs)):

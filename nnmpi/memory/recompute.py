@@ -57,7 +57,7 @@ from nnmpi.nn.module import Module, repeatable
 from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.tensor import Tensor
 
-Head = Callable[[Tensor], Tensor]
+LastLayers = Callable[[Tensor], Tensor]
 BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # actions without computation
 
 
@@ -258,7 +258,7 @@ class RecomputedModel:
             f" recomputed, {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
-    def __call__(self, x: Any, head: Head | None = None, size: int | None = None) -> Tensor:
+    def __call__(self, x: Any, head: LastLayers | None = None, size: int | None = None) -> Tensor:
         """Return head(model(x)), whose backward pass is the plan's.
 
         Args:
@@ -289,7 +289,7 @@ class RecomputedModel:
             x = node(x, *layer.parameters())
         return head(Value(x.data, node.cuts).marked(x))
 
-    def measure(self, value: Value, needed: bool, head: Head) -> None:
+    def measure(self, value: Value, needed: bool, head: LastLayers) -> None:
         """Measure the layers with this value, and choose the plan. Collective with a group, or if
         the layers communicate.
 

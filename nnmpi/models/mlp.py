@@ -8,7 +8,7 @@ from nnmpi.nn.activation import Dropout, Flatten, activation
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding, Table
+from nnmpi.nn.sharding import Sharding, ShardingTable
 
 
 def mlp(
@@ -57,7 +57,7 @@ def dense_layers(
     return [*layers, Linear(features, classes)]
 
 
-def in_turn(model: Sequential, first: Sharding) -> Table:
+def in_turn(model: Sequential, first: Sharding) -> ShardingTable:
     """Return a sharding table that alternates column- and row-parallel layers, from `first` on.
 
     A pair of layers then needs one all-reduce forward and one backward, and no exchange between

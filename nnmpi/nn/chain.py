@@ -23,7 +23,7 @@ from nnmpi.nn.module import Module, NamedModules
 from nnmpi.tensor.parameter import Parameter
 
 Stashed: TypeAlias = dict[str, Any]
-Run: TypeAlias = Callable[[Any, Stashed], Any]
+RunLayer: TypeAlias = Callable[[Any, Stashed], Any]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChainLayer:
     """
 
     name: str
-    run: Run
+    run: RunLayer
     members: tuple[tuple[str, Module], ...] = ()
     stashes: str | None = None
     pops: str | None = None
@@ -172,9 +172,9 @@ class ModelPart(Module):
         return x
 
 
-def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
+def join_layers(layers: Sequence[ChainLayer]) -> tuple[RunLayer, ...]:
     """Return the calls that run some layers, one call for layers that a sequence fuses."""
-    runs: list[Run] = []
+    runs: list[RunLayer] = []
     for parent, group in groupby(layers, _sequence_of):
         siblings = list(group)
         runs += (
@@ -212,7 +212,7 @@ def _is_joint(layers: Sequence[ChainLayer]) -> bool:
 
 
 def run_layers(
-    layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, stashed: Stashed
+    layers: Sequence[ChainLayer], joined: Sequence[RunLayer], x: Any, stashed: Stashed
 ) -> Any:
     """Return the output of some layers; update the stashed values.
 
@@ -225,7 +225,7 @@ def run_layers(
 
 
 def without_stash(call: Callable[[Any], Any], x: Any, stashed: Stashed) -> Any:
-    """Adapt a module or a fused call, which stashes nothing, to `Run`."""
+    """Adapt a module or a fused call, which stashes nothing, to `RunLayer`."""
     return call(x)
 
 

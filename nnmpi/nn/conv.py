@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 
 from nnmpi.backend.array import Shape, namespace
-from nnmpi.backend.windows import Pair, PairLike, pair
+from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
@@ -67,7 +67,9 @@ class Conv2d(Module):
         )
         self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
+    def operands(
+        self, x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, RowsAndColumns, RowsAndColumns, RowsAndColumns, int]:
         """Return the arguments of `ops.conv2d`, also for the fused operations."""
         return (
             self.product_input(x),

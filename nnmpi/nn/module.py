@@ -43,7 +43,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.shard import Region
 from nnmpi.nn.mode import current
-from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
+from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -138,7 +138,7 @@ class Module:
     replayable: ClassVar[bool] = False
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
-    sharding: Table = NO_TABLE
+    sharding: ShardingTable = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
 

@@ -73,13 +73,13 @@ class Units:
     sharding: Sharding = Sharding.COLUMN
 
 
-Table: TypeAlias = Mapping[str, Sharding]
+ShardingTable: TypeAlias = Mapping[str, Sharding]
 
-NO_TABLE: Table = MappingProxyType({})
+NO_TABLE: ShardingTable = MappingProxyType({})
 NO_UNITS: Mapping[str, Units] = MappingProxyType({})
 
 
-def find(table: Table, name: str) -> tuple[str, Sharding] | None:
+def find(table: ShardingTable, name: str) -> tuple[str, Sharding] | None:
     """Return the pattern and sharding for a module's full name; None without an entry."""
     if name in table:
         return name, table[name]

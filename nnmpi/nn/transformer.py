@@ -11,7 +11,7 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
-from nnmpi.nn.sharding import Sharding, Table, Units
+from nnmpi.nn.sharding import Sharding, ShardingTable, Units
 from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.tensor import Tensor
 
@@ -112,7 +112,7 @@ class TransformerBlock(Module):
         ("attention", "attend", ("norm1", "attention", "drops.0")),
         ("mlp", "feed", ("norm2", "mlp", "drops.1")),
     )
-    sharding: Table = MappingProxyType(
+    sharding: ShardingTable = MappingProxyType(
         {
             **{
                 f"attention.{name}": sharding

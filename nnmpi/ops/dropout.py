@@ -18,8 +18,8 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
-Key: TypeAlias = tuple[int, int]
-MaskKey: TypeAlias = tuple[Key, int]  # the key, and the first row's index in the global batch
+StreamKey: TypeAlias = tuple[int, int]
+MaskKey: TypeAlias = tuple[StreamKey, int]  # the key, and the first row's index in the global batch
 
 
 class DropoutFunction(Function):
@@ -87,7 +87,7 @@ def _numbers(part: Region) -> Array:
 def dropout(
     x: Tensor,
     p: float = 0.5,
-    key: Key | Callable[[], MaskKey] | None = None,
+    key: StreamKey | Callable[[], MaskKey] | None = None,
     first_row: int = 0,
 ) -> Tensor:
     """Return x with each element dropped with probability `p`, the others divided by 1 - p.

@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.windows import Pair, PairLike, bordered, out_size, pair, windows
+from nnmpi.backend.windows import PairLike, RowsAndColumns, bordered, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes, flattened
@@ -32,11 +32,11 @@ PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
 class PoolWindows(NamedTuple):
     """The geometry of pooling windows; each pair is rows and columns, in pixels."""
 
-    kernel: Pair
-    stride: Pair
-    padding: Pair
+    kernel: RowsAndColumns
+    stride: RowsAndColumns
+    padding: RowsAndColumns
 
-    def out(self, h: int, w: int) -> Pair:
+    def out(self, h: int, w: int) -> RowsAndColumns:
         """Return the result's rows and columns for images of h x w; 0 if too small."""
         rows, columns = (max(0, out_size(*axis)) for axis in zip((h, w), *self, strict=True))
         return rows, columns
@@ -55,7 +55,7 @@ class PoolWindows(NamedTuple):
         view = self.positions(x)
         return [view[position] for position in np.ndindex(*self.kernel)]
 
-    def firsts(self, out: Pair) -> Array:
+    def firsts(self, out: RowsAndColumns) -> Array:
         """Return each window's first position that is not the border's, (out_h, out_w, 1)."""
         rows, columns = (
             np.maximum(border - step * np.arange(n), 0)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from nnmpi.base.errors import UsageError, number, whole, wholes
 
-Schedule: TypeAlias = Callable[[int], float]
+RateSchedule: TypeAlias = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Warmup:
     """
 
     steps: int
-    then: Schedule
+    then: RateSchedule
 
     def __post_init__(self) -> None:
         whole("steps", self.steps, 0)

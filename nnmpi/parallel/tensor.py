@@ -33,6 +33,7 @@ from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
+from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.nn.activation import (
@@ -52,7 +53,7 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.nn.sharding import Sharding, Table, Units, find
+from nnmpi.nn.sharding import Sharding, ShardingTable, Units, find
 from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.ops.collectives import PartExchange
 from nnmpi.ops.conv.algorithm import ConvSpec
@@ -78,7 +79,7 @@ from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
 from nnmpi.tensor.placement import REPLICATED, Placement, features
 from nnmpi.tensor.sharded import whole
 
-Rule: TypeAlias = Callable[[Any, LayerContext], Placed]
+LayerRule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
 
 def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
@@ -96,7 +97,7 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
 
 
 # Layers that take the placement of their input, unless the table replicates them.
-FOLLOWING: Mapping[type[Module], Rule] = {
+FOLLOWING: Mapping[type[Module], LayerRule] = {
     **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
     AvgPool2d: place_pool,
     BatchNorm: place_batch_norm,
@@ -107,7 +108,7 @@ FOLLOWING: Mapping[type[Module], Rule] = {
     MaxPool2d: place_pool,
     Softmax: place_softmax,
 }
-RULES: Mapping[type[Module], Rule] = {
+RULES: Mapping[type[Module], LayerRule] = {
     **FOLLOWING,
     **dict.fromkeys(PRODUCTS, place_product),
     Branches: place_branches,
@@ -135,9 +136,6 @@ def assumed_placement(layer: Module, sharding: Sharding, units: Units | None) ->
     if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm):
         return features(layer.weight.shape[-1])
     return REPLICATED
-
-
-Shape: TypeAlias = tuple[int, ...]
 
 
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
@@ -174,7 +172,7 @@ CONTAINERS = (Sequential, Residual)  # modules with a known forward
 def shard(
     model: Module,
     group: Group,
-    table: Table | None = None,
+    table: ShardingTable | None = None,
     sample: Shape | None = None,
     keep_classes_sharded: bool = False,
 ) -> Placement:
@@ -228,14 +226,14 @@ def shard(
     return placement
 
 
-def _own_table(model: Module, name: str = "") -> Table:
+def _own_table(model: Module, name: str = "") -> ShardingTable:
     if model.sharding:
         return {_join(name, pattern): sharding for pattern, sharding in model.sharding.items()}
     tables = [_own_table(child, _join(name, child_name)) for child_name, child in model.children()]
     return {pattern: sharding for table in tables for pattern, sharding in table.items()}
 
 
-def _check_table(model: Module, table: Table) -> None:
+def _check_table(model: Module, table: ShardingTable) -> None:
     """Refuse entries that fit no module, mostly misspelled names, and a model of a single layer."""
     names = [name for name, _ in model.named_modules() if name]
     if table and not names:
@@ -272,7 +270,7 @@ class ModelWalk:
     """
 
     sharder: ParameterSharder
-    table: Table
+    table: ShardingTable
     # The table's sharding of a module, by its id. The modules are kept alive, so that no other
     # object gets one of their ids.
     shardings: dict[int, Sharding] = field(default_factory=dict)

@@ -110,10 +110,10 @@ class Pad(Function):
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
 
 
-Key: TypeAlias = tuple[Any, ...]  # an item per axis, as NumPy reads it
+Index: TypeAlias = tuple[Any, ...]  # an item per axis, as NumPy reads it
 
 
-def is_basic(key: Key) -> bool:
+def is_basic(key: Index) -> bool:
     """True for a key of numbers, slices and new axes, which gives a view."""
     return all(
         part is None
@@ -137,7 +137,7 @@ class GetItem(Function):
 
     views = True
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Index) -> None:
         self.key = key
 
     def check(self, shape: Shape) -> None:
@@ -178,7 +178,7 @@ class View(Function):
 
     replayable = views = True
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Index) -> None:
         self.key = key
 
     def placed(self, *inputs: Any) -> Placement:

@@ -37,7 +37,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
+from nnmpi.optim.schedule import ConstantRate, Cosine, RateSchedule, StepDecay, Warmup
 from nnmpi.tensor.function import kind_of
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import Extent
@@ -208,7 +208,7 @@ def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
     return round(config.warmup_epochs * extent.train_batches)
 
 
-def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
+def build_schedule(config: OptimizationConfig, extent: Extent) -> RateSchedule:
     """Return the learning rate as a function of the step.
 
     The schedule proper spans the steps after the warm-up. A run shorter than its warm-up never
@@ -216,7 +216,7 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     """
     lr = config.lr
     warmup = warmup_steps(config, extent)
-    after: Schedule = ConstantRate(lr)
+    after: RateSchedule = ConstantRate(lr)
     if config.drops is not None:
         epochs, factor = config.drops
         after = StepDecay(lr, max(1, round(epochs * extent.train_batches)), factor)

@@ -74,8 +74,8 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
-Arrays: TypeAlias = tuple[ModelState, ModelState]  # the model's, and the optimizer's
-Loop: TypeAlias = Trainer | tuple[Module, Optimizer, Group]
+ModelAndState: TypeAlias = tuple[ModelState, ModelState]  # the model's, and the optimizer's
+Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group]
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
 KEEP = 3  # newest checkpoints on disk
 
@@ -410,7 +410,7 @@ def restore(
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 
-def _read(last: Checkpoint, arrays: Arrays) -> None:
+def _read(last: Checkpoint, arrays: ModelAndState) -> None:
     """Restore model and optimizer from a checkpoint, or change nothing. Collective."""
     sources = [source_of(last.model), source_of(last.optimizer)]
     for array, (_, specs, file) in zip(arrays, sources, strict=True):
@@ -423,7 +423,7 @@ def _read(last: Checkpoint, arrays: Arrays) -> None:
 # ---- for a user's loop ----
 
 
-def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> None:
+def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -> None:
     """Save a checkpoint of your own loop: weights, optimizer state, position. Collective.
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
@@ -465,7 +465,7 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **position: Any) -> N
         saver.wait()
 
 
-def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
+def resume(folder: str | Path, loop: Trained) -> dict[str, Any]:
     """Restore the last intact checkpoint of `save`, and return its position; {} if none. Collective.
 
     The loop then computes the same bits as an uninterrupted one: dropout depends on the optimizer's
@@ -507,7 +507,7 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
 
 
 @contextmanager
-def _training(loop: Loop) -> Iterator[Training]:
+def _training(loop: Trained) -> Iterator[Training]:
     if isinstance(loop, Trainer):
         yield loop
         return

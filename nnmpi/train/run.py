@@ -38,7 +38,7 @@ from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
-from nnmpi.optim.schedule import Schedule
+from nnmpi.optim.schedule import RateSchedule
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.build import (
     TOO_LARGE,
@@ -178,7 +178,7 @@ class TrainingRun(Run):
 
     inputs: Inputs
     trainer: Trainer
-    schedule: Schedule
+    schedule: RateSchedule
     extent: Extent
     kernels: str
 

@@ -18,7 +18,7 @@ from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree
-from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
+from nnmpi.comm.buffers import DTYPES, CommBuffer, check_buffer
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -38,14 +38,14 @@ WAYS = [*IN_PLACE, *((operation, NATIVE) for operation in NATIVES)]
 EVERY = [NATIVE, *ALGORITHMS]
 
 
-def values(rank: int, n: int, dtype: object = np.float32) -> Buffer:
+def values(rank: int, n: int, dtype: object = np.float32) -> CommBuffer:
     """Return n whole numbers, other ones on each rank; sums of 8 ranks still fit into an int8."""
     return np.random.default_rng(100 + rank).integers(0, 9, n).astype(dtype)
 
 
 def expected(
     group: Group, operation: str, n: int, dtype: object = np.float32
-) -> tuple[slice, Buffer]:
+) -> tuple[slice, CommBuffer]:
     """Return the part of the array that the operation promises on this rank, and what is in it."""
     size, everyones = group.size, [values(rank, n, dtype) for rank in range(group.size)]
     total, local = np.sum(everyones, axis=0, dtype=dtype), part(n, size, group.rank)
@@ -68,7 +68,7 @@ def expected(
     return slice(None), total
 
 
-def run_each_way(group: Group, pending: Pending, array: Buffer, operation: str) -> None:
+def run_each_way(group: Group, pending: Pending, array: CommBuffer, operation: str) -> None:
     """Run it blocking and polled, again and again."""
     where, target = expected(group, operation, array.size, array.dtype)
     right = []

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi import models, optim
-from nnmpi.base import clock
 from nnmpi.backend.array import Array
+from nnmpi.base import clock
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout

@@ -29,8 +29,19 @@ STRANGERS: dict[str, frozenset[str]] = {
 
 # One strategy per file or folder, and none imports another, except a variant of another one.
 STRATEGIES = frozenset(
-    """averaging data experts fixed_reduction fused pipeline sequence server sharded tensor
-    zero""".split()
+    {
+        "averaging",
+        "data",
+        "experts",
+        "fixed_reduction",
+        "fused",
+        "pipeline",
+        "sequence",
+        "server",
+        "sharded",
+        "tensor",
+        "zero",
+    }
 )
 VARIANTS = {
     "fixed_reduction": {"fixed_reduction", "data"},

@@ -206,16 +206,18 @@ def one_meaning(tree: Tree) -> Iterator[str]:
     for source in tree.sources:
         for node in ast.walk(source.tree):
             is_class = isinstance(node, ast.ClassDef) and node in source.tree.body
-            if is_class or _is_alias(node):
-                name = node.name if is_class else ast.unparse(node.target)
+            for name in [node.name] if is_class else _aliases(node):
                 result.setdefault(name, []).append(f"{source.path}:{node.lineno}")
     for name, places in result.items():
         if len(places) > 1:
             yield f"{places[-1]}: {name} is a type of {places[0]}, too; one name means one thing"
 
 
-def _is_alias(node: ast.AST) -> bool:
-    return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+def _aliases(node: ast.AST) -> set[str]:
+    """Return the names of types that an assignment defines, in capitals and small letters."""
+    if isinstance(getattr(node, "value", None), ast.Call):  # a TypeVar has no meaning
+        return set()
+    return {name for name in _assigned(node) if re.fullmatch("[A-Z][a-z][A-Za-z]+", name)}
 
 
 def references_exist(tree: Tree) -> Iterator[str]:

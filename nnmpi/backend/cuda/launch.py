@@ -74,8 +74,8 @@ ROWS_EACH = 8  # the minimum per thread; with fewer rows the grid has fewer bloc
 # run at the same time.
 ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
-Sizes: TypeAlias = tuple[int, ...]
-Launch: TypeAlias = Callable[[Sizes, Sizes, tuple[Any, ...]], None]
+Dims: TypeAlias = tuple[int, ...]
+KernelLaunch: TypeAlias = Callable[[Dims, Dims, tuple[Any, ...]], None]
 
 
 @cache
@@ -101,7 +101,7 @@ class KernelLauncher:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
         self._modules: dict[tuple[str, str, str], Any] = {}
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, KernelLaunch] = {}
 
     def flat(self, name: str, n: int, itemsize: int, *args: Any) -> None:
         """Launch a kernel over n elements, 16 bytes per thread; other arguments as for `run`."""
@@ -152,8 +152,8 @@ class KernelLauncher:
     def run(
         self,
         name: str,
-        grid: Sizes,
-        block: Sizes,
+        grid: Dims,
+        block: Dims,
         *args: Any,
         form: str = "",
         like: Array | None = None,
@@ -226,7 +226,7 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
 
 def _matrix_grid(
     rows: int, n: int, itemsize: int, blocks: int, least_rows: int
-) -> tuple[Sizes, Sizes]:
+) -> tuple[Dims, Dims]:
     """Return grid and block for a matrix (rows, n).
 
     Columns are along x, up to 32 threads of 16 bytes each, rows along y.

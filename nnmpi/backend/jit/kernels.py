@@ -44,7 +44,7 @@ LOOPS = {
 }
 
 
-class Pair(NamedTuple):
+class KernelPair(NamedTuple):
     """A kernel and the one of its gradients."""
 
     forward: Kernel
@@ -58,7 +58,7 @@ def loop(name: str) -> Kernel:
 
 
 @cache
-def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
+def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> KernelPair:
     """Return the 3 x 3 convolution and its gradients for images and channels of these sizes.
 
     forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if
@@ -74,7 +74,7 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
 
 
 @cache
-def direct(h: int, w: int, c: int, o: int) -> Pair:
+def direct(h: int, w: int, c: int, o: int) -> KernelPair:
     """Return the pooled convolution and its gradients for images (h, w, c) with small c.
 
     Same arguments as `winograd`; u and the images' gradient have no elements, and there are
@@ -84,20 +84,20 @@ def direct(h: int, w: int, c: int, o: int) -> Pair:
 
 
 @cache
-def depthwise(kernel_h: int, kernel_w: int) -> Pair:
+def depthwise(kernel_h: int, kernel_w: int) -> KernelPair:
     """Return the depthwise convolution, and the sum of products that is its weight's gradient.
 
     Both: (images, the other operand, out, border: an image with zeros around it, sizes).
     """
     arrays = read(1), read(1), write(1), write(1), SIZES
     functions = loops.depthwise(kernel_h, kernel_w)  # type: ignore[no-untyped-call]
-    return Pair(*(build(function, *arrays) for function in functions))
+    return KernelPair(*(build(function, *arrays) for function in functions))
 
 
-def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
+def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> KernelPair:
     """Return the two compiled; `scratch` has the number of scratch arrays of each."""
     several = [types.UniTuple(write(1), count) for count in (*scratch, 3)]  # type: ignore[no-untyped-call]
-    return Pair(
+    return KernelPair(
         build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), several[0]),
         build(backward, *(read(1),) * 3, read(1, CORNER), read(1), several[2], several[1]),
     )

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 from nnmpi.base.errors import DeviceError
-from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.comm.world import PAGE_BYTES, Comm, Traffic, World
 
@@ -257,7 +257,9 @@ class MpiWorld:
             self.watchdog.folder = None if folder is None else Path(folder).absolute()
 
 
-def _gather(call: Callable[..., T], local: Buffer | None, into: Buffer, counts: Sequence[int]) -> T:
+def _gather(
+    call: Callable[..., T], local: CommBuffer | None, into: CommBuffer, counts: Sequence[int]
+) -> T:
     return call(MPI.IN_PLACE if local is None else local, [into, list(counts)])
 
 

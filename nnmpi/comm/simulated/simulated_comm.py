@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from nnmpi.base.errors import CommError
 from nnmpi.comm.algorithms.registry import native_algorithms
-from nnmpi.comm.buffers import Buffer, as_bytes
+from nnmpi.comm.buffers import CommBuffer, as_bytes
 from nnmpi.comm.collective import Collective
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import EAGER_BYTES, Links, Machine
@@ -39,7 +39,7 @@ from nnmpi.comm.simulated.scheduler import (
 )
 from nnmpi.comm.world import SharedPages, World
 
-Bytes: TypeAlias = NDArray[np.uint8]
+ByteArray: TypeAlias = NDArray[np.uint8]
 
 # The arrival of a message, by the cost model's machine (`comm.machine`).
 #
@@ -94,7 +94,7 @@ class SimulatedRequest:
     what: str
     lines: Lines
     missing: Callable[[], Sequence[int]] = tuple
-    memory: Bytes | None = None
+    memory: ByteArray | None = None
     writes: bool = False
     checksum: int | None = None
     envelope: tuple[int, int, Any] = (0, 0, None)
@@ -103,7 +103,7 @@ class SimulatedRequest:
     result: Any = None
 
 
-def checksum(memory: Bytes | None) -> int:
+def checksum(memory: ByteArray | None) -> int:
     """Return the sum of the 8-byte words, to detect changed bytes (with near certainty)."""
     if memory is None:
         return 0
@@ -169,7 +169,7 @@ class SimulatedMessage:
 
     request: SimulatedRequest
     nbytes: int
-    data: Bytes | None
+    data: ByteArray | None
     ready_s: float
     both_ways: bool
     arrived: bool = False
@@ -346,7 +346,9 @@ class SimulatedComm:
 
     # ---- messages between two ranks ----
 
-    def isend(self, data: Buffer, to: int, tag: int, synchronous: bool = False) -> SimulatedRequest:
+    def isend(
+        self, data: CommBuffer, to: int, tag: int, synchronous: bool = False
+    ) -> SimulatedRequest:
         """Start sending; see `comm.world.Comm`."""
         local, board = self._local, self._board
         self._scheduler.begin_call(local)
@@ -379,7 +381,7 @@ class SimulatedComm:
     def _queue(self, source: int, target: int, tag: int) -> MessageQueue:
         return self._board.queues[self._number, source, target, tag]
 
-    def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
+    def irecv(self, into: CommBuffer, source: int, tag: int) -> SimulatedRequest:
         """Start receiving; see `comm.world.Comm`."""
         partner = self.members[source]
         return self._receive(
@@ -387,7 +389,7 @@ class SimulatedComm:
         )
 
     def _receive(
-        self, senders: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
+        self, senders: str, memory: ByteArray | None, envelope: tuple[int, int, Any], *partners: int
     ) -> SimulatedRequest:
         """Start receiving from one of several ranks; `senders` describes them."""
         local = self._local
@@ -405,7 +407,7 @@ class SimulatedComm:
         return request
 
     def _open(
-        self, what: str, memory: Bytes | None, writes: bool, *missing: int
+        self, what: str, memory: ByteArray | None, writes: bool, *missing: int
     ) -> SimulatedRequest:
         """Return a new open request of this rank."""
         read = None if memory is None or writes else checksum(memory)
@@ -517,10 +519,10 @@ class SimulatedComm:
         """Return when all ranks have entered the barrier."""
         self._exchange("barrier", None, lambda by_rank: None)
 
-    def _reduce(self, name: str, array: Buffer) -> SimulatedRequest:
+    def _reduce(self, name: str, array: CommBuffer) -> SimulatedRequest:
         """Sum over the ranks, in their order."""
 
-        def write(arrays: list[Buffer]) -> None:
+        def write(arrays: list[CommBuffer]) -> None:
             total = _total(arrays)
             for item in arrays:
                 item[...] = total
@@ -532,10 +534,10 @@ class SimulatedComm:
     allreduce = partialmethod(_wait_for, _reduce, "allreduce")
     iallreduce = partialmethod(_reduce, "iallreduce")
 
-    def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
+    def _broadcast(self, name: str, data: CommBuffer, root: int) -> SimulatedRequest:
         memory = as_bytes(data)
 
-        def combine(by_rank: list[Bytes]) -> None:
+        def combine(by_rank: list[ByteArray]) -> None:
             for rank, target in enumerate(by_rank):
                 if rank != root:
                     target[...] = by_rank[root]
@@ -548,7 +550,7 @@ class SimulatedComm:
     ibroadcast = partialmethod(_broadcast, "ibroadcast")
 
     def _allgatherv(
-        self, name: str, local: Buffer | None, into: Buffer, counts: Sequence[int]
+        self, name: str, local: CommBuffer | None, into: CommBuffer, counts: Sequence[int]
     ) -> SimulatedRequest:
         begin = sum(counts[: self.rank])
         flat = into.reshape(-1)
@@ -564,14 +566,14 @@ class SimulatedComm:
     allgatherv = partialmethod(_wait_for, _allgatherv, "allgatherv")
     iallgatherv = partialmethod(_allgatherv, "iallgatherv")
 
-    def allgather(self, local: Buffer, into: Buffer) -> None:
+    def allgather(self, local: CommBuffer, into: CommBuffer) -> None:
         """Gather arrays of one length."""
         self._wait_for(type(self)._allgatherv, "allgather", local, into, [local.size] * self.size)
 
     def _reduce_scatter(
-        self, name: str, array: Buffer, local: Buffer, counts: Sequence[int]
+        self, name: str, array: CommBuffer, local: CommBuffer, counts: Sequence[int]
     ) -> SimulatedRequest:
-        def combine(by_rank: list[tuple[Buffer, Buffer]]) -> None:
+        def combine(by_rank: list[tuple[CommBuffer, CommBuffer]]) -> None:
             total = _total([full for full, _ in by_rank])
             for part, (_, own) in zip(
                 np.split(total, np.cumsum(counts)[:-1]), by_rank, strict=True
@@ -595,7 +597,7 @@ class SimulatedComm:
         value: Any,
         nbytes: int,
         combine: Callable[[list[Any]], Any],
-        writes: Buffer | None = None,
+        writes: CommBuffer | None = None,
     ) -> SimulatedRequest:
         """Enter this communicator's next collective.
 
@@ -699,7 +701,7 @@ class SimulatedComm:
     def share_pages(self, own_bytes: int) -> SharedPages:
         """Return process memory, visible to all ranks, freed with the last reference."""
 
-        def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
+        def make(lengths: list[int]) -> list[tuple[ByteArray, ...]]:
             parts = tuple(
                 np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes] for nbytes in lengths
             )
@@ -721,14 +723,14 @@ def _describe(signature: tuple[Any, ...]) -> str:
     return f"{name}({', '.join(map(str, rest))})"
 
 
-def _total(arrays: Sequence[Buffer]) -> Buffer:
+def _total(arrays: Sequence[CommBuffer]) -> CommBuffer:
     total = arrays[0].copy()
     for array in arrays[1:]:
         total += array
     return total
 
 
-def _gather(by_rank: list[tuple[Buffer, Buffer]]) -> None:
+def _gather(by_rank: list[tuple[CommBuffer, CommBuffer]]) -> None:
     full = np.concatenate([as_bytes(local) for local, _ in by_rank])
     for _, into in by_rank:
         as_bytes(into)[...] = full

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.recording import record_call
-from nnmpi.backend.windows import Pair, out_size
+from nnmpi.backend.windows import RowsAndColumns, out_size
 from nnmpi.ops.planes import flattened
 
-NO_POOL: Pair = (1, 1)
+NO_POOL: RowsAndColumns = (1, 1)
 
 
 class ConvSpec(NamedTuple):
@@ -29,15 +29,15 @@ class ConvSpec(NamedTuple):
         pool: the window of the max-pooling, whose stride is its size; (1, 1) for no pooling.
     """
 
-    kernel: Pair
-    stride: Pair = (1, 1)
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
+    kernel: RowsAndColumns
+    stride: RowsAndColumns = (1, 1)
+    padding: RowsAndColumns = (0, 0)
+    dilation: RowsAndColumns = (1, 1)
     groups: int = 1
     relu: bool = False
-    pool: Pair = NO_POOL
+    pool: RowsAndColumns = NO_POOL
 
-    def pooled_size(self, h: int, w: int) -> Pair:
+    def pooled_size(self, h: int, w: int) -> RowsAndColumns:
         """Return the result's rows and columns for images of h x w, after any pooling."""
         axes = zip((h, w), *self[:4], strict=True)
         rows, columns = (
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
     bias: Array | None
 
 
-class Algorithm(ABC):
+class ConvAlgorithm(ABC):
     """A method to compute a convolution.
 
     `xp` is the array library, or its stand-in while a step is recorded: the calls on it are

@@ -17,14 +17,14 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import load
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients, record_flat
+from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, Gradients, record_flat
 from nnmpi.ops.planes import flattened
 
 # a compiled pair, and the numbers of elements of the transformed kernels and the scratch arrays
-Plan: TypeAlias = tuple[Any, int, tuple[int, ...]]
+CompiledPair: TypeAlias = tuple[Any, int, tuple[int, ...]]
 
 
-class Compiled3x3(Algorithm):
+class Compiled3x3(ConvAlgorithm):
     """conv2d(x, weight, bias, padding=1), alone, with ReLU, or with ReLU and 2 x 2 pooling.
 
     Saved: the result (it shows where the ReLU passed), the pooling's winners, and the transformed
@@ -32,7 +32,7 @@ class Compiled3x3(Algorithm):
     """
 
     @abstractmethod
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> CompiledPair:
         """Return the plan.
 
         Args:
@@ -71,7 +71,7 @@ class Compiled3x3(Algorithm):
 class CompiledDirect(Compiled3x3):
     """With ReLU and pooling; for few channels and no input gradient: a network's first layer."""
 
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> CompiledPair:
         """See `Compiled3x3.plan`."""
         h, w, c, o = sizes
         return load().direct(*sizes), 0, ((9 * c + 1) * o, (h + 2) * (w + 2) * c)
@@ -80,7 +80,7 @@ class CompiledDirect(Compiled3x3):
 class CompiledWinograd(Compiled3x3):
     """Alone, with ReLU, or with ReLU and pooling."""
 
-    def plan(self, sizes: tuple[int, ...], gradients: bool) -> Plan:
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> CompiledPair:
         """See `Compiled3x3.plan`."""
         z = load().sizes(*sizes)
         return (

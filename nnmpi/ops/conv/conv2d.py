@@ -38,7 +38,7 @@ from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
 from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
@@ -86,7 +86,7 @@ class Conv2dFunction(Function):
 
     replayable = True
 
-    def __init__(self, algorithm: Algorithm, reads: Dtype | None = None) -> None:
+    def __init__(self, algorithm: ConvAlgorithm, reads: Dtype | None = None) -> None:
         self.algorithm, self.reads = algorithm, reads
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
@@ -112,7 +112,7 @@ class Conv2dFunction(Function):
         return out
 
 
-def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> ConvAlgorithm | None:
     """Return the algorithm for a convolution; None if none computes all of it at once.
 
     Args:

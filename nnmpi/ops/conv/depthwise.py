@@ -29,11 +29,11 @@ from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, ROWS
-from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients, record_flat
+from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient
 
 
-class Depthwise(Algorithm):
+class Depthwise(ConvAlgorithm):
     """A depthwise convolution, with one group per channel; no ReLU, no pooling."""
 
     def forward(

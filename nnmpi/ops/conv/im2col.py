@@ -50,7 +50,7 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
 from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.backend.windows import corners, windows
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, flattened
 
 # Bytes of a block's columns and result: about half of a usual second-level cache. With larger
@@ -67,7 +67,7 @@ LEAST_PIXELS = 64
 
 # runs of pixels, each with a matrix (pixels, terms) or a stack of them (images, pixels, terms) for
 # each part of the kernels
-Products: TypeAlias = list[tuple[slice, list[Array]]]
+RunsOfPixels: TypeAlias = list[tuple[slice, list[Array]]]
 
 
 class Strip(NamedTuple):
@@ -81,7 +81,7 @@ class Strip(NamedTuple):
 
     rows: slice
     pixels: int
-    products: Products
+    products: RunsOfPixels
 
     def multiply(self, xp: Any, kernel: Array, out: Array) -> None:
         """Write the products with the kernels (parts, terms, o) to `out`, (pixels, o)."""
@@ -189,7 +189,7 @@ class Columns:
             count = prod(self._spec.pool) * n * (rows.stop - start) * self.out[1]
             yield Strip(rows, count, make(images, rows, fill))
 
-    def _joined(self, images: Array, rows: slice, fill: bool) -> Products:
+    def _joined(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
         """Copy whole windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
         spec = self._spec
         # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
@@ -205,7 +205,7 @@ class Columns:
         matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
         return [(slice(pixels), [matrix])]
 
-    def _by_rows(self, images: Array, rows: slice, fill: bool) -> Products:
+    def _by_rows(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
         """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
         spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
         kw, pool = spec.kernel[1], spec.pool[1]
@@ -219,7 +219,7 @@ class Columns:
                 target = memory[number, j].reshape(*shape[2:5], kw, c)
                 part = seen[:, : shape[3], j : j + (columns - 1) * pool + 1 : pool, 0]
                 self._xp.copyto(target, part)
-        size, products = n * count * columns, Products()
+        size, products = n * count * columns, RunsOfPixels()
         for starts in self._starts:
             for j in range(pool):
                 matrices = []
@@ -306,7 +306,7 @@ def input_gradient(
     weight: Array,
     spec: ConvSpec,
     out: Array,
-    algorithm: Callable[[ConvSpec], Algorithm],
+    algorithm: Callable[[ConvSpec], ConvAlgorithm],
 ) -> None:
     """Write the input gradient of any convolution, phase by phase, see `Phase`.
 
@@ -349,7 +349,7 @@ def input_gradient(
             copy(xp, target, plane)
 
 
-class Im2col(Algorithm):
+class Im2col(ConvAlgorithm):
     """Any convolution without ReLU and pooling, group by group."""
 
     def forward(
@@ -396,7 +396,7 @@ class Im2col(Algorithm):
                 xp.copyto(place, summed.reshape(place.shape))
 
 
-class Im2colReluPool(Algorithm):
+class Im2colReluPool(ConvAlgorithm):
     """A convolution in one group with ReLU, and with max-pooling if there is some."""
 
     def forward(

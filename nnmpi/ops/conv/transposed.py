@@ -12,7 +12,7 @@ learning", 2016, section 4.
 """
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.windows import Pair, PairLike, pair
+from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, whole
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
@@ -34,7 +34,7 @@ class ConvTranspose2dFunction(Function):
 
     replayable = True
 
-    def __init__(self, spec: ConvSpec, size: Pair) -> None:
+    def __init__(self, spec: ConvSpec, size: RowsAndColumns) -> None:
         self.spec, self.size = spec, size
 
     def forward(self, x: Array, weight: Array) -> Array:

@@ -48,7 +48,7 @@ from nnmpi.backend.array import Array, Shape, constant, ones
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, flattened
 
@@ -95,7 +95,7 @@ def transforms(side: int, kernel: int) -> Transforms:
     return Transforms(side, b, np.kron(g, g), a)
 
 
-class WinogradNumpy(Algorithm):
+class WinogradNumpy(ConvAlgorithm):
     """A tiled convolution with kernels of 3 x 3 or 5 x 5, whose results have the images' size.
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. Saved per image, in the

@@ -27,12 +27,12 @@ from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Outputs: TypeAlias = tuple[list[Tensor], bool]
-Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Outputs]
+RunStage: TypeAlias = Callable[[Sequence[Tensor], bool, int], Outputs]
 
 
 def run_chain(
     number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None
-) -> Run:
+) -> RunStage:
     """Return a function that runs some layers of a chain as a stage.
 
     Args:
@@ -73,7 +73,7 @@ class Stage:
 
     def __init__(
         self,
-        run: Run,
+        run: RunStage,
         scope: Callable[[int, bool], AbstractContextManager[Any]],
         is_last: bool = True,
         recompute: bool = False,

@@ -63,7 +63,7 @@ from nnmpi.comm.point_to_point import start_exchange
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.ops.collectives import CATEGORY
 
-Pair = tuple[Array, Array]  # of keys and values, or of their gradients
+KeysAndValues = tuple[Array, Array]  # of keys and values, or of their gradients
 
 
 class RingAttention:
@@ -113,7 +113,7 @@ class RingAttention:
         k: Heads,
         v: Heads,
         y: Heads,
-        statistics: Pair,
+        statistics: KeysAndValues,
         causal: bool,
         drop: AttentionDropout | None,
     ) -> None:
@@ -143,7 +143,7 @@ class RingAttention:
         inner = (share * y).sum(axis=3)
         to_q, own_grads = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
         # the other ranks' gradients of the keys that arrive next
-        follow: Pair | None = None
+        follow: KeysAndValues | None = None
         for hop, (source, keys, values) in enumerate(self._round(k, v)):
             target = self._zeros(k, v, source) if hop else own_grads
             for rows, columns, which in self.visible(source, causal, drop):
@@ -190,7 +190,7 @@ class RingAttention:
         with self._group.collective("ring", None, CATEGORY, sum(item.nbytes for item in out)):
             request.wait()
 
-    def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:
+    def _zeros(self, k: Heads, v: Heads, source: int) -> KeysAndValues:
         """Return zeros for a rank's gradients of keys and values, in the dtype of their sums."""
         xp, length = namespace(k), self._lengths[source]
 
@@ -224,7 +224,7 @@ def _slices(ranges: Sequence[range]) -> Iterator[tuple[range, slice]]:
         start += len(item)
 
 
-def _add(pair: Pair, other: Pair) -> None:
+def _add(pair: KeysAndValues, other: KeysAndValues) -> None:
     for to, item in zip(pair, other, strict=True):
         to += item
 

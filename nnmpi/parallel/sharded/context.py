@@ -107,7 +107,7 @@ class ParameterSharder:
                 )
 
 
-Redistribute: TypeAlias = Callable[[Tensor], Tensor]
+Redistribution: TypeAlias = Callable[[Tensor], Tensor]
 Placed: TypeAlias = tuple[Module, Placement]
 
 
@@ -172,7 +172,7 @@ class LayerContext:
         as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, ShardedTensor.part), self.placement
 
-    def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
+    def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribution:
         """Return the gather before replicated work; its backward keeps this rank's slice."""
         placement = self.placement
         if features is not None and placement.repeats is None:
@@ -180,11 +180,11 @@ class LayerContext:
         placement.check_known(self.group.size)
         return partial(redistribute, way, group=self.group, placement=placement)
 
-    def gather_for_sharded_weights(self, features: int) -> Redistribute:
+    def gather_for_sharded_weights(self, features: int) -> Redistribution:
         """Return the all-gather before sharded work; its backward is a reduce-scatter."""
         return self.to_replicated(features, "gather_summing_grads")
 
-    def to_parts(self, placement: Placement) -> Redistribute:
+    def to_parts(self, placement: Placement) -> Redistribution:
         """Return the exchange that gives each rank its part of the activation."""
         if placement == self.placement:
             return lambda x: x

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.windows import Pair, out_size
+from nnmpi.backend.windows import RowsAndColumns, out_size
 from nnmpi.base.errors import ShapeError
 from nnmpi.base.shard import common, part
 from nnmpi.comm.group import Group
@@ -188,9 +188,9 @@ def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
 def _windows(
     context: LayerContext,
     kernel: Sequence[int],
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair = (1, 1),
+    stride: RowsAndColumns,
+    padding: RowsAndColumns,
+    dilation: RowsAndColumns = (1, 1),
 ) -> RowWindows:
     """Return the windows over image rows; refuse images smaller than one window."""
     windows = []

@@ -34,7 +34,7 @@ from nnmpi.ops.collectives import sum_over_ranks
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.embedding import EmbeddingFunction, embedding
 from nnmpi.ops.linear import linear_part
-from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute, divided, part_of
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution, divided, part_of
 from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.placement import REPLICATED, features
 from nnmpi.tensor.tensor import Tensor
@@ -174,7 +174,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     )
 
 
-def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribute:
+def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribution:
     """Return the exchange that gives a rank the inputs of its outputs."""
     if groups == 1:
         return context.gather_for_sharded_weights(inputs)

@@ -55,7 +55,7 @@ from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.comm.world import Traffic
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain, parameters_of
+from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, join_layers, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
@@ -517,7 +517,7 @@ class Unit:
     """A run of layers; its parameters are those that no other unit uses."""
 
     layers: tuple[ChainLayer, ...]
-    joined: tuple[Run, ...]
+    joined: tuple[RunLayer, ...]
     parameters: tuple[Parameter, ...]
 
 

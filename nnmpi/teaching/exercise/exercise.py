@@ -16,7 +16,7 @@ from nnmpi.comm.machine import Machine
 from nnmpi.teaching.exercise.child import show
 from nnmpi.teaching.exercise.wire import WrongAnswer
 
-Function: TypeAlias = Callable[..., Any]
+Solver: TypeAlias = Callable[..., Any]
 
 Measures: TypeAlias = tuple[str, Mapping[str, Sequence[float]], str]
 """The setting, such as "on 2 ranks"; measures by name, per rank or of all ranks; a drawing."""
@@ -82,11 +82,11 @@ class Exercise:
     statement: str
     arguments: str
     sizes: Sequence[Any] = (1,)
-    judge: Callable[[Function, Any], str] | None = None
+    judge: Callable[[Solver, Any], str] | None = None
     imports: str = ""
-    measure: Callable[[Function, Setting], Measures] | None = None
+    measure: Callable[[Solver, Setting], Measures] | None = None
     best: Callable[[Setting], Measures] = lambda _: ("", {}, "")
-    references: Mapping[str, Function] = field(default_factory=dict)
+    references: Mapping[str, Solver] = field(default_factory=dict)
 
     @property
     def function(self) -> str:
@@ -98,7 +98,7 @@ class Exercise:
         """The first paragraph of the statement."""
         return self.statement.partition("\n\n")[0]
 
-    def check(self, function: Function, sizes: Sequence[Any] = ()) -> str:
+    def check(self, function: Solver, sizes: Sequence[Any] = ()) -> str:
         """Return a sentence on a right function, judged on these sizes or the exercise's.
 
         Raises:
@@ -126,7 +126,7 @@ class Exercise:
             '    raise NotImplementedError("write it here")\n'
         )
 
-    def _judge_measures(self, function: Function, size: Any) -> str:
+    def _judge_measures(self, function: Solver, size: Any) -> str:
         assert self.measure is not None
         values = size if isinstance(size, Sequence) else (size,)
         setting = Setting(*values)
@@ -152,7 +152,7 @@ class Exercise:
         return f"{where}: it {', '.join(verbs)}" if verbs else where
 
 
-def _differs(function: Function, *values: int) -> bool:
+def _differs(function: Solver, *values: int) -> bool:
     """Return whether two calls give different lists; another error has been reported before."""
     with suppress(Exception, SystemExit):
         first, second = ([*function(*values)] for _ in range(2))
@@ -160,7 +160,7 @@ def _differs(function: Function, *values: int) -> bool:
     return False
 
 
-def call(function: Function, *values: Any) -> Any:
+def call(function: Solver, *values: Any) -> Any:
     """Call a solution.
 
     Raises:
@@ -174,6 +174,6 @@ def call(function: Function, *values: Any) -> Any:
         raise WrongAnswer(fault(function, map(show, values), error)) from error
 
 
-def described(function: Function) -> tuple[str, str]:
+def described(function: Solver) -> tuple[str, str]:
     """Return an exercise's name and statement: a function's name and docstring."""
     return function.__name__.replace("_", "-"), getdoc(function) or ""

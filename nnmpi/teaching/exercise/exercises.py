@@ -50,9 +50,9 @@ from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from nnmpi.teaching.exercise.exercise import (
     Exercise,
-    Function,
     Measures,
     Setting,
+    Solver,
     call,
     described,
 )
@@ -94,7 +94,7 @@ def _drawing(steps: Sequence[Sequence[Step]]) -> str:
 
 
 def measure_collective(
-    right: Collective, near: bool, function: Function, setting: Setting
+    right: Collective, near: bool, function: Solver, setting: Setting
 ) -> Measures:
     """Prove a collective; return chunks per rank, rounds, bytes of the busiest rank, and seconds.
 
@@ -322,7 +322,7 @@ Case: TypeAlias = tuple[str, tuple[Any, ...], Any]
 Cases: TypeAlias = Callable[[Random], Iterator[Case]]
 
 
-def judge_rule(cases: Cases, function: Function, *_: object) -> str:
+def judge_rule(cases: Cases, function: Solver, *_: object) -> str:
     """Check a rule on drawn cases; return their number in a sentence.
 
     Raises:
@@ -504,7 +504,7 @@ SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
 FEW = (*SHAPES[:-1], (3, 1), (4, 2), SHAPES[-1])  # also with fewer microbatches than ranks
 
 
-def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
+def measure_order(name: str, virtual: int, function: Solver, setting: Setting) -> Measures:
     """Check a schedule; return the peak activations of each rank and the simulated seconds.
 
     Args:
@@ -541,7 +541,7 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     return where, numbers, render(schedule)
 
 
-def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
+def judge_cycles(function: Solver, shape: tuple[int, int]) -> str:
     """Check GPipe's clock cycles; return their number in a sentence.
 
     Args:
@@ -696,7 +696,7 @@ def find(name: str) -> Exercise:
     return EXERCISES[name]
 
 
-def check(name: str, function: Function) -> str:
+def check(name: str, function: Solver) -> str:
     """Check a solution of an exercise; return a sentence on a right one.
 
     Raises:

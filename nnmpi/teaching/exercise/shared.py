@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.base import clock
 from nnmpi.backend.array import Array
+from nnmpi.base import clock
 from nnmpi.base.errors import CommError, counted
 from nnmpi.base.shard import split
 from nnmpi.comm.algorithms.registry import ALGORITHMS
@@ -28,9 +28,9 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.teaching.exercise.exercise import (
     Exercise,
-    Function,
     Measures,
     Setting,
+    Solver,
     call,
     described,
 )
@@ -118,19 +118,19 @@ class Backward:
         return [array for array, _ in flying]
 
 
-Arrays: TypeAlias = Callable[..., list[Array]]
+MakeArrays: TypeAlias = Callable[..., list[Array]]
 """Shapes -> arrays of those shapes, the same on every rank of a check."""
 
-Part: TypeAlias = tuple[Any, ...]
+RankCase: TypeAlias = tuple[Any, ...]
 """One rank's arguments, expected result, and the indices of arguments that are changed in place."""
 
-Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
+MakeCase: TypeAlias = Callable[[Ranks, MakeArrays], RankCase]
 
 Most: TypeAlias = Callable[[int], float]
 """Number of ranks -> the limit: bytes of the busiest rank, or seconds if there is a network."""
 
 
-def measure_shared(trial: Trial, network: str, function: Function, setting: Setting) -> Measures:
+def measure_shared(trial: MakeCase, network: str, function: Solver, setting: Setting) -> Measures:
     """Run a solution; return the bytes of the busiest rank, and the simulated seconds.
 
     Args:
@@ -227,12 +227,12 @@ def _shared(
     most: Most = lambda size: inf,
     sizes: Sequence[int] = SIZES,
     network: str = "",
-) -> Callable[[Trial], Exercise]:
+) -> Callable[[MakeCase], Exercise]:
     def best(setting: Setting) -> Measures:
         limits = dict.fromkeys(("bytes", "seconds"), [inf])
         return "", limits | {"seconds" if network else "bytes": [most(setting.ranks)]}, ""
 
-    def make(trial: Trial) -> Exercise:
+    def make(trial: MakeCase) -> Exercise:
         name, statement = described(trial)
         return Exercise(
             name,
@@ -283,7 +283,7 @@ def _part(array: Array, group: Ranks) -> Array:
 
 
 @_shared("group, loss_sum, samples")
-def global_mean(group: Ranks, arrays: Arrays) -> Part:
+def global_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The mean loss over all ranks' samples; some ranks have more samples than others, some none.
 
     loss_sum is the sum of the losses of this rank's samples, and samples their number. Return the
@@ -295,7 +295,7 @@ def global_mean(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, gradient, rows", most=_moved(3, WEIGHTS, 1))
-def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
+def gradient_mean(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The mean gradient over all ranks' rows; some ranks have more rows than others, some none.
 
     gradient is flat: the sum over this rank's rows, and rows their number. Return the mean over the
@@ -307,7 +307,7 @@ def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, tp, x", _SMALLER, _gridded, (1, 2, 3, 4, 6))
-def grid_split(group: Ranks, arrays: Arrays) -> Part:
+def grid_split(group: Ranks, arrays: MakeArrays) -> RankCase:
     """Ranks on a grid: rank d * tp + t is shard t of replica d.
 
     Return two arrays: the sum of x over the ranks of this replica; and the x of all ranks with the
@@ -319,7 +319,7 @@ def grid_split(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, w")
-def row_linear(group: Ranks, arrays: Arrays) -> Part:
+def row_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     """x @ w, where each rank has some columns of x and the rows of w with the same numbers.
 
     Return the whole product on every rank.
@@ -329,7 +329,7 @@ def row_linear(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, grad, w")
-def column_gradient(group: Ranks, arrays: Arrays) -> Part:
+def column_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of
     y's gradient.
 
@@ -340,7 +340,7 @@ def column_gradient(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, w, columns", _PARTS, _moved(1.5, BATCH * OUT))
-def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
+def gathered_linear(group: Ranks, arrays: MakeArrays) -> RankCase:
     """y = x @ w, where each rank has some columns of w: the whole y on every rank.
 
     columns[r] is the number of rank r's columns. Send no more bytes than an all-gather of y does.
@@ -350,7 +350,7 @@ def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, w, grad, mine")
-def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
+def gathered_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The backward pass of a layer whose outputs were gathered: every rank has the whole gradient
     of y.
 
@@ -362,7 +362,7 @@ def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, a, b")
-def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
+def sharded_pair(group: Ranks, arrays: MakeArrays) -> RankCase:
     """max(x @ a, 0) @ b, where each rank has some columns of a and the rows of b with the same
     numbers.
 
@@ -373,7 +373,7 @@ def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
-def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
+def pair_gradient(group: Ranks, arrays: MakeArrays) -> RankCase:
     """The backward pass of max(x @ a, 0) @ b, where each rank has some columns of a and the rows of
     b with the same numbers.
 
@@ -391,7 +391,7 @@ def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, weights, gradient, mine, rate", most=_moved(2.5, WEIGHTS))
-def zero_update(group: Ranks, arrays: Arrays) -> Part:
+def zero_update(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A step of ZeRO: each rank updates its own part of the weights.
 
     weights and gradient are flat, and mine is this rank's slice. weights[mine] has the old weights;
@@ -414,7 +414,7 @@ def _alone(weights: Array, mine: slice) -> Array:
 
 
 @_shared("group, w")
-def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
+def zero3_partition(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 1: a rank's part of a layer's weights.
 
     Return this rank's part of the flat w. All parts have the same length; zeros pad the end of w.
@@ -424,7 +424,7 @@ def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, parts, shapes", most=_moved(1.25, *UNIT))
-def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
+def zero3_forward(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.
 
     parts[i] is this rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i]
@@ -438,7 +438,7 @@ def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
-def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
+def zero3_backward(group: Ranks, arrays: MakeArrays) -> RankCase:
     """ZeRO-3, 3: backward. Weights are gathered once more, gradients are reduced to their owners.
 
     inputs[i] is layer i's input (layer 1's after max), and grad the gradient of the result. Return
@@ -458,7 +458,7 @@ def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, weights, gradient, m, v, mine, step", most=_moved(2.5, WEIGHTS))
-def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
+def sharded_adam(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A step of Adam, where each rank has its own part of the weights and of both moments.
 
     weights and gradient are flat. m, v and weights[mine] are this rank's parts; the rest of weights
@@ -476,7 +476,7 @@ def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
 
 
 @_shared("group, x, chosen, experts, owner", _ALL_TO_ALL, _routed)
-def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
+def expert_parallel(group: Ranks, arrays: MakeArrays) -> RankCase:
     """A mixture of experts: each token goes to its expert's rank, and comes back.
 
     x is (tokens, width). chosen[i] is the expert of token i, owner[e] the rank of expert e, and
@@ -504,7 +504,7 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     ),
     network="alpha_us=50,gbit=1",
 )
-def overlap(group: Ranks, arrays: Arrays) -> Part:
+def overlap(group: Ranks, arrays: MakeArrays) -> RankCase:
     """Sum gradients while the backward pass continues.
 
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from nnmpi.base import clock
 from nnmpi.backend import kernels as lookup
 from nnmpi.backend import precision as precisions
 from nnmpi.backend.precision import precision, use_precision
+from nnmpi.base import clock
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from nnmpi import models, ops, optim
-from nnmpi.base import clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base import clock
 from nnmpi.base.errors import CommError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
