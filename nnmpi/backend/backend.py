@@ -62,7 +62,7 @@ class Backend:
     def use(self) -> None:
         """Make this device current in the calling thread; CUDA's current device is per thread."""
 
-    def share(self, ranks: int) -> None:
+    def divide_memory(self, ranks: int) -> None:
         """Leave room for the other ranks on this device; `ranks` includes this one."""
 
     def limit_memory(self, limit_bytes: int) -> None:

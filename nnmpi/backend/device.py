@@ -55,7 +55,7 @@ def cupy_backend(local_rank: int) -> Backend:
     try:
         cupy.cuda.Device(number).use()
         model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-        # Creates the context, so that `share` divides the memory that is left. Compiles a kernel
+        # Creates the context, so that `divide_memory` divides the memory that is left. Compiles a kernel
         # (CuPy caches it on disk), so that missing libraries raise here, not in the middle of a
         # run.
         cupy.ones(1, "float32").get()
@@ -139,7 +139,7 @@ class DeviceBackend(Backend):
         """Make this the calling thread's device."""
         self.xp.cuda.Device(self.number).use()
 
-    def share(self, ranks: int) -> None:
+    def divide_memory(self, ranks: int) -> None:
         """Limit the memory pool to a fair share among this device's ranks, unless a limit is set.
 
         Call it once all of these ranks use the device, before any has large arrays.
@@ -173,7 +173,7 @@ NAMES = ("auto", "numpy", "cupy")
 def select(name: str = "auto", local_rank: int = 0) -> Backend:
     """Return the backend of this name; `auto` is CuPy if a device is usable, with the reason.
 
-    Ranks that share a device should then call `share`; they detect it by `Backend.card`.
+    Ranks that share a device should then call `divide_memory`; they detect it by `Backend.card`.
 
     Args:
         local_rank: the number of this rank on its node; ranks use the node's devices in turn.

@@ -19,7 +19,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import whole
+from nnmpi.base.errors import check_int
 
 ODD = 0x9E3779B9  # 2 ** 32 divided by the golden ratio
 
@@ -32,7 +32,7 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     neighbouring seeds are unrelated.
     """
     text = "\x1f".join(
-        [str(whole("seed", seed, -inf)), *(f"{type(name).__name__}:{name}" for name in names)]
+        [str(check_int("seed", seed, -inf)), *(f"{type(name).__name__}:{name}" for name in names)]
     )
     key = _Key(hashlib.blake2b(text.encode(), digest_size=16).digest())
     counter = np.zeros(4, np.uint64)  # Philox takes longer to convert a number

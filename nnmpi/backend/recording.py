@@ -69,7 +69,7 @@ def record_call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if recorder is None else recorder.record_call(function, *args)
 
 
-def feed(function: Callable[..., Array], *args: Any) -> Array:
+def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
     """Return a function's array; in a recording, a buffer that each replay fills by a call."""
     recorder = _active.get()
     if recorder is None:

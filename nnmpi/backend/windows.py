@@ -22,7 +22,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.base.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, check_int
 
 RowsAndColumns = tuple[int, int]  # rows, columns
 PairLike: TypeAlias = int | RowsAndColumns  # one number for both
@@ -39,9 +39,9 @@ def pair(name: str, value: PairLike, least: int) -> RowsAndColumns:
     Raises:
         UsageError: for a value below `least`, or another number of values.
     """
-    with suppress(ValueError):  # also of `whole`
+    with suppress(ValueError):  # also of `check_int`
         first, second = value if isinstance(value, tuple | list) else (value, value)
-        return whole(name, first, least), whole(name, second, least)
+        return check_int(name, first, least), check_int(name, second, least)
     raise UsageError(f"{name} must be one or two whole numbers of at least {least}, not {value!r}")
 
 

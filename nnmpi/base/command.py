@@ -306,7 +306,7 @@ def read_command(
     return *paths, *(make_section(section, given) for section in sections)
 
 
-def take_command(
+def split_command(
     words: Sequence[str], program: str, description: str, commands: Mapping[str, str]
 ) -> tuple[str, Sequence[str]]:
     """Return the command that the first word names, and the words behind it.

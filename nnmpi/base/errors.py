@@ -81,7 +81,7 @@ class UsageError(NnmpiError, ValueError):
     exit_status = 2
 
 
-def whole(name: str, value: object, least: float = 1) -> int:
+def check_int(name: str, value: object, least: float = 1) -> int:
     """Return the value if it is an integer of at least `least`; an error calls it `name`.
 
     Args:
@@ -126,7 +126,7 @@ def number(name: str, value: Any, below: float = inf, most: float | None = None)
     return result
 
 
-def wholes(name: str, values: object, least: int = 1) -> tuple[int, ...]:
+def check_ints(name: str, values: object, least: int = 1) -> tuple[int, ...]:
     """Return the values if they are a sequence of integers of at least `least`.
 
     Raises:
@@ -134,7 +134,7 @@ def wholes(name: str, values: object, least: int = 1) -> tuple[int, ...]:
     """
     if not isinstance(values, Iterable):
         raise UsageError(f"{name} is {values!r}; give whole numbers, such as (128, 64)")
-    return tuple(whole(f"{name}[{i}]", value, least) for i, value in enumerate(values))
+    return tuple(check_int(f"{name}[{i}]", value, least) for i, value in enumerate(values))
 
 
 def expect(call: str, *pairs: tuple[object, type]) -> None:

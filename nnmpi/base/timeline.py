@@ -95,7 +95,7 @@ def current() -> Timeline | None:
 
 
 @contextmanager
-def recording(timeline: Timeline) -> Iterator[Timeline]:
+def tracing(timeline: Timeline) -> Iterator[Timeline]:
     """Record the events of the body into this timeline, also inside another recording."""
     token = _timeline.set(timeline)
     try:

@@ -22,7 +22,7 @@ from nnmpi.base.command import (
     options_of,
     read_words,
     say,
-    take_command,
+    split_command,
 )
 from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import UsageError, raised_as
@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> str:
         ScheduleError: for a collective without proof.
     """
     texts = {name: call.__doc__ or "" for name, (call, _, _) in _COMMANDS.items()}
-    name, rest = take_command(words, PROGRAM, __doc__ or "", texts)
+    name, rest = split_command(words, PROGRAM, __doc__ or "", texts)
     call, paths, options = _COMMANDS[name]
     known = [item for item in options_of(CommConfig) if item.name in options.split()]
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 import nnmpi.base.errors as errors
-from nnmpi.base.errors import CommError, NnmpiError, UsageError, group_ranks, name_ranks, whole
+from nnmpi.base.errors import CommError, NnmpiError, UsageError, check_int, group_ranks, name_ranks
 from nnmpi.comm.world import Comm
 
 
@@ -70,7 +70,7 @@ class Communicator:
         Raises:
             UsageError: for a negative color.
         """
-        return type(self)(self.comm.split(whole("color", color, 0), key), private=True)
+        return type(self)(self.comm.split(check_int("color", color, 0), key), private=True)
 
     def node(self) -> Self:
         """Return the group of the ranks that share this node's memory, in rank order."""

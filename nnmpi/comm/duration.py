@@ -39,7 +39,7 @@ from typing import cast
 import numpy as np
 
 from nnmpi.base.custom import call_user
-from nnmpi.base.errors import ScheduleError, number, whole
+from nnmpi.base.errors import ScheduleError, check_int, number
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.machine import EAGER_BYTES, INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
@@ -94,7 +94,7 @@ def simulate_collective(
         UsageError: for no ranks, or a machine with another number of them.
         ScheduleError: for a deadlock.
     """
-    whole("size", size)
+    check_int("size", size)
     number("nbytes", nbytes)
     nodes = machine.nodes or machine.nodes_of(size)
     if len(nodes) % size:

@@ -32,7 +32,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nnmpi.base.errors import CommError, UsageError, name_ranks, whole
+from nnmpi.base.errors import CommError, UsageError, check_int, name_ranks
 from nnmpi.base.shard import split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import CommBuffer, check_buffer
@@ -69,7 +69,7 @@ class SumTree:
     """
 
     def __init__(self, leaves: int) -> None:
-        self.leaves = whole("a sum's leaves", leaves)
+        self.leaves = check_int("a sum's leaves", leaves)
         self._blocks: dict[TreeBlock, CommBuffer] = {}
 
     @property

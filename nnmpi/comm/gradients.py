@@ -31,7 +31,7 @@ import nnmpi.base.clock as clock
 import nnmpi.base.shard as shard
 import nnmpi.base.timeline as timeline
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import CommError, DeviceError, UsageError, whole
+from nnmpi.base.errors import CommError, DeviceError, UsageError, check_int
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
@@ -354,7 +354,7 @@ def plan_buckets(
     Raises:
         UsageError: for spans that overlap or are out of order, and for a limit below 1.
     """
-    whole("bucket_bytes", limit_bytes)
+    check_int("bucket_bytes", limit_bytes)
     ranges = [
         result
         for buffer, item in enumerate(itemsizes)

@@ -223,7 +223,7 @@ class BoundMesh:
     """A mesh with this rank's groups; its rank in a group is its coordinate on that axis.
 
     Attributes:
-        mesh: the arithmetic.
+        sizes: the arithmetic.
         world: the group of all ranks, as given to `bind`.
         coordinates: this rank's.
         dp: the ranks with the same part of the model and of each sequence.
@@ -235,7 +235,7 @@ class BoundMesh:
         made: the groups made by `bind`, to be freed.
     """
 
-    mesh: Mesh
+    sizes: Mesh
     world: Group
     coordinates: Coordinates
     dp: Group

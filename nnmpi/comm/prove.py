@@ -148,7 +148,7 @@ class Engine:
             turn, step = self.turn(ready), states[sender].step
             heappush(queue, (turn, sender, next(numbers), receiver, ready, step))
 
-        def meet(sender: int | None, receiver: int | None) -> None:
+        def start_message(sender: int | None, receiver: int | None) -> None:
             """Post the messages between two ranks if both are in the step that exchanges them."""
             if sender is None or receiver is None or posted[sender, receiver]:
                 return
@@ -175,8 +175,8 @@ class Engine:
                     state.receiving = None
                 if state.sending is not None or state.receiving is not None:
                     # the later of two ranks posts their message
-                    meet(rank, state.sending)
-                    meet(state.receiving, rank)
+                    start_message(rank, state.sending)
+                    start_message(state.receiving, rank)
                     return
                 state.clock = self.add(rank, state.step, state.over)
                 enter(rank)

@@ -22,7 +22,7 @@ from nnmpi.base.command import (
     read_command,
     require,
     say,
-    take_command,
+    split_command,
 )
 from nnmpi.base.errors import UsageError
 from nnmpi.base.pages.page import write_page
@@ -99,7 +99,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: for wrong options, a budget below the least, or a file that cannot be written.
     """
     about = __doc__ or ""
-    _, rest = take_command(
+    _, rest = split_command(
         words, PROGRAM, about, {"plan": "Find the fastest plan within a budget."}
     )
     (options,) = read_command("", f"{PROGRAM} plan", about, (MemoryPlanConfig,), rest)

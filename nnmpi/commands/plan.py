@@ -15,10 +15,10 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together, run_on_ranks
 from nnmpi.commands.start import read_shared
 from nnmpi.memory.ledger import KINDS
-from nnmpi.planner.network import PlannedNetwork, take_network
+from nnmpi.planner.network import PlannedNetwork, find_network
 from nnmpi.planner.price import LayoutSearch, plan
 from nnmpi.train.build import build_full_model
-from nnmpi.train.computing import check_backend, choose_computing, computing, take_backend
+from nnmpi.train.computing import check_backend, choose_computing, computing, make_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -28,7 +28,7 @@ from nnmpi.train.config import (
     RunConfig,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
-from nnmpi.train.profile import Workload, take_profile
+from nnmpi.train.profile import Workload, find_profile
 
 PROGRAM = "nnmpi plan"
 DESCRIPTION = """Find the layout of a model with the fastest step, on these ranks or on others.
@@ -126,7 +126,7 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = parse_together(words, parse, group)
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
-    backend = take_backend(config.run.backend, group)
+    backend = make_backend(config.run.backend, group)
     if asked.samples.shape is None:
         samples = load_samples(config, group, console.say)[0]
     with agreed(group):
@@ -138,9 +138,9 @@ def main(words: Sequence[str], group: Group) -> None:
     config, _ = choose_computing(config, model, samples, backend, group)
     with computing(config):
         # the network first: it may be invalid, and measuring the model takes longer
-        network = take_network(group, console.say, ranks, machine.nodes, machine.network)
+        network = find_network(group, console.say, ranks, machine.nodes, machine.network)
         workload = Workload(config, (samples, samples))
-        profile, _ = take_profile(workload, group, ranks, backend, console.say)
+        profile, _ = find_profile(workload, group, ranks, backend, console.say)
 
         def search() -> list[str]:
             result = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)

@@ -11,7 +11,7 @@ from nnmpi.base.command import check_numbers, make_section, options_of, read_wor
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.compose.layout import Layout
-from nnmpi.train.computing import take_backend
+from nnmpi.train.computing import make_backend
 from nnmpi.train.config import Config
 from nnmpi.train.run import Run, open_run
 
@@ -51,7 +51,7 @@ class OpeningConfig:
         Raises:
             NnmpiError: on all ranks; see `open_run`.
         """
-        backend = take_backend(self.backend, group)
+        backend = make_backend(self.backend, group)
         layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
         return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
 

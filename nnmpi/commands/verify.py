@@ -31,7 +31,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.nn.norm import has_batch_norm
 from nnmpi.optim import updates
 from nnmpi.train.build import VERIFIED_EPS, build_full_model, build_layout, trial_run
-from nnmpi.train.computing import explain_errors, take_backend
+from nnmpi.train.computing import explain_errors, make_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -165,7 +165,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     config = config.having(microbatches=parts)
     with agreed(group):
         layout = build_layout(config)
-    backend = take_backend(config.run.backend, group)
+    backend = make_backend(config.run.backend, group)
     model = build_full_model(config, dataset, backend, group)
     samples = FEW_ROWS * batch if batch // parts <= 2 and has_batch_norm(model) else batch
     if not exact:
@@ -288,7 +288,7 @@ def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement
             f" {parallel.activation_memory or 'any'}, pipeline {parallel.pipeline}, allreduce"
             f" {parallel.allreduce}"
         ),
-        f"layout {where.mesh.mesh}" + (f", zero {layout.zero}" if layout.zero else ""),
+        f"layout {where.mesh.sizes}" + (f", zero {layout.zero}" if layout.zero else ""),
         *describe_stages(where),
     ]
 

@@ -169,7 +169,7 @@ class Arrangement:
         """The number of parts of each batch, for `data.Loader`."""
         return self.mesh.dp.size
 
-    def counts(self, entry: Parameter | Buffer) -> bool:
+    def counts_here(self, entry: Parameter | Buffer) -> bool:
         """True if this rank includes an array's (or shard's) gradient in the gradient norm.
 
         Several ranks of a replica may hold the array; one of them counts it. For a parameter that
@@ -178,10 +178,10 @@ class Arrangement:
         first = all(tie.group.rank == 0 for tie in self.ties if tie.parameter is entry)
         return first and (entry.region is not None or self.mesh.coordinates.t == 0)
 
-    def writes(self, entry: Parameter | Buffer) -> bool:
+    def writes_here(self, entry: Parameter | Buffer) -> bool:
         """True if this rank writes an array (or shard) to checkpoints; exactly one holder does."""
-        is_first = self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)
-        return is_first and self.counts(entry)
+        is_first = self.mesh.replicas.rank == 0 or getattr(entry, "rank_local", False)
+        return is_first and self.counts_here(entry)
 
 
 def require_same_options(group: Group, options: Sequence[str]) -> None:
@@ -446,7 +446,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     if limit is None or largest[0] <= limit:
         return
     worst = needs.index(largest[0])
-    full = sum(needs[rank] for rank in mesh.mesh.groups(PP, TP)[0])
+    full = sum(needs[rank] for rank in mesh.sizes.groups(PP, TP)[0])
     ways = max(-(-full // limit), mesh.pp.size * mesh.tp.size + 1)
     even = (
         ", or cut it more evenly, as split auto does"
@@ -472,7 +472,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         advice = ["shard the experts over more replicas"]
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
-        f" state under {mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than"
+        f" state under {mesh.sizes}{f' with zero {layout.zero}' if layout.zero else ''}, more than"
         f" the limit of {format_bytes(limit)}; {', or '.join(advice)}"
     )
 

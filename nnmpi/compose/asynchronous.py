@@ -440,7 +440,7 @@ class AsynchronousWorker(Trainer):
             closing = clock.now()
             local, batches = coupling.close(totals)
             totals.sync_s += clock.now() - closing
-            segment_report = meet(group, local, broken, batches, clock.now() - begin)
+            segment_report = combine_reports(group, local, broken, batches, clock.now() - begin)
         average_buffers(self.model, group, trained)
         self._unreported = self._unreported.plus(segment_report)
         return segment_report
@@ -499,7 +499,7 @@ class AsynchronousWorker(Trainer):
         super().release()
 
 
-def meet(
+def combine_reports(
     group: Group, local: SegmentReport, broken: str, batches: int, seconds: float
 ) -> SegmentReport:
     """Return all ranks' report of a segment. Collective.

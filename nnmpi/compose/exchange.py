@@ -84,16 +84,16 @@ class Exchange:
         self.model = trainer.model
         self.optimizer = trainer.optimizer
         self.group = trainer.group
-        self.replicas = arrangement.mesh.replicas
+        self.replica_group = arrangement.mesh.replicas
         self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
         self._updates = arrangement.layout.asynchronous
-        self.optimizer.ranks = self.replicas
-        self.parallel = self._start(options)
-        self.notice = self.parallel.notice
+        self.optimizer.ranks = self.replica_group
+        self.strategy = self._start(options)
+        self.notice = self.strategy.notice
 
     def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
-        return DataParallel(self.model, self.replicas, *args, runs_backward=self._is_uncut)
+        return DataParallel(self.model, self.replica_group, *args, runs_backward=self._is_uncut)
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
@@ -109,10 +109,10 @@ class Exchange:
 
     def finish(self) -> None:
         """Finish the sums, also of parameters tied between stages."""
-        self.parallel.finish()
+        self.strategy.finish()
         self._sum_ties()
 
-    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float]:
+    def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
         """Return sums of some numbers over all ranks, and the gradient norm.
 
         The norm is NaN if weights are updated within a pass.
@@ -132,12 +132,12 @@ class Exchange:
         """Return how gradients are summed, as text."""
         if self.group.size == 1:
             return "none, one rank has nothing to add"
-        if self.replicas.size == 1:
+        if self.replica_group.size == 1:
             return "none of gradients, as there is one replica"
         return ", ".join(filter(None, [self._describe(), self.notice]))
 
     def _describe(self) -> str:
-        return self.parallel.describe()
+        return self.strategy.describe()
 
     def check_equal(self) -> None:
         """Compare hashes of replicated state: replicas, tensor groups, tied stages.
@@ -145,7 +145,7 @@ class Exchange:
         Raises:
             CommError: on all ranks of the group in question, naming the parameter.
         """
-        self.parallel.check_equal()
+        self.strategy.check_equal()
         arrangement = self.arrangement
         if not self.model.storage.is_whole:
             return
@@ -158,7 +158,7 @@ class Exchange:
     def release(self) -> None:
         """Detach from the model; a second call does nothing."""
         self.optimizer.ranks = None
-        self.parallel.release()
+        self.strategy.release()
 
     def _sum_ties(self) -> None:
         """Sum the gradients of parameters that stages on several ranks share."""
@@ -182,13 +182,13 @@ class NodeExchange(Exchange):
         # priced as a shared all-reduce, which writes more, and reads as much
         self._meeting = sum(grad.nbytes for grad in self.model.storage.grads), SHARED
         try:
-            return Replicas(self.model, self.replicas)
+            return Replicas(self.model, self.replica_group)
         except NnmpiError:  # on all ranks
             self._fused.release()
             raise
 
-    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float]:
-        """See `Exchange.meet`; the numbers are summed with the gradients."""
+    def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
+        """See `Exchange.sum_numbers`; the numbers are summed with the gradients."""
         with self.group.collective("gradients"):
             norm, sums = self._fused.reduce(numbers)
         count_all_reduce(self.group, *self._meeting)
@@ -203,7 +203,7 @@ class NodeExchange(Exchange):
 
     def release(self) -> None:
         """See `Exchange.release`."""
-        if not self.parallel.released:
+        if not self.strategy.released:
             super().release()
             self._fused.release()
 
@@ -217,7 +217,7 @@ class ZeroExchange(Exchange):
         stage = self.arrangement.layout.zero
         parallel = ShardedDataParallel(
             self.model,
-            self.replicas,
+            self.replica_group,
             stage,
             options.algorithm,
             runs_backward=self._is_uncut,
@@ -228,7 +228,7 @@ class ZeroExchange(Exchange):
     def finish(self) -> None:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
         self._sum_ties()
-        self.parallel.finish()
+        self.strategy.finish()
 
 
 class FixedExchange(Exchange):
@@ -239,7 +239,7 @@ class FixedExchange(Exchange):
     def _start(self, options: GradientExchange) -> Replicas:
         # checked once, in the first batch, on all ranks
         self._is_unchecked = self.arrangement.layout.activation_memory is not None
-        self._sums = FixedReduction(self.model, self.replicas)
+        self._sums = FixedReduction(self.model, self.replica_group)
         return self._sums
 
     def begin(self, batch: Batch) -> None:
@@ -294,7 +294,7 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
         return global_norm(storage.grads)
     # with expert parallelism replicas have different shards, and each adds those that it writes
     has_experts = arrangement.layout.expert_parallel
-    counts = arrangement.writes if has_experts else arrangement.counts
+    counts = arrangement.writes_here if has_experts else arrangement.counts_here
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()

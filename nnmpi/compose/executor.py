@@ -23,7 +23,7 @@ import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import active, feed, record_call
+from nnmpi.backend.recording import active, record_call, recorded_input
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
@@ -48,7 +48,7 @@ from nnmpi.schedule.schedule import (
     parts,
 )
 from nnmpi.schedule.schedules import INFERENCE, Generator, make
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor
 
 SERIAL = "1f1b"  # 1F1B on one rank: each forward, then its backward
@@ -102,7 +102,7 @@ def _program(rank: int, *shape: Any) -> PassProgram:
     )
 
 
-class Caller:
+class PassHandler:
     """The executor's client: computes losses, and handles gradients. By default it does nothing.
 
     Attributes:
@@ -171,7 +171,7 @@ class Executor:
 
     def __init__(
         self,
-        caller: Caller,
+        caller: PassHandler,
         arrangement: Arrangement,
         backend: Backend,
         replay: Replay | None = None,
@@ -266,9 +266,11 @@ class Executor:
     def end(self, result: Tensor, microbatch: int) -> Tensor:
         """Return the head's output for the model's result, gathered if it is sharded."""
         result = self._to_local(result)
-        return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
+        return self._caller.head(
+            result if self._cuts_classes else gather_shards(result), microbatch
+        )
 
-    def plan(self, microbatches: int) -> Schedule:
+    def schedule_for(self, microbatches: int) -> Schedule:
         """Return the checked schedule for this many microbatches, with transfers.
 
         Raises:
@@ -328,7 +330,7 @@ class Executor:
         """Carry out the instructions in their order.
 
         The loop may be recorded. So all work besides computation on arrays goes through `record_call`,
-        and inputs from outside through `feed`; a replay repeats both.
+        and inputs from outside through `recorded_input`; a replay repeats both.
         """
         paced = self._now.schedule.trains and bool(self._caller.slow)
         watched = paced or self._messages is not None or self._timeline is not None
@@ -396,7 +398,7 @@ class Executor:
         if stage:
             values = self._values.pop((stage, microbatch))
         else:
-            values = BoundaryArrays((feed(lambda: self._inputs[microbatch]),), (False,))
+            values = BoundaryArrays((recorded_input(lambda: self._inputs[microbatch]),), (False,))
         outputs = self.stages[stage].forward(microbatch, values, self._now.schedule.trains)
         if stage < self.count - 1:
             self._values[stage + 1, microbatch] = outputs
@@ -404,7 +406,7 @@ class Executor:
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
             record_call(self._caller.begin_backward, microbatch)
-            grads: Sequence[Array] = [feed(lambda: self._seeds[microbatch])]
+            grads: Sequence[Array] = [recorded_input(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))
         grads_back = self.stages[stage].backward(microbatch, grads, halves)
@@ -492,7 +494,8 @@ class Executor:
             return
         record_call(self._wait, kind, stage, microbatch)
         arrays = [
-            feed(lambda i: self._received.arrays[i], i) for i in range(len(self._received.arrays))
+            recorded_input(lambda i: self._received.arrays[i], i)
+            for i in range(len(self._received.arrays))
         ]
         if kind is Kind.RECV_ACT:
             self._values[stage, microbatch] = self._received._replace(arrays=tuple(arrays))

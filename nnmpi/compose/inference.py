@@ -24,7 +24,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.shard import split
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.executor import Caller, Executor
+from nnmpi.compose.executor import Executor, PassHandler
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
 from nnmpi.ops.collectives import gather
@@ -33,7 +33,7 @@ from nnmpi.tensor.placement import features
 from nnmpi.tensor.tensor import Tensor
 
 
-class Inference(Caller):
+class Inference(PassHandler):
     """Computes a model's outputs. Making and calling it are collective over a replica's ranks.
 
     Args:
@@ -124,11 +124,11 @@ class Inference(Caller):
         return result
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
-        """See `Caller`."""
+        """See `PassHandler`."""
         return self._mode()
 
     def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
-        """See `Caller`."""
+        """See `PassHandler`."""
         return self._executor.end(self.model(x), microbatch)
 
     def head(self, result: Tensor, microbatch: int) -> Tensor:

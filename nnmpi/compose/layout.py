@@ -9,7 +9,7 @@ from operator import index
 from typing import Literal, TypeAlias
 
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, check_int
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
@@ -104,13 +104,13 @@ class Layout:
         if not callable(self.schedule):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         if self.activation_memory not in (None, LEAST):
-            whole(f"activation_memory (bytes, or {LEAST!r})", self.activation_memory)
+            check_int(f"activation_memory (bytes, or {LEAST!r})", self.activation_memory)
         _one_of("reduction", self.reduction, (FAST, FIXED))
         _one_of("sp attention", self.sp_attention, WAYS)
         for name in ("dp", "pp", "tp", "sp", "virtual_stages", "memory_limit", "unit_bytes"):
             if getattr(self, name) != getattr(Layout, name):
-                whole(name, getattr(self, name))
-        whole("state_arrays", self.state_arrays, 0)
+                check_int(name, getattr(self, name))
+        check_int("state_arrays", self.state_arrays, 0)
         if self.virtual_stages == 1 and self.schedule in TURNING:
             object.__setattr__(self, "virtual_stages", usual_stages(self.schedule))
         if self.schedule != INTERLEAVED and self.virtual_stages not in (

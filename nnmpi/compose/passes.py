@@ -29,7 +29,7 @@ import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import feed, record_call
+from nnmpi.backend.recording import record_call, recorded_input
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import split
@@ -39,7 +39,7 @@ from nnmpi.comm.mesh import PP, BoundMesh
 from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
-from nnmpi.compose.executor import Caller, Executor
+from nnmpi.compose.executor import Executor, PassHandler
 from nnmpi.compose.losses import (
     LOSS,
     SCORE,
@@ -53,7 +53,7 @@ from nnmpi.compose.losses import (
     sum_of,
     to_device,
 )
-from nnmpi.compose.replayed import LOOKED_AT, Replay, is_own
+from nnmpi.compose.replayed import OBSERVED, Replay, is_own
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
@@ -143,7 +143,7 @@ class Running:
         return self.trains, full.length, full.x.dtype, full.y.dtype, *shapes
 
 
-class Passes(Caller):
+class Passes(PassHandler):
     """Takes batches through a trainer's model, forward and backward. Collective throughout.
 
     Args:
@@ -193,15 +193,15 @@ class Passes(Caller):
             with agreed(arrangement.mesh.world):
                 self._store = Store(arrangement.layout.offload, backend)
         self._budget = budget
-        self.updates = arrangement.layout.asynchronous
+        self.updates_per_microbatch = arrangement.layout.asynchronous
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
-            self.slow, exchange.parallel.before_sum = trainer.slow, self._pace_layer
+            self.slow, exchange.strategy.before_sum = trainer.slow, self._pace_layer
         self.replay = Replay(model, _refusal(arrangement, backend, self._losses))
         self._now: Running
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
-        self.counts = (
+        self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
         self._numbers = _numbers(arrangement)
@@ -236,8 +236,8 @@ class Passes(Caller):
         if self.is_cut:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
-            refusal = "" if may_replay else LOOKED_AT
-            if self.is_cut and Kind.I in self.executor.plan(len(cuts)).kinds:
+            refusal = "" if may_replay else OBSERVED
+            if self.is_cut and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
                 refusal = "a split backward pass needs its graph"
             elif self.is_cut and len(batch.y) < self._most_rows:
                 # a pipeline replays batches of the largest size only
@@ -255,7 +255,7 @@ class Passes(Caller):
                 if sent := passed.sent_bytes:
                     self.world.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
-        if self.exchange is not None and not self.updates:
+        if self.exchange is not None and not self.updates_per_microbatch:
             self.exchange.finish()
         return report
 
@@ -267,17 +267,17 @@ class Passes(Caller):
         """
         now = self._now
         values = now.scalars.read()
-        numbers = range(len(now.cuts) if self.counts else 0)
+        numbers = range(len(now.cuts) if self.reports_loss else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
         loss = (
             sum(losses.values())
             if self.exchange is None
-            else self.exchange.parallel.sum_losses(losses, self.world)
+            else self.exchange.strategy.sum_losses(losses, self.world)
         )
         return (
             loss,
             sum(values[SCORE, m] for m in numbers),
-            now.batch.own_targets if self.counts else 0,
+            now.batch.own_targets if self.reports_loss else 0,
         )
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
@@ -287,10 +287,8 @@ class Passes(Caller):
         """
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
         now = self._begin(batch, 0, scalars, cuts, trains=False)
-        self.executor.run(
-            now.inputs, kind=now.kind, refusal=LOOKED_AT if timeline.current() else ""
-        )
-        return self.counts
+        self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
+        return self.reports_loss
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error with the origin of a non-finite loss or gradient."""
@@ -341,11 +339,11 @@ class Passes(Caller):
             for report in self._passes
             if report.passed is not None and report.samples == full
         ]
-        plan = self.executor.plan(passes[0].microbatches)
+        plan = self.executor.schedule_for(passes[0].microbatches)
         lines = [_forecast(self._arrangement.mesh, plan, passes)]
         old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
-        if self.updates:
+        if self.updates_per_microbatch:
             # only schedules that update within a pass, such as pipedream, use old weights
             stale = self._arrangement.mesh.pp.gather(old)
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
@@ -355,7 +353,7 @@ class Passes(Caller):
         """Detach from the model; a second call does nothing."""
         if self._store is not None:
             self._store.close()
-        if self.exchange is not None and not self.exchange.parallel.released:
+        if self.exchange is not None and not self.exchange.strategy.released:
             self.exchange.release()
             self.executor.free()
 
@@ -373,7 +371,7 @@ class Passes(Caller):
         batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
         self.length = batch.length or 0
         parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
-        inputs, each = [part.x for part in parts], trains and self.updates
+        inputs, each = [part.x for part in parts], trains and self.updates_per_microbatch
         weights = [scale / max(batch.targets[cut.number] if each else total, 1) for cut in cuts]
         self._now = Running(batch, step, loss, scalars, cuts, parts, inputs, weights, trains)
         return self._now
@@ -388,7 +386,7 @@ class Passes(Caller):
         return [self.backend.asarray(weight) for weight in now.weights]
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
-        """See `Caller`."""
+        """See `PassHandler`."""
         now = self._now
         if not now.trains:
             return evaluation()
@@ -398,10 +396,10 @@ class Passes(Caller):
         """Begin a microbatch's forward; return its mode."""
         now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
-            self.exchange.parallel.microbatch = cut.number
-        if self.updates and not again:
+            self.exchange.strategy.microbatch = cut.number
+        if self.updates_per_microbatch and not again:
             now.versions[microbatch] = self._optimizer.steps
-        step = now.step + (microbatch if self.updates else 0)
+        step = now.step + (microbatch if self.updates_per_microbatch else 0)
         return mode._replace(
             training=True,
             seed=self._seed,
@@ -416,7 +414,7 @@ class Passes(Caller):
         now, again = self._now, current().again
         if not again:  # before the loss: a device would read out of range silently
             check_labels(now.loss, now.parts[microbatch], now.cuts[microbatch].start, logits)
-        labels = feed(lambda: self._now.parts[microbatch].y)
+        labels = recorded_input(lambda: self._now.parts[microbatch].y)
         loss = sum_of(now.loss, logits, labels)
         if not again:
             record_call(self._note_numbers, microbatch, logits.data, loss.data)
@@ -425,7 +423,7 @@ class Passes(Caller):
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
         now = self._now
         score = self._score(logits, now.parts[microbatch])
-        if now.trains or self.counts:
+        if now.trains or self.reports_loss:
             for name, number in ((LOSS, loss), (SCORE, score)):
                 now.scalars.add((name, microbatch) if now.trains else name, number)
 
@@ -442,28 +440,28 @@ class Passes(Caller):
             x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows
         )
 
-    # ---- for the executor: see `Caller` ----
+    # ---- for the executor: see `PassHandler` ----
 
     def begin_backward(self, microbatch: int) -> None:
-        """See `Caller`."""
+        """See `PassHandler`."""
         if self.poll is not None:
             self.poll()
         if self._looks:
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
-                _warn_of_strangers(self.model, loss)
+                _warn_of_untracked(self.model, loss)
         self._final = 0
         if self.exchange is not None and not self.is_cut:
-            self.exchange.parallel.begin_pass(microbatch == len(self._now.cuts) - 1)
+            self.exchange.strategy.begin_pass(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
-        """See `Caller`."""
+        """See `PassHandler`."""
         if self.exchange is not None and not self.is_cut:
-            self.exchange.parallel.finish_pass()
-            self.exchange.parallel.end_pass()
+            self.exchange.strategy.finish_pass()
+            self.exchange.strategy.end_pass()
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """See `Caller`."""
+        """See `PassHandler`."""
         paused_s = self.slow.wait(
             computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s
         )
@@ -480,27 +478,27 @@ class Passes(Caller):
             self.executor.pace(self._final / self.model.storage.size)
 
     def abort(self) -> None:
-        """See `Caller`."""
+        """See `PassHandler`."""
         if self.exchange is not None:
-            self.exchange.parallel.end_pass()
+            self.exchange.strategy.end_pass()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `Caller`. A gradient to which several stages add is final after the last of them."""
+        """See `PassHandler`. A gradient to which several stages add is final after the last of them."""
         if microbatch is not None:
             return
         assert self.exchange is not None
         self._left.subtract(self._numbers[stage])
-        self.exchange.parallel.reduce(
+        self.exchange.strategy.reduce(
             [number for number in reversed(self._numbers[stage]) if not self._left[number]]
         )
 
     def progress(self) -> None:
-        """See `Caller`."""
+        """See `PassHandler`."""
         if self.exchange is not None:
-            self.exchange.parallel.progress()
+            self.exchange.strategy.progress()
 
     def step(self, stage: int, microbatch: int) -> None:
-        """See `Caller`: sum over the replicas, and update a new copy of the weights."""
+        """See `PassHandler`: sum over the replicas, and update a new copy of the weights."""
         now = self._now
         assert self.exchange is not None
         self.exchange.finish()
@@ -568,7 +566,7 @@ def _foreign_buffers(model: Module, arrangement: Arrangement) -> list[tuple[str,
     ]
 
 
-def _warn_of_strangers(model: Module, loss: Tensor) -> None:
+def _warn_of_untracked(model: Module, loss: Tensor) -> None:
     """Warn of a parameter outside the model that gets a gradient: no optimizer updates it."""
     known = {*model.parameters()}
     for leaf in leaves_of(loss):
@@ -614,7 +612,7 @@ def _forecast(mesh: BoundMesh, schedule: Schedule, reports: Sequence[PassReport]
     simulation = simulate_schedule(
         schedule,
         measured_costs(schedule.stages, samples),
-        machine and machine.parts(mesh.mesh.groups(PP), mesh.world.size)[0],
+        machine and machine.parts(mesh.sizes.groups(PP), mesh.world.size)[0],
         lambda send: lengths[send.kind, send.stage],
     )
     measured_s = max(total_s for _, (total_s, _), *_ in by_rank)

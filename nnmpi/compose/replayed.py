@@ -30,7 +30,7 @@ from nnmpi.nn.module import Buffer, Module
 
 OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
-LOOKED_AT = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
+OBSERVED = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
 MOST_CHANGES = 16  # of the model; recording does not pay if it changes all the time
 
 
@@ -82,7 +82,7 @@ class Replay(Compiled):
         """
         self._step, mode = run, current()
         if mode.observe is not None or active() is not None:
-            refusal = LOOKED_AT
+            refusal = OBSERVED
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal
             run()

@@ -45,7 +45,7 @@ def _state(
     """
     leaves = arrangement.model.entries()
     entries = [
-        StateEntry(start + name, array, leaves[name].region, arrangement.writes(leaves[name]))
+        StateEntry(start + name, array, leaves[name].region, arrangement.writes_here(leaves[name]))
         for start, item in arrays.items()
         for name, array in item.items()
     ]

@@ -220,7 +220,7 @@ class Trainer(Training, ABC):
     def __repr__(self) -> str:
         """Return model, optimizer and ranks as text."""
         model = f"{type(self.model).__name__} of {self.model.storage.size:,} parameters"
-        ranks = f"rank {self.group.rank} of {self.arrangement.mesh.mesh}"
+        ranks = f"rank {self.group.rank} of {self.arrangement.mesh.sizes}"
         return f"{type(self).__name__}({model}, {self.optimizer!r}, {ranks})"
 
     def run(

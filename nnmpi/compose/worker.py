@@ -156,7 +156,7 @@ class Worker(Trainer):
         check_pairs(self, arrangement, exchange.fused_update)
         check_free(model, group)  # before the exchange moves parameters into its own storage
         self.exchange = make_exchange(self, exchange)
-        self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
+        self.parallel, self.notice = self.exchange.strategy, self.exchange.notice
         self.passes = Passes(self, self.exchange, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
@@ -275,7 +275,7 @@ class Worker(Trainer):
                 crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
                 for group, items in options
             )
-            (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
+            (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
             for group, items in options:
@@ -296,7 +296,9 @@ class Worker(Trainer):
         # One overflowed value makes the norm inf or NaN, so the norm tests the whole gradient.
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. PipeDream has no norm.
-        if not isfinite(report.loss_sum) or not (self.passes.updates or isfinite(norm)):
+        if not isfinite(report.loss_sum) or not (
+            self.passes.updates_per_microbatch or isfinite(norm)
+        ):
             # With fp16 an overflowed gradient means that the loss scale is too large: skip the
             # update and try a smaller one.
             report.skipped = (
@@ -305,7 +307,9 @@ class Worker(Trainer):
             if not report.skipped:  # divergence: compute the step again to locate its origin
                 with self._deterministic():
                     raise self.passes.explain(batch, step, report.loss)
-        elif not self.passes.updates:  # PipeDream has updated after each microbatch already
+        elif (
+            not self.passes.updates_per_microbatch
+        ):  # PipeDream has updated after each microbatch already
             clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
             if self.scaling is not None:
                 self.scaling.grow()
@@ -520,7 +524,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
     Raises:
         UsageError: naming them.
     """
-    model, backend, mesh = worker.model, worker.backend, worker.arrangement.mesh.mesh
+    model, backend, mesh = worker.model, worker.backend, worker.arrangement.mesh.sizes
     used = replace(worker.arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),

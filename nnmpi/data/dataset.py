@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, is_array, plain
 from nnmpi.backend.random import stream
-from nnmpi.base.errors import DataError, UsageError, shortened, whole
+from nnmpi.base.errors import DataError, UsageError, check_int, shortened
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
@@ -215,7 +215,7 @@ class Dataset(Samples):
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        whole("classes", self.classes, 0)
+        check_int("classes", self.classes, 0)
         x = read_array(self.x, f"samples of {self.name}")
         y = read_array(self.y, f"labels of {self.name}", True)
         full = y.dtype.kind in "biu"

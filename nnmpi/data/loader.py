@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.backend import Backend
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.shard import split
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.items import as_samples
@@ -173,9 +173,9 @@ class Loader:
     def __post_init__(self) -> None:
         dataset = self.dataset = as_samples(self.dataset)
         partition = self.partition
-        self.batch_size = size = whole("batch_size", self.batch_size)
-        self.microbatches = whole("microbatches", self.microbatches)
-        if self.rank not in range(whole("world", self.world)):
+        self.batch_size = size = check_int("batch_size", self.batch_size)
+        self.microbatches = check_int("microbatches", self.microbatches)
+        if self.rank not in range(check_int("world", self.world)):
             raise UsageError(
                 f"rank {self.rank!r} of {self.world} ranks does not exist; ranks count from 0"
             )
@@ -185,7 +185,7 @@ class Loader:
                 " to any rank; leave one of them out"
             )
         if self.workers is not None:
-            whole("workers", self.workers, 0)
+            check_int("workers", self.workers, 0)
         self._kind = np.dtype(self.dtype)
         if self._kind.kind != "f":
             raise UsageError(
@@ -234,8 +234,8 @@ class Loader:
             backend: of x and y; None for the host. Batches are copied to a device on demand, not
                 ahead of time: the copy takes microseconds, and a step waits for it anyway.
         """
-        whole("start", start, 0)
-        whole("epoch", epoch, 0)
+        check_int("start", start, 0)
+        check_int("epoch", epoch, 0)
         epoch_order = self.order(epoch)
         device = backend if backend is not None and backend.is_device else None
         threads = (

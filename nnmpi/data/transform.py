@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.data.dataset import Dataset
 
 
@@ -164,7 +164,7 @@ class Shift(Augmentation):
     pixels: int = 2
 
     def __post_init__(self) -> None:
-        whole("a shift's pixels", self.pixels, 0)
+        check_int("a shift's pixels", self.pixels, 0)
 
     def change(self, x: Array, draw: Draw) -> Array:
         """Return the shifted images."""

@@ -54,7 +54,7 @@ from nnmpi.memory.store import SavedArrays, Store, measure_bandwidth
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, without_stash
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, repeatable
-from nnmpi.tensor.function import Function, Grads, recording
+from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.tensor import Tensor
 
 LastLayers = Callable[[Tensor], Tensor]
@@ -273,7 +273,7 @@ class RecomputedModel:
         """
         x = x if isinstance(x, Tensor) else Tensor(self._backend.asarray(x))
         head = _identity if head is None else head
-        if not recording() or current().observe is not None:
+        if not grad_enabled() or current().observe is not None:
             return head(self.model(x))
         refuse_inside("recomputation")
         x, cuts = local_tensor(x)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.base.errors import UsageError, wholes
+from nnmpi.base.errors import UsageError, check_ints
 from nnmpi.models.mlp import dense_layers, in_turn
 from nnmpi.nn.activation import Flatten, ReLU
 from nnmpi.nn.container import Sequential
@@ -68,7 +68,7 @@ def image_shape(model: str, sample_shape: Sequence[int]) -> tuple[int, int, int]
     Raises:
         UsageError: when it is no image of at least LEAST x LEAST pixels.
     """
-    if len(wholes("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < LEAST:
+    if len(check_ints("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < LEAST:
         raise UsageError(
             f"model {model} needs images (height, width, channels) of at least {LEAST} x {LEAST}"
             f" pixels, not samples of shape {tuple(sample_shape)}; try model mlp"

@@ -7,7 +7,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.recording import record_call
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts
@@ -114,10 +114,13 @@ def gpt(
         >>> model(np.zeros((2, 16), int)).shape  # logits of the next token
         (2, 16, 65)
     """
-    vocabulary, context = whole("gpt's vocabulary", vocabulary), whole("gpt's context", context)
-    features = whole("gpt's features", features)
-    layers = whole("gpt's layers", layers)
-    heads = whole("gpt's heads", heads)
+    vocabulary, context = (
+        check_int("gpt's vocabulary", vocabulary),
+        check_int("gpt's context", context),
+    )
+    features = check_int("gpt's features", features)
+    layers = check_int("gpt's layers", layers)
+    heads = check_int("gpt's heads", heads)
     if features % heads:
         raise UsageError(
             f"gpt cannot have {features} features and {heads} heads; give a multiple of the heads"

@@ -1,6 +1,6 @@
 """A recurrent language model: an LSTM that predicts the next token."""
 
-from nnmpi.base.errors import whole
+from nnmpi.base.errors import check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
@@ -41,9 +41,9 @@ def lstm(
         >>> model(np.zeros((2, 16), int)).shape  # logits of the next token
         (2, 16, 65)
     """
-    vocabulary = whole("lstm's vocabulary", vocabulary)
-    features = whole("lstm's features", features)
-    layers = whole("lstm's layers", layers)
+    vocabulary = check_int("lstm's vocabulary", vocabulary)
+    features = check_int("lstm's features", features)
+    layers = check_int("lstm's layers", layers)
     embedding = Embedding(vocabulary, features, Uniform(BOUND))
     body: list[Module] = [embedding]
     for _ in range(layers):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from nnmpi.base.errors import whole, wholes
+from nnmpi.base.errors import check_int, check_ints
 from nnmpi.nn.activation import Dropout, Flatten, activation
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
@@ -36,7 +36,10 @@ def mlp(
         >>> model(np.zeros((2, 28, 28, 1), "float32")).shape
         (2, 10)
     """
-    features, classes = prod(wholes("sample_shape", sample_shape)), whole("mlp's classes", classes)
+    features, classes = (
+        prod(check_ints("sample_shape", sample_shape)),
+        check_int("mlp's classes", classes),
+    )
     model = Sequential(
         Flatten(), *dense_layers(features, hidden, classes, activation_name, dropout)
     )
@@ -49,7 +52,7 @@ def dense_layers(
 ) -> list[Module]:
     """Return linear layers down to the logits, with activation and dropout after hidden ones."""
     layers: list[Module] = []
-    for size in wholes("hidden", hidden):
+    for size in check_ints("hidden", hidden):
         layers += [Linear(features, size), activation(activation_name)]
         if dropout:
             layers.append(Dropout(dropout))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nnmpi.base.errors import whole
+from nnmpi.base.errors import check_int
 from nnmpi.models.cnn import image_shape
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
@@ -41,7 +41,7 @@ def resnet(
         >>> model(np.zeros((2, 32, 32, 3), "float32")).shape
         (2, 10)
     """
-    width, blocks = whole("resnet's width", width), whole("resnet's blocks", blocks)
+    width, blocks = check_int("resnet's width", width), check_int("resnet's blocks", blocks)
     _, _, channels = image_shape("resnet", sample_shape)
     layers: list[Module] = [
         Conv2d(channels, width, 3, padding=1, bias=False),

@@ -40,8 +40,8 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
-from nnmpi.tensor.function import kind_of, recording
-from nnmpi.tensor.operand import values_of, whole_values
+from nnmpi.tensor.function import grad_enabled, kind_of
+from nnmpi.tensor.operand import values_of, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 # An epoch has two or three batch sizes; beyond this number the oldest recording is dropped.
@@ -98,7 +98,14 @@ class Compiled:
         mode = current()
         if mode.observe is not None:
             return self._step(*map(_tensor, inputs))  # a replay would not call the modules
-        key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
+        key = (
+            mode.training,
+            mode.fused,
+            grad_enabled(),
+            setting(),
+            precision(),
+            *map(_kind, inputs),
+        )
         with self._lock:
             try:
                 held = self._held.get(key)
@@ -228,8 +235,8 @@ def _tensor(x: Any) -> Any:
 
 def _input_buffer(x: Any) -> Any:
     """Return a Tensor into which replays copy their input; plain values pass unchanged."""
-    array = whole_values("a compiled step's input", x)
-    if isinstance(x, Tensor) and x.requires_grad and recording():
+    array = values_or_refuse("a compiled step's input", x)
+    if isinstance(x, Tensor) and x.requires_grad and grad_enabled():
         raise UsageError(
             "a compiled step got a tensor that needs a gradient, but works on a copy that needs"
             " none; give x.detach(), or let the step use the tensor without passing it, as it uses"
@@ -247,7 +254,7 @@ def _outputs(result: Any) -> Any:
                 f"a compiled step returned {kind_of(item)}, which would always be the first"
                 " step's; return Tensors and read them outside"
             )
-        return Tensor(whole_values("a compiled step's result", item))
+        return Tensor(values_or_refuse("a compiled step's result", item))
 
     return _mapped(without_graph, result)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.conv.transposed import conv_transpose2d
@@ -165,9 +165,9 @@ class ConvTranspose2d(Module):
 
 def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tuple[int, int, int]:
     """Return the numbers of channels and groups of a layer, or refuse them."""
-    in_channels = whole(f"{name}'s in_channels", in_channels)
-    out_channels = whole(f"{name}'s out_channels", out_channels)
-    groups = whole(f"{name}'s groups", groups)
+    in_channels = check_int(f"{name}'s in_channels", in_channels)
+    out_channels = check_int(f"{name}'s out_channels", out_channels)
+    groups = check_int(f"{name}'s groups", groups)
     if in_channels % groups or out_channels % groups:
         raise UsageError(
             f"a convolution of {in_channels} to {out_channels} channels cannot have {groups}"

@@ -4,7 +4,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
@@ -61,10 +61,10 @@ class MixtureOfExperts(Module):
         capacity: float | None = None,
         balance: float = 0.01,
     ) -> None:
-        features = whole("MixtureOfExperts' features", features)
-        experts = whole("MixtureOfExperts' experts", experts)
-        hidden = 4 * features if hidden is None else whole("MixtureOfExperts' hidden", hidden)
-        top_k = whole("MixtureOfExperts' top_k", top_k)
+        features = check_int("MixtureOfExperts' features", features)
+        experts = check_int("MixtureOfExperts' experts", experts)
+        hidden = 4 * features if hidden is None else check_int("MixtureOfExperts' hidden", hidden)
+        top_k = check_int("MixtureOfExperts' top_k", top_k)
         if (
             top_k > experts
             or not (capacity is None or 0 < capacity < inf)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
@@ -67,9 +67,9 @@ class GRU(Module):
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0
     ) -> None:
-        input_size = whole("GRU's input_size", input_size)
-        hidden_size = whole("GRU's hidden_size", hidden_size)
-        num_layers = whole("GRU's num_layers", num_layers)
+        input_size = check_int("GRU's input_size", input_size)
+        hidden_size = check_int("GRU's hidden_size", hidden_size)
+        num_layers = check_int("GRU's num_layers", num_layers)
         self.hidden_size, dropout = hidden_size, Dropout(dropout).p
         self.layers = [
             GRULayer(hidden_size if number else input_size, hidden_size)

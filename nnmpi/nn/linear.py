@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnmpi.base.errors import whole
+from nnmpi.base.errors import check_int
 from nnmpi.nn.module import Module, Normal, fan_in
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_transposed
@@ -32,8 +32,8 @@ class Linear(Module):
         bias: bool = True,
         init: Initializer | None = None,
     ) -> None:
-        in_features = whole("Linear's in_features", in_features)
-        out_features = whole("Linear's out_features", out_features)
+        in_features = check_int("Linear's in_features", in_features)
+        out_features = check_int("Linear's out_features", out_features)
         self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
         self.bias = Parameter((out_features,), fan_in(in_features)) if bias else None
 
@@ -63,8 +63,8 @@ class Embedding(Module):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None
     ) -> None:
-        num_embeddings = whole("Embedding's num_embeddings", num_embeddings)
-        embedding_dim = whole("Embedding's embedding_dim", embedding_dim)
+        num_embeddings = check_int("Embedding's num_embeddings", num_embeddings)
+        embedding_dim = check_int("Embedding's embedding_dim", embedding_dim)
         self.weight = LookupTable((num_embeddings, embedding_dim), init or Normal(1.0))
 
     @property

@@ -4,7 +4,7 @@ from typing import Any
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, record_call
-from nnmpi.base.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
@@ -67,9 +67,9 @@ class LSTM(Module):
         bidirectional: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        input_size = whole("LSTM's input_size", input_size)
-        hidden_size = whole("LSTM's hidden_size", hidden_size)
-        num_layers = whole("LSTM's num_layers", num_layers)
+        input_size = check_int("LSTM's input_size", input_size)
+        hidden_size = check_int("LSTM's hidden_size", hidden_size)
+        num_layers = check_int("LSTM's num_layers", num_layers)
         self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1
         self.layers = [

@@ -32,7 +32,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import feed
+from nnmpi.backend.recording import recorded_input
 from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
@@ -94,7 +94,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """
     now = {buffer: buffer.data for _, buffer in model.named_buffers()}
     if not current().again:
-        read[key] = {buffer: feed(data.copy) for buffer, data in now.items()}
+        read[key] = {buffer: recorded_input(data.copy) for buffer, data in now.items()}
         return run(x, *key)
     _put(read[key])
     result = run(x, *key)
@@ -380,7 +380,7 @@ class Module:
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
         if entries:
-            self.storage.writes.count += 1
+            self.storage.version.count += 1
 
     state_dict, load_state_dict = state, load_state  # PyTorch's names
 

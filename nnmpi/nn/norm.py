@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.base.errors import ShapeError, UsageError, number, whole, wholes
+from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm
@@ -28,7 +28,7 @@ class BatchNorm(Module):
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        num_features = whole("BatchNorm's num_features", num_features)
+        num_features = check_int("BatchNorm's num_features", num_features)
         self.momentum = number("BatchNorm's momentum", momentum, most=1)
         self.eps = _positive(eps)
         self.weight = Parameter((num_features,), Constant(1.0))
@@ -121,7 +121,7 @@ class LayerNorm(Module):
         lengths = (
             normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
         )
-        shape = wholes("LayerNorm's normalized_shape", lengths)
+        shape = check_ints("LayerNorm's normalized_shape", lengths)
         if not shape:
             raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
         self.eps = _positive(eps)
@@ -155,7 +155,7 @@ class RMSNorm(Module):
     def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
         self.eps = _positive(eps)
         self.weight = Parameter(
-            (whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0)
+            (check_int("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ class GroupNorm(Module):
     """
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
-        self.num_groups = whole("GroupNorm's num_groups", num_groups)
-        channels = whole("num_channels", num_channels)
+        self.num_groups = check_int("GroupNorm's num_groups", num_groups)
+        channels = check_int("num_channels", num_channels)
         if channels % self.num_groups:
             raise UsageError(
                 f"{num_groups} groups do not divide {num_channels} channels; give a divisor"

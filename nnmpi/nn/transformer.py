@@ -3,7 +3,7 @@
 from functools import partial
 from types import MappingProxyType
 
-from nnmpi.base.errors import UsageError, whole
+from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.activation import GELU, Dropout, mask_key
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts
@@ -45,7 +45,7 @@ class CausalSelfAttention(Module):
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        if whole("attention's features", features) % whole("attention's heads", heads):
+        if check_int("attention's features", features) % check_int("attention's heads", heads):
             raise UsageError(
                 f"attention of {features} features cannot have {heads} heads; give a multiple of"
                 " the heads as features"
@@ -133,7 +133,7 @@ class TransformerBlock(Module):
         dropout: float = 0.0,
         experts: MixtureOfExperts | None = None,
     ) -> None:
-        hidden = 4 * features if hidden is None else whole("TransformerBlock's hidden", hidden)
+        hidden = 4 * features if hidden is None else check_int("TransformerBlock's hidden", hidden)
         self.norm1 = LayerNorm(features, eps)
         self.attention = CausalSelfAttention(features, heads, bias, dropout)
         self.norm2 = LayerNorm(features, eps)

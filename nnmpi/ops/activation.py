@@ -19,11 +19,11 @@ from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernel
 from nnmpi.ops.planes import flattened, rectify_grad
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, in_float32, operands, require_floating
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 
-class Relu(Elementwise):
+class ReluFunction(Elementwise):
     """max(x, 0); the derivative at 0 is 0."""
 
     replayable = True
@@ -45,7 +45,7 @@ class Relu(Elementwise):
         return (to_x,)
 
 
-class LeakyRelu(Elementwise):
+class LeakyReluFunction(Elementwise):
     """x where positive, slope * x elsewhere."""
 
     __slots__ = ("slope",)
@@ -94,14 +94,14 @@ class SigmoidFunction(Elementwise):
 
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return in_float32(Relu(), require_floating("relu", x))
+    return in_float32(ReluFunction(), require_floating("relu", x))
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
     require_floating("leaky_relu", x)
     _, slope = operands("leaky_relu", x, negative_slope)
-    return in_float32(LeakyRelu(float(slope)), x)
+    return in_float32(LeakyReluFunction(float(slope)), x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def silu(x: Tensor) -> Tensor:
 tanh = Tensor.tanh
 
 
-class Smooth(Elementwise):
+class SmoothActivation(Elementwise):
     """An activation, elementwise; value and derivative are computed while a block is in the cache.
 
     Args:
@@ -262,7 +262,7 @@ FORMS = {"gelu": (_gelu, 4), "gelu_tanh": (_gelu_tanh, 2), "silu": (_silu, 2)}
 
 
 def _smooth(form: str, x: Any) -> Tensor:
-    return with_kernels(f"bias_{form}", Smooth(form), x)
+    return with_kernels(f"bias_{form}", SmoothActivation(form), x)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -311,7 +311,7 @@ class SoftmaxFunction(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; refuse an input that is sharded along the axis."""
-        return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
+        return placement_if_uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
 
     def forward(self, x: Array) -> Array:
         xp = self.xp

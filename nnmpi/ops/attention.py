@@ -15,13 +15,13 @@ import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, read_as, require_floating
-from nnmpi.tensor.placement import Placement, Shard, alike, uncut
+from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -38,7 +38,7 @@ def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
     """
     result = shard.group.attention(kernels, shard.placement)
     if result is None:
-        raise shard.refuse(function, "looks at all positions")
+        raise shard.error(function, "looks at all positions")
     return result
 
 
@@ -59,11 +59,11 @@ class Attention(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of q, k and v, if each head is on one rank."""
-        first = alike(self, inputs, "needs queries, keys and values of the same heads")
+        first = same_placement(self, inputs, "needs queries, keys and values of the same heads")
         if first.shard.axis == 2:
             self.kernels = over_ranks(self, first.shard, self.kernels)
             return first.shard.placement
-        return uncut(self, first, (3,), "needs whole heads")
+        return placement_if_uncut(self, first, (3,), "needs whole heads")
 
     def forward(self, q: Array, k: Array, v: Array) -> Array:
         xp = self.xp
@@ -171,9 +171,9 @@ class PackedAttention(Function):
         (qkv,) = inputs
         shard, (batch, time, width) = qkv.shard, qkv.shape
         if self.mask_key is not None:
-            uncut(self, qkv, (0,), "needs whole sequences")
+            placement_if_uncut(self, qkv, (0,), "needs whole sequences")
         if shard.axis == 1 and self.before is not None:
-            raise shard.refuse(self, "continues whole sequences")
+            raise shard.error(self, "continues whole sequences")
         if shard.axis == 1:
             self.kernels, self.length = over_ranks(self, shard, self.kernels), time
         if shard.axis < 2:
@@ -181,7 +181,7 @@ class PackedAttention(Function):
         apart = (batch, time, 3, self.heads, width // (3 * self.heads))
         by_heads: Placement | None = shard.placement.reshaped(qkv.shape, apart, shard.group.size)
         if by_heads is None or by_heads.axis != 3:
-            raise shard.refuse(self, "needs queries, keys and values of whole heads on each rank")
+            raise shard.error(self, "needs queries, keys and values of whole heads on each rank")
         self.first = by_heads.region((self.heads,), 0, shard.group.size, shard.group.rank).start
         self.heads = shard.local_length(by_heads)
         return replace(by_heads, unit=width // (3 * by_heads.units), axis=2)
@@ -276,7 +276,7 @@ def attention(
             `before`.
         DtypeError: when qkv is not floating point.
     """
-    whole("attention's heads", heads)
+    check_int("attention's heads", heads)
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(

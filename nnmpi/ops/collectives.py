@@ -40,7 +40,7 @@ from nnmpi.base.shard import Region, split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
+from nnmpi.tensor.placement import LengthsPlacement, Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 CATEGORY = "tensor"  # of these collectives' events in a timeline
@@ -178,7 +178,9 @@ class Redistribute(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement over another group, unchanged; refuse one of the same axis."""
-        return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
+        return placement_if_uncut(
+            self, inputs[0], (self.placement.axis,), "exchanges parts of that axis"
+        )
 
     def forward(self, x: Array) -> Array:
         method, _ = ADJOINTS[self.way]
@@ -305,7 +307,7 @@ def _agreed(
             " and whole numbers"
         )
 
-    def meet() -> list[list[int]]:
+    def exchange_lengths() -> list[list[int]]:
         gathered = group.gather([fault, [*what, *rest], local, known])
         for rank_fault in filter(None, (item[0] for item in gathered)):
             raise ShapeError(rank_fault)
@@ -328,7 +330,7 @@ def _agreed(
         known[:] = now
         return now
 
-    by_rank = record_call(meet)
+    by_rank = record_call(exchange_lengths)
     for rank, (full, *parts) in enumerate(by_rank if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(

@@ -15,7 +15,7 @@ from nnmpi.base.shard import Region
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 StreamKey: TypeAlias = tuple[int, int]
@@ -45,7 +45,7 @@ class DropoutFunction(Function):
         """Return the input's placement; number this shard's columns as in the full row."""
         (x,) = inputs
         shard, row = x.shard, x.shape[1:]
-        uncut(self, x, (0,), "needs whole rows")
+        placement_if_uncut(self, x, (0,), "needs whole rows")
         local = shard.placement.region(row, shard.axis - 1, shard.group.size, shard.group.rank)
         self.columns = (
             _numbers(local)

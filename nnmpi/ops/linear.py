@@ -14,7 +14,7 @@ from nnmpi.base.errors import ShapeError
 from nnmpi.ops.planes import rectify_grad
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -46,7 +46,7 @@ class LinearFunction(Function):
         """Return the placement of x, which may be sharded along any axis but the last."""
         x, *parameters = inputs
         refuse_parts(self, *parameters, why="needs a whole weight and bias")
-        return uncut(self, x, (-1,), "adds up all of that axis")
+        return placement_if_uncut(self, x, (-1,), "adds up all of that axis")
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, shape, dtypes = self.xp, x.shape, None

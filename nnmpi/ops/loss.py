@@ -15,10 +15,16 @@ from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, ste
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import row_blocks
-from nnmpi.base.errors import DtypeError, ShapeError, UsageError, number, whole
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
-from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating, whole_values
+from nnmpi.tensor.operand import (
+    in_float32,
+    may_meet,
+    refuse_parts,
+    require_floating,
+    values_or_refuse,
+)
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -151,7 +157,7 @@ def _largest(xp: Any, rows: Array) -> Array:
     return _take(xp, rows, xp.add(steps(xp, *rows.shape), xp.argmax(rows, axis=1)))
 
 
-class Error(Function):
+class ElementwiseLoss(Function):
     """A loss of each element, summed or averaged.
 
     Args:
@@ -273,8 +279,8 @@ def checked_labels(
     check_reduction(reduction)
     number("label_smoothing", label_smoothing, 1)
     if ignore_index is not None:
-        whole("ignore_index", ignore_index, -np.inf)
-    given = whole_values("cross_entropy", labels)
+        check_int("ignore_index", ignore_index, -np.inf)
+    given = values_or_refuse("cross_entropy", labels)
     values = (
         given
         if isinstance(labels, Variable)
@@ -405,7 +411,7 @@ def _error(
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)
-    return in_float32(Error(reduction, evaluate), x, target, narrow=False)
+    return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

@@ -19,11 +19,11 @@ from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import record_call
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
-from nnmpi.base.errors import ShapeError, number, whole
+from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
-from nnmpi.tensor.placement import Placement, aligned, uncut
+from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
@@ -276,7 +276,7 @@ class LayerNormFunction(Function):
         """Return the input's placement; sharded rows are refused."""
         x, scale, shift = inputs
         refuse_parts(self, scale, shift, why="needs a whole scale and shift")
-        return uncut(self, x, range(-scale.ndim, 0), "averages over whole rows")
+        return placement_if_uncut(self, x, range(-scale.ndim, 0), "averages over whole rows")
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, n = self.xp, scale.size
@@ -394,11 +394,11 @@ class GroupNormFunction(Function):
         """Return the input's placement; refuse a part of an image or of a group."""
         x, *parameters = inputs
         refuse_parts(self, *parameters, why="needs a whole scale and shift")
-        uncut(self, x, range(1, x.ndim - 1), "averages over whole images")
-        placement, ranks = aligned(self, inputs, scatters=True), x.shard.group.size
+        placement_if_uncut(self, x, range(1, x.ndim - 1), "averages over whole images")
+        placement, ranks = elementwise_placement(self, inputs, scatters=True), x.shard.group.size
         widths = {placement.width(ranks, rank) for rank in range(ranks)}
         if x.shard.axis and (placement.repeats != 1 or any(n % self.count for n in widths)):
-            raise x.shard.refuse(self, "averages over whole groups of channels")
+            raise x.shard.error(self, "averages over whole groups of channels")
         return placement
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
@@ -497,7 +497,7 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("group_norm", x, scale, shift)
-    groups = whole("group_norm's groups", groups)
+    groups = check_int("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
     return in_float32(GroupNormFunction(scale.size // groups, number("eps", eps)), x, scale, shift)

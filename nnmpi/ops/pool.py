@@ -23,7 +23,7 @@ from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes, flattened
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
 PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
@@ -79,7 +79,7 @@ class Pool2dFunction(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; sharded rows or columns of pixels are refused."""
-        return uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
+        return placement_if_uncut(self, inputs[0], (1, 2), "looks at neighbouring pixels")
 
 
 class MaxPool2dFunction(Pool2dFunction):

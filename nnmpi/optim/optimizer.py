@@ -51,8 +51,8 @@ class Storage(Protocol):
     grads: list[Array]
     groups: list[str]
     moves: int
-    common: bool
-    shared: bool
+    node_shared: bool
+    distributed: bool
     state_store: Any
 
     @property
@@ -96,7 +96,7 @@ class Arrays:
         self.known_groups: Collection[str] = self.groups
         self.state_store: Any = None
         self.moves = 0
-        self.common, self.shared = False, True
+        self.node_shared, self.distributed = False, True
 
     @property
     def size(self) -> int:
@@ -219,7 +219,7 @@ class Optimizer(ABC):
 
     def _step(self) -> None:
         lr = number("lr", self.lr)
-        if self.storage.common:
+        if self.storage.node_shared:
             raise UsageError(
                 "the ranks of a node share the parameters, and each would update them; let the"
                 " Worker update them (worker.step), or give it"
@@ -237,12 +237,17 @@ class Optimizer(ABC):
     def _warn_alone(self) -> None:
         """Warn, on rank 0, when each rank trains a model of its own, which is rarely intended."""
         launch = read_launch(os.environ)
-        if launch is not None and launch.size > 1 and launch.rank == 0 and not self.storage.shared:
+        if (
+            launch is not None
+            and launch.size > 1
+            and launch.rank == 0
+            and not self.storage.distributed
+        ):
             warnings.warn(
                 f"{launch.size} processes were started, and each trains a model of its own, whose"
                 " weights drift apart: give the model to a Worker or DataParallel, and call"
                 " parallel.backward(loss, samples); or, if the program itself sums the gradients,"
-                " set model.storage.shared = True",
+                " set model.storage.distributed = True",
                 stacklevel=5,  # the line that calls `step`
             )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.base.errors import UsageError, number, whole, wholes
+from nnmpi.base.errors import UsageError, check_int, check_ints, number
 
 RateSchedule: TypeAlias = Callable[[int], float]
 
@@ -34,7 +34,7 @@ class ConstantRate:
 
     def __call__(self, step: int) -> float:
         """Return lr."""
-        whole("step", step, 0)
+        check_int("step", step, 0)
         return self.lr
 
 
@@ -52,12 +52,12 @@ class StepDecay:
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
-        whole("every", self.every)
+        check_int("every", self.every)
         number("factor", self.factor, most=1)
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^(step // every)."""
-        return float(self.lr * self.factor ** (whole("step", step, 0) // self.every))
+        return float(self.lr * self.factor ** (check_int("step", step, 0) // self.every))
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class MultiStep:
     def __post_init__(self) -> None:
         number("lr", self.lr)
         number("factor", self.factor, most=1)
-        wholes("steps", self.steps, 0)
+        check_ints("steps", self.steps, 0)
         if list(self.steps) != sorted(set(self.steps)):
             raise UsageError(f"steps are {tuple(self.steps)}; give each once, in increasing order")
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^n after n of the steps."""
-        return float(self.lr * self.factor ** bisect_right(self.steps, whole("step", step, 0)))
+        return float(self.lr * self.factor ** bisect_right(self.steps, check_int("step", step, 0)))
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class OneCycle:
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
-        whole("total", self.total, 2)
+        check_int("total", self.total, 2)
         for name in ("rise", "start", "end"):
             number(name, getattr(self, name), most=1)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr * start, lr, and lr * start * end."""
         last, top = self.total - 1, self.rise * self.total - 1
-        at, first = min(whole("step", step, 0), last), self.lr * self.start
+        at, first = min(check_int("step", step, 0), last), self.lr * self.start
         if at <= top:
             a, b, share = first, self.lr, at / top if top else 1.0
         else:
@@ -137,7 +137,7 @@ class ReduceOnPlateau:
         self, lr: float, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4
     ) -> None:
         self.lr, self.factor = number("lr", lr), number("factor", factor, most=1)
-        self.patience = whole("patience", patience, 0)
+        self.patience = check_int("patience", patience, 0)
         self.threshold = number("threshold", threshold, most=1)
         self.best, self.waited = math.inf, 0
 
@@ -170,12 +170,12 @@ class Cosine:
 
     def __post_init__(self) -> None:
         number("lr", self.lr)
-        whole("total", self.total)
+        check_int("total", self.total)
         number("final", self.final, most=1)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""
-        progress = min(whole("step", step, 0), self.total) / self.total
+        progress = min(check_int("step", step, 0), self.total) / self.total
         # The weight is exactly 1 at the start and exactly 0 at the end. So this mix of two values
         # is exact at both ends, unlike floor + weight * difference. In between, rounding may leave
         # the range of the two: clamp.
@@ -200,11 +200,11 @@ class Warmup:
     then: RateSchedule
 
     def __post_init__(self) -> None:
-        whole("steps", self.steps, 0)
+        check_int("steps", self.steps, 0)
 
     def __call__(self, step: int) -> float:
         """Return the rate on the line, or the other schedule's."""
-        if whole("step", step, 0) >= self.steps:
+        if check_int("step", step, 0) >= self.steps:
             return self.then(step - self.steps)
         return self.then(0) * ((step + 1) / (self.steps + 1))
 
@@ -219,5 +219,5 @@ def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
     Raises:
         UsageError: for lr < 0 or a batch below 1, or a result beyond the range of a float.
     """
-    factor = whole("batch", batch) / whole("base_batch", base_batch)
+    factor = check_int("batch", batch) / check_int("base_batch", base_batch)
     return number(f"lr for a batch of {batch}", number("lr", lr) * factor)

@@ -73,7 +73,7 @@ class Averaging(ABC):
     """
 
     def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
-        storage.shared = True
+        storage.distributed = True
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
         self._released = False

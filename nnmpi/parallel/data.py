@@ -21,7 +21,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import record_call
-from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, counted, whole
+from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, check_int, counted
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
@@ -102,7 +102,7 @@ class Replicas:
         # Worker, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
         # the backward pass.
         seed = namespace(loss_sum.data).full(
-            loss_sum.shape, 1 / max(whole("samples", samples, 0), 1)
+            loss_sum.shape, 1 / max(check_int("samples", samples, 0), 1)
         )
         # `record_call` records the call, so that a compiled step repeats it each time
         record_call(self.begin_pass, last)
@@ -173,7 +173,9 @@ class Replicas:
             CommError: on all ranks, naming a parameter that differs and the ranks.
         """
         if self.storage.is_whole:
-            parameters = (span.parameter for span in self.storage.spans if not span.parameter.apart)
+            parameters = (
+                span.parameter for span in self.storage.spans if not span.parameter.rank_local
+            )
             weights = {parameter.name: parameter.data for parameter in parameters}
             check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
@@ -266,7 +268,8 @@ class DataParallel(Replicas):
         check_same_model(group, storage)
         self._shared, self.notice = _share_gradients(storage, group, allreduce)
         spans = [  # gradients of one rank's experts are in no bucket
-            (-1 if storage.apart[s.buffer] else s.buffer, s.start, s.stop) for s in storage.spans
+            (-1 if storage.rank_local[s.buffer] else s.buffer, s.start, s.stop)
+            for s in storage.spans
         ]
         try:
             self.exchange = BucketExchange(
@@ -297,7 +300,7 @@ class DataParallel(Replicas):
         for number in numbers:
             parameter = self.storage.spans[number].parameter
             parameter.finish_gradient()  # copy into flat storage if the caller set another array
-            if not parameter.apart:
+            if not parameter.rank_local:
                 self.exchange.ready(number)
 
     def progress(self) -> None:
@@ -350,7 +353,7 @@ def _share_gradients(
     long = any(grad.nbytes >= SHARED_BYTES for grad in storage.grads)
     if (
         any(map(is_device, storage.grads))  # staging allocates its own buffers in shared memory
-        or any(storage.apart)
+        or any(storage.rank_local)
         or group.size == 1
         or not (SHARED in names or (AUTO in names and long))
     ):

@@ -37,5 +37,5 @@ def share_experts(model: Module, group: Group) -> None:
             full = getattr(module, name)
             region = Region(full.shape, 0, owned.start, owned.stop)
             part = type(full)(region.local_shape, full.init, region)
-            part.requires_grad, part.apart = full.requires_grad, True
+            part.requires_grad, part.rank_local = full.requires_grad, True
             module.set_child(name, part)

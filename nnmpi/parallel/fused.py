@@ -110,7 +110,7 @@ class FusedUpdate:
                 new[...] = old
         memory.barrier()
         storage.move(data, grads)
-        storage.common = True
+        storage.node_shared = True
         following = iter(arrays[len(data) :])
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
@@ -160,7 +160,7 @@ class FusedUpdate:
         """
         scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
-        self.storage.writes.count += 1
+        self.storage.version.count += 1
         with self._group.collective("other ranks"):
             self._node.barrier.run()
 
@@ -187,7 +187,7 @@ class FusedUpdate:
         storage, memory = self.storage, self.memory
         data = [array.copy() for array in storage.data]
         storage.move(data, [np.zeros_like(array) for array in storage.grads])
-        storage.common = False
+        storage.node_shared = False
         self.optimizer.move(np.zeros)
         memory.barrier()  # no rank writes while another still reads
         memory.free()

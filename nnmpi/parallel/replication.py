@@ -33,7 +33,7 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     dtypes = [str(array.dtype) for array in storage.data]
     spans = [(span.parameter, dtypes[span.buffer]) for span in storage.spans]
     parameters = [
-        f"{p.name} {(p.region or p).shape if p.apart else p.shape}"
+        f"{p.name} {(p.region or p).shape if p.rank_local else p.shape}"
         f" {kind}{'' if p.requires_grad else ', frozen'}"
         for p, kind in spans
     ]
@@ -63,7 +63,7 @@ def check_free(model: Module, group: Group) -> None:
         raise UsageError(
             "the model has a DataParallel (or other hooks) already; call its release() first"
         )
-    if model.storage.common:
+    if model.storage.node_shared:
         raise UsageError("the model has a fused update already; call its worker's release() first")
 
 
@@ -72,14 +72,14 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
 
     Parameters of one rank's experts stay as they are.
     """
-    model.storage.shared = True
+    model.storage.distributed = True
     entries = model.entries() if parameters else dict(model.named_buffers())
-    for array in [item.data for item in entries.values() if not getattr(item, "apart", False)]:
+    for array in [item.data for item in entries.values() if not getattr(item, "rank_local", False)]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)
         if values is not array:
             array[...] = values
-    if model.storage.common:
+    if model.storage.node_shared:
         # the node has the parameters once: no rank may write to them before all have copied
         group.barrier()
 

@@ -77,7 +77,7 @@ from nnmpi.parallel.sharded.elementwise import (
 )
 from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
 from nnmpi.tensor.placement import REPLICATED, Placement, features
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 
 LayerRule: TypeAlias = Callable[[Any, LayerContext], Placed]
 
@@ -85,7 +85,7 @@ LayerRule: TypeAlias = Callable[[Any, LayerContext], Placed]
 def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
     """Return the layer on full sequences: each step needs all of h."""
     if context.sharding not in (None, Sharding.REPLICATED):
-        raise context.refuse(
+        raise context.error(
             "is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED"
         )
     return context.on_replicated(layer, layer.layers[0].weight.shape[0])
@@ -324,7 +324,11 @@ class ModelWalk:
         is_open = self._shard_inside(module, name)
         before = None if layout.placement.is_replicated else self._gather(layout)
         # the result of a custom model as a whole stays as it is: the loss refuses a sharded one
-        after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
+        after = (
+            partial(gather_shards, group=PartExchange(self.sharder.group))
+            if is_open and name
+            else None
+        )
         if type(module) is TransformerBlock and before is None and after is not None:
             # a chain opens the block, so its gather goes into the block's own parts
             for i, drop in enumerate(module.drops):
@@ -347,7 +351,7 @@ class ModelWalk:
             key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement
         ]
         if elsewhere and isinstance(module, BatchNorm | Dropout):
-            raise context.refuse(
+            raise context.error(
                 "is used in several places of the model, where its inputs are sharded in different"
                 " ways; make a layer for each place"
             )

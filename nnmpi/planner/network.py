@@ -89,7 +89,7 @@ def _pass_on(rank: int, size: int) -> Steps:
     return (Step((rank + 1) % size, full, (rank - 1) % size, full),)
 
 
-def take_network(
+def find_network(
     group: Group, say: Callable[[str], None], ranks: int, nodes: int = 1, word: str = "fit"
 ) -> PlannedNetwork:
     """Return the costs of messages between ranks on nodes. Collective.

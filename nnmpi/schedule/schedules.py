@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
-from nnmpi.base.errors import ScheduleError, UsageError, whole
+from nnmpi.base.errors import ScheduleError, UsageError, check_int
 from nnmpi.base.shard import split
 from nnmpi.schedule.schedule import (
     Home,
@@ -297,7 +297,7 @@ def make(
         ("microbatches", microbatches),
         ("virtual stages per rank", virtual),
     ):
-        whole(f"a schedule's number of {noun}", number)
+        check_int(f"a schedule's number of {noun}", number)
     home = home or home_of(name)
     more = (
         {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ())

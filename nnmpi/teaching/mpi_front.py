@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.base.errors import CommError, whole
+from nnmpi.base.errors import CommError, check_int
 from nnmpi.base.shard import split
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
@@ -335,7 +335,7 @@ class Intracomm:
     def _send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
         data = _pack(obj if buf is None else buf) if name.islower() else _read(buf)
         synchronous = "ss" in name.lower()
-        whole(f"{name}'s tag", tag, 0)
+        check_int(f"{name}'s tag", tag, 0)
         started = (
             []
             if dest == PROC_NULL

@@ -15,9 +15,9 @@ function that calls it. `check` compares its gradient with finite differences.
 """
 
 from nnmpi.tensor.check import GradientError, check_gradients
-from nnmpi.tensor.function import Function, enable_grad, no_grad, recording
+from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor, concatenate, maximum, minimum, stack, where
 
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
     "check_gradients",
     "concatenate",
     "enable_grad",
+    "gather_shards",
     "maximum",
     "minimum",
     "no_grad",
-    "recording",
+    "grad_enabled",
     "stack",
     "where",
-    "whole",
 ]

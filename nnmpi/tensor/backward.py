@@ -127,7 +127,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             # gradient
             if grad is not None:
                 node.grad = None
-                if node.writes is not None and node.writes.count != node.written:
+                if node.version is not None and node.version.count != node.version_read:
                     _check_unchanged(node)
                 if deferred is not None:
                     grads = deferred.backward(node, grad)
@@ -164,8 +164,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
 
 def _check_unchanged(node: Function) -> None:
     """Refuse an operation's backward if its saved arrays share memory with rewritten parameters."""
-    assert node.writes is not None
-    for saved, array in product(filter(is_array, node.saved), node.writes.arrays):
+    assert node.version is not None
+    for saved, array in product(filter(is_array, node.saved), node.version.arrays):
         if type(array) is type(saved) and namespace(saved).may_share_memory(array, saved):
             raise GraphError(
                 f"parameters that {type(node).__name__} used were changed before its backward,"

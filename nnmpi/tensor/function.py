@@ -47,14 +47,14 @@ from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.placement import Placement, Shard, aligned, first_shard
+from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
 
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
 
 
-def recording() -> bool:
+def grad_enabled() -> bool:
     """Return whether operations are being recorded for a backward pass."""
     return _recording.get()
 
@@ -86,7 +86,7 @@ def enable_grad() -> Iterator[None]:
         _recording.reset(token)
 
 
-class Writes:
+class Version:
     """A version counter of parameters that share flat `arrays`: incremented at each update.
 
     Backward compares it with its value at the forward pass to detect overwritten saved parameters.
@@ -112,7 +112,7 @@ class Variable:
             they are recorded.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None. Only parameters have one.
-        writes: the version counter of the values; None for all but parameters.
+        version: the version counter of the values; None for all but parameters.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class Variable:
     hook: Callable[[Any], None] | None
     shard: Shard | None
     guard: Callable[[], None] | None = None
-    writes: Writes | None = None
+    version: Version | None = None
 
     @property
     def grad(self) -> Array | None:
@@ -243,7 +243,7 @@ class Function:
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
-        writes, written: the version counter of a parameter among the inputs, and its value at the
+        version, version_read: the version counter of a parameter among the inputs, and its value at the
             forward pass.
     """
 
@@ -256,8 +256,8 @@ class Function:
         "owns_grad",
         "saved",
         "shape",
-        "writes",
-        "written",
+        "version",
+        "version_read",
         "xp",
     )
 
@@ -274,7 +274,7 @@ class Function:
     needs: tuple[bool, ...]
     saved: tuple[Any, ...]
     shape: Shape
-    writes: Writes | None
+    version: Version | None
 
     def __reduce__(self) -> NoReturn:
         raise GraphError(
@@ -300,7 +300,7 @@ class Function:
         Raises:
             LayoutError: when the operation on shards would not give shards of the result.
         """
-        raise first_shard(inputs).shard.refuse(self, "works on whole tensors")
+        raise first_shard(inputs).shard.error(self, "works on whole tensors")
 
     def __call__(self, *inputs: Any) -> Any:
         """Apply the operation, and record it if an input needs a gradient.
@@ -313,7 +313,7 @@ class Function:
         """
         # One loop without helpers: this runs once per operation of every step, and a small
         # network's overhead beside the arithmetic is spent here.
-        recording, first, recorded, part = _recording.get(), None, False, None
+        grad_enabled, first, recorded, part = _recording.get(), None, False, None
         values: list[Any] = []
         needs: list[bool] = []
         for x in inputs:
@@ -321,7 +321,7 @@ class Function:
             if isinstance(x, Variable):
                 if first is None:
                     first = x
-                if recording and x.requires_grad:
+                if grad_enabled and x.requires_grad:
                     needed = recorded = True
                 if x.shard is not None:
                     part = x
@@ -454,7 +454,7 @@ class Function:
             )
         tape: Tape | None = None
         hooked = False
-        writes: Writes | None = None
+        version: Version | None = None
         edges: list[Function | Variable | None] = []
         for x, needed in zip(inputs, self.needs, strict=True):
             if not needed:
@@ -464,11 +464,11 @@ class Function:
                     x.check_floating()
                 edges.append(x)
                 hooked = hooked or x.hook is not None
-                writes = writes or x.writes
+                version = version or x.version
             else:
                 edges.append(x.node)
                 if x.node.views:
-                    writes = writes or x.node.writes
+                    version = version or x.node.version
                 if tape is None:
                     tape = x.tape
                 elif tape is not x.tape:
@@ -480,7 +480,7 @@ class Function:
             tape.hooked = True
         tape.nodes.append(self)
         self.edges, self.grad, self.owns_grad = tuple(edges), None, False
-        self.writes, self.written = writes, 0 if writes is None else writes.count
+        self.version, self.version_read = version, 0 if version is None else version.count
         data = result.data
         self.shape, self.dtype = data.shape, data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape
@@ -494,8 +494,8 @@ class Elementwise(Function):
     broadcasts = True
 
     def placed(self, *inputs: Any) -> Placement:
-        """See `placement.aligned`."""
-        return aligned(self, inputs, scatters=True)
+        """See `placement.elementwise_placement`."""
+        return elementwise_placement(self, inputs, scatters=True)
 
 
 def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:

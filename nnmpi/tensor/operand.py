@@ -144,10 +144,10 @@ def refuse_parts(
     """
     for x in inputs:
         if is_sharded(x):
-            raise x.shard.refuse(operation, why) from None
+            raise x.shard.error(operation, why) from None
 
 
-def whole_values(name: str, x: Any) -> Any:
+def values_or_refuse(name: str, x: Any) -> Any:
     """Return a tensor's array; return anything else unchanged.
 
     Raises:
@@ -156,7 +156,7 @@ def whole_values(name: str, x: Any) -> Any:
     if not isinstance(x, Variable):
         return x
     if x.shard is not None:
-        raise x.shard.refuse(name, "takes the values of a whole tensor")
+        raise x.shard.error(name, "takes the values of a whole tensor")
     return x.data
 
 

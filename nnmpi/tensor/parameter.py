@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call
 from nnmpi.base.errors import GraphError, ShapeError, UninitializedError, UsageError, raise_missing
 from nnmpi.base.shard import Region
-from nnmpi.tensor.function import Writes
+from nnmpi.tensor.function import Version
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
@@ -48,7 +48,7 @@ class Parameter(Tensor):
         declared: the shape, known before there are values.
         init: draws its initial values: init(generator, shape) -> array.
         region: the shard's position in a larger parameter; None for a full parameter.
-        apart: whether each data-parallel rank has a different shard, as of experts. Its gradient is
+        rank_local: whether each data-parallel rank has a different shard, as of experts. Its gradient is
             complete on its owner and is not summed over the ranks.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None.
@@ -64,11 +64,11 @@ class Parameter(Tensor):
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("apart", "declared", "guard", "init", "name", "region", "writes")
+    __slots__ = ("rank_local", "declared", "guard", "init", "name", "region", "version")
 
     is_table: ClassVar[bool] = False
     guard: Callable[[], None] | None
-    writes: Writes | None
+    version: Version | None
 
     def __init__(
         self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None
@@ -86,13 +86,13 @@ class Parameter(Tensor):
             )
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
-        self.name, self.region, self.apart = "", region, False
+        self.name, self.region, self.rank_local = "", region, False
         self.requires_grad = True
         self._unbind()
 
     def _unbind(self) -> None:
         self._grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.shard = (
-            self.writes
+            self.version
         ) = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Parameter(Tensor):
                 "a model in a Worker or a strategy cannot be copied or pickled; call its release()"
                 " first, or build the model again and use load_state"
             )
-        saved = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
+        saved = ("rank_local", "declared", "init", "name", "region", "requires_grad", "data")
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -186,16 +186,16 @@ class FlatStorage:
         data, grads: the flat arrays, one per group, in order of first appearance.
         dtype: of all arrays; a pipeline stage without parameters has one, too.
         groups: the group name of each array.
-        apart: per array, the `apart` of its parameters (see `Parameter`).
+        rank_local: per array, the `rank_local` of its parameters (see `Parameter`).
         known_groups: these groups, and those of the model's stages on other ranks.
         spans: the location of each parameter, in registration order.
         moves: how many times `move` replaced the arrays.
-        common: whether other ranks write to `data` too (see `parallel.fused`).
+        node_shared: whether other ranks write to `data` too (see `parallel.fused`).
         seed: of the initial values.
-        shared: whether a strategy has replicated or sharded these values over ranks.
+        distributed: whether a strategy has replicated or sharded these values over ranks.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
-        writes: the version counter of the parameters.
+        version: the version counter of the parameters.
     """
 
     seed = 0
@@ -212,10 +212,10 @@ class FlatStorage:
         self.data: list[Array] = []
         self.grads: list[Array] = []
         self.moves = 0
-        self.common = False
-        self.shared = any(parameter.region is not None for parameter in parameters.values())
+        self.node_shared = False
+        self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
-        self.writes = Writes()
+        self.version = Version()
         # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []
         buffers: dict[tuple[str, bool], int] = {}
@@ -225,13 +225,16 @@ class FlatStorage:
         self.dtype, step = dtype, ALIGNMENT_BYTES // dtype.itemsize
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
-            buffer = buffers.setdefault((label, parameter.apart), len(lengths))
+            buffer = buffers.setdefault((label, parameter.rank_local), len(lengths))
             lengths += [0] * (buffer == len(lengths))
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             # the next parameter begins at a multiple of the alignment
             lengths[buffer] = -(-(start + parameter.size) // step) * step
-        self.groups, self.apart = [label for label, _ in buffers], [apart for _, apart in buffers]
+        self.groups, self.rank_local = (
+            [label for label, _ in buffers],
+            [apart for _, apart in buffers],
+        )
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)
@@ -266,7 +269,7 @@ class FlatStorage:
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
-        parameter.grad, parameter.writes, self.writes.arrays = None, self.writes, self._data
+        parameter.grad, parameter.version, self.version.arrays = None, self.version, self._data
         return parameter, parameter.data, parameter.buffer
 
     def move(
@@ -369,7 +372,7 @@ class FlatStorage:
 
     def finish_update(self) -> None:
         """Mark `data` as changed, so that backward passes detect stale values."""
-        self.writes.count += 1
+        self.version.count += 1
 
     def frozen(self) -> list[tuple[int, slice]]:
         """Return the spans of parameters that need no gradient, which optimizers skip."""

@@ -324,7 +324,7 @@ class Shard:
         """Return whether both tensors have the same placement."""
         return self.placement.is_like(other.placement, self.group.size)
 
-    def refuse(self, operation: object, why: str) -> LayoutError:
+    def error(self, operation: object, why: str) -> LayoutError:
         """Return the error for an operation that does not support the shard.
 
         Args:
@@ -357,7 +357,7 @@ def first_shard(inputs: Iterable[Any]) -> Any:
     return next(filter(is_sharded, inputs))
 
 
-def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
+def placement_if_uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     """Return a shard's placement, for an operation along other axes than the sharded one.
 
     Args:
@@ -371,11 +371,11 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     """
     shard = x.shard
     if shard.axis in (axis % x.ndim for axis in axes):
-        raise shard.refuse(function, why)
+        raise shard.error(function, why)
     return shard.placement
 
 
-def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
+def same_placement(function: object, inputs: Sequence[Any], why: str) -> Any:
     """Return the first input; refuse inputs that are not all shards of one placement.
 
     Raises:
@@ -383,16 +383,18 @@ def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
     """
     first = first_shard(inputs)
     if not all(is_sharded(x) and x.shard.is_like(first.shard) for x in inputs):
-        raise first.shard.refuse(function, why)
+        raise first.shard.error(function, why)
     return first
 
 
-def moved(x: Any, axis: int) -> Placement:
+def with_axis(x: Any, axis: int) -> Placement:
     """Return a shard's placement, with the sharded axis renumbered."""
     return replace(x.shard.placement, axis=axis)
 
 
-def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> Placement:
+def elementwise_placement(
+    function: object, inputs: Sequence[Any], scatters: bool = False
+) -> Placement:
     """Return the placement of an elementwise result; all sharded inputs must have one placement.
 
     A full input must have length 1 along the sharded axis, or not have that axis.
@@ -401,7 +403,7 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
         function: the operation.
         inputs: its inputs.
         scatters: whether a full input may also have the full length of the axis: each rank then
-            uses its slice (see `beside`).
+            uses its slice (see `operand_placement`).
 
     Raises:
         LayoutError: for other inputs.
@@ -412,22 +414,22 @@ def aligned(function: object, inputs: Sequence[Any], scatters: bool = False) -> 
     shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
     for x, shape in zip(inputs, shapes, strict=True):
         if is_sharded(x):
-            placement = moved(first, x.shard.axis)
+            placement = with_axis(first, x.shard.axis)
             if len(shape) - x.shard.axis != behind or not x.shard.placement.is_like(
                 placement, shard.group.size
             ):
-                raise shard.refuse(
+                raise shard.error(
                     function,
                     f"combines it with a part that layer {x.shard.layer!r} sharded differently",
                 )
         elif len(shape) >= behind and shape[-behind] not in (
             (1, shard.length) if scatters else (1,)
         ):
-            raise shard.refuse(function, "combines it with a whole tensor")
-    return moved(first, max(map(len, shapes)) - behind)
+            raise shard.error(function, "combines it with a whole tensor")
+    return with_axis(first, max(map(len, shapes)) - behind)
 
 
-def beside(x: Any, ndim: int, placement: Placement) -> Placement | None:
+def operand_placement(x: Any, ndim: int, placement: Placement) -> Placement | None:
     """Return the placement of a full operand beside shards; None if every rank needs it in full.
 
     Args:

@@ -9,7 +9,13 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
-from nnmpi.tensor.placement import Placement, aligned, is_sharded, moved, uncut
+from nnmpi.tensor.placement import (
+    Placement,
+    elementwise_placement,
+    is_sharded,
+    placement_if_uncut,
+    with_axis,
+)
 
 Axes: TypeAlias = tuple[int, ...]
 
@@ -33,7 +39,9 @@ class _Reduction(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; a reduction over the sharded axis is refused."""
         (x,) = inputs
-        placement = uncut(self, x, self.axes, "needs all elements of the axes that it reduces")
+        placement = placement_if_uncut(
+            self, x, self.axes, "needs all elements of the axes that it reduces"
+        )
         removed = 0 if self.keepdims else sum(axis < placement.axis for axis in self.axes)
         return replace(placement, axis=placement.axis - removed)
 
@@ -146,14 +154,14 @@ class MatMul(Function):
         a, b = inputs
         for x, inner in ((a, -1), (b, -2 if b.ndim > 1 else -1)):
             if is_sharded(x):
-                uncut(self, x, (inner,), "adds up along all of that axis")
+                placement_if_uncut(self, x, (inner,), "adds up along all of that axis")
         x = a if is_sharded(a) else b
         behind = x.ndim - x.shard.axis
         if behind > 2:  # an axis of the stacks
-            return aligned(self, inputs)
+            return elementwise_placement(self, inputs)
         if is_sharded(a) and is_sharded(b):
-            raise x.shard.refuse(self, "needs every pair of parts")
-        return moved(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
+            raise x.shard.error(self, "needs every pair of parts")
+        return with_axis(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (a, b)

@@ -9,7 +9,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.sums import add_rows
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.placement import Placement, alike, moved, uncut
+from nnmpi.tensor.placement import Placement, placement_if_uncut, same_placement, with_axis
 
 
 class Reshape(Function):
@@ -31,7 +31,7 @@ class Reshape(Function):
         shard, new = x.shard, self.new
         placement: Placement | None = shard.placement.reshaped(x.shape, new, shard.group.size)
         if placement is None:
-            raise shard.refuse(self, f"of {x.shape} to {new} splits the ranks' parts")
+            raise shard.error(self, f"of {x.shape} to {new} splits the ranks' parts")
         local = shard.local_length(placement)
         self.new = (*new[: placement.axis], local, *new[placement.axis + 1 :])
         return placement
@@ -57,7 +57,7 @@ class Transpose(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement, with the sharded axis at its new position."""
         (x,) = inputs
-        return moved(x, self.axes.index(x.shard.axis))
+        return with_axis(x, self.axes.index(x.shard.axis))
 
     def forward(self, x: Array) -> Array:
         return x.transpose(self.axes)
@@ -79,8 +79,8 @@ class Concatenate(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of all inputs; it must be the same, along another axis."""
-        first = alike(self, inputs, "joins tensors that are all sharded alike")
-        return uncut(self, first, (self.axis,), "along that axis needs all of each")
+        first = same_placement(self, inputs, "joins tensors that are all sharded alike")
+        return placement_if_uncut(self, first, (self.axis,), "along that axis needs all of each")
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
@@ -147,7 +147,7 @@ class GetItem(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Refuse a shard."""
-        raise inputs[0].shard.refuse("x[...]", "picks elements by an array")
+        raise inputs[0].shard.error("x[...]", "picks elements by an array")
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape, x.dtype)
@@ -194,7 +194,7 @@ class View(Function):
         start, stop, step = local.indices(shard.length) if isinstance(local, slice) else (0, 0, 1)
         placement: Placement | None = shard.placement.sliced(start, stop) if step == 1 else None
         if placement is None:
-            raise shard.refuse(
+            raise shard.error(
                 "x[...]", f"picks {local} of that axis, not whole groups of its parts"
             )
         repeat = shard.local_length() // (shard.placement.repeats or 1)

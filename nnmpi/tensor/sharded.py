@@ -12,7 +12,7 @@ from nnmpi.backend.array import Shape
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import LayoutError
 from nnmpi.tensor.function import Function, Variable
-from nnmpi.tensor.placement import Shard, TensorGroup, beside, is_sharded
+from nnmpi.tensor.placement import Shard, TensorGroup, is_sharded, operand_placement
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -66,7 +66,7 @@ class ShardedTensor(Tensor):
             if is_sharded(item):
                 x = x.part()
             elif function.broadcasts:
-                scattered = beside(x, ndim, placement)
+                scattered = operand_placement(x, ndim, placement)
             if scattered is not None:
                 x = group.scatter(x, scattered)
             elif not is_sharded(item) and isinstance(x, Variable) and x.requires_grad:
@@ -76,7 +76,7 @@ class ShardedTensor(Tensor):
         return mark(function(*local), replace(shard, placement=placement))
 
     def _refuse_look(self, *_: Any) -> NoReturn:
-        raise self.shard.refuse(
+        raise self.shard.error(
             "reading values (numpy, item, argmax, comparison)", "needs all of them"
         )
 
@@ -88,7 +88,7 @@ class ShardedTensor(Tensor):
         Raises:
             LayoutError: always.
         """
-        raise self.shard.refuse("backward", "starts from a whole tensor")
+        raise self.shard.error("backward", "starts from a whole tensor")
 
 
 class _FullTensor:
@@ -125,7 +125,7 @@ def mark(x: Tensor, shard: Shard) -> ShardedTensor:
     return part
 
 
-def whole(x: Any, group: TensorGroup | None = None) -> Any:
+def gather_shards(x: Any, group: TensorGroup | None = None) -> Any:
     """Gather a shard into the full tensor on every rank; return other values unchanged.
 
     Forward is an all-gather; backward slices this rank's shard out of the gradient. The shards in a
@@ -138,10 +138,10 @@ def whole(x: Any, group: TensorGroup | None = None) -> Any:
     if is_sharded(x):
         if group is not None and x.shard.group != group:
             return x
-        return whole(x.shard.group.gather(x.part(), x.shard.placement), group)
+        return gather_shards(x.shard.group.gather(x.part(), x.shard.placement), group)
     if type(x) in (list, tuple):
-        return type(x)(whole(item, group) for item in x)
-    return {key: whole(value, group) for key, value in x.items()} if type(x) is dict else x
+        return type(x)(gather_shards(item, group) for item in x)
+    return {key: gather_shards(value, group) for key, value in x.items()} if type(x) is dict else x
 
 
 def _sharded_tensor(shard: Shard) -> ShardedTensor:

@@ -47,9 +47,9 @@ from nnmpi.base.errors import (
     ShapeError,
     UsageError,
     add_missing,
+    check_int,
     number,
     shortened,
-    whole,
 )
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
@@ -67,7 +67,7 @@ from nnmpi.tensor.operand import (
     refuse_parts,
     require_floating,
     values_of,
-    whole_values,
+    values_or_refuse,
 )
 from nnmpi.tensor.placement import is_sharded
 from nnmpi.tensor.shape import (
@@ -156,7 +156,7 @@ class Tensor(Variable):
                 )
             seed = ones(xp, 1, self.data.dtype).reshape(self.data.shape)
         else:
-            values = whole_values("backward", grad)
+            values = values_or_refuse("backward", grad)
             try:
                 seed = xp.asarray(values)
             except TypeError as error:
@@ -330,7 +330,7 @@ class Tensor(Variable):
 
     def _compare(self, operator: Callable[[Any, Any], Any], other: Any) -> Any:
         refuse("a comparison")
-        values = whole_values("a comparison", other)
+        values = values_or_refuse("a comparison", other)
         try:
             return operator(self.data, values)
         except (TypeError, ValueError):
@@ -467,7 +467,7 @@ class Tensor(Variable):
 
     def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""
-        start = whole("flatten's start", start, -self.ndim)
+        start = check_int("flatten's start", start, -self.ndim)
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
     def permute(self, *axes: int | Sequence[int]) -> Tensor:
@@ -516,7 +516,7 @@ class Tensor(Variable):
         """
         pairs: Any = None
         with suppress(TypeError, ValueError):
-            pairs = tuple((whole("before", a, 0), whole("after", b, 0)) for a, b in widths)
+            pairs = tuple((check_int("before", a, 0), check_int("after", b, 0)) for a, b in widths)
         if pairs is None or len(pairs) != self.data.ndim:
             raise ShapeError(
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
@@ -674,7 +674,7 @@ def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _index(part: Any) -> Any:
     """Convert a part of a key to NumPy's form: an array, an integer, a slice."""
-    values = whole_values("an index", part)
+    values = values_or_refuse("an index", part)
     if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
         if isinstance(part, Variable):
             refuse("an index that is a tensor's number")
@@ -700,7 +700,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if dtype is not None:
         dtype = _named(dtype)
     if isinstance(data, Variable):
-        whole_values("Tensor", data)
+        values_or_refuse("Tensor", data)
         if dtype is not None:
             data = Tensor(data.data).astype(dtype)  # an operation, so that recordings include it
         data, dtype = data.data, None

@@ -21,14 +21,14 @@ from nnmpi.base.errors import counted
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.planner.network import Say, take_network
+from nnmpi.planner.network import Say, find_network
 from nnmpi.planner.price import plan
 from nnmpi.train import computing as host
 from nnmpi.train.build import build_full_model
 from nnmpi.train.computing import choose_computing, multiplications
 from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.profile import Workload, ready, take_profile, typical_s
+from nnmpi.train.profile import Workload, find_profile, ready, typical_s
 
 RACE_S = 0.6  # seconds per layout and round
 RACERS = 4  # layouts of different kinds
@@ -98,8 +98,8 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
 
 def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
-    profile, store = take_profile(workload, group, group.size, backend, say)
-    network = take_network(group, say, group.size)
+    profile, store = find_profile(workload, group, group.size, backend, say)
+    network = find_network(group, say, group.size)
 
     def search() -> tuple[list[list[Any]], int]:
         pricer = workload.pricer(profile, network, backend)

@@ -43,7 +43,7 @@ import numpy as np
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.base.errors import CheckpointError, DataError, UsageError, counted, raised_as, whole
+from nnmpi.base.errors import CheckpointError, DataError, UsageError, check_int, counted, raised_as
 from nnmpi.base.files import (
     foreign,
     read_json,
@@ -448,7 +448,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         >>> nnmpi.resume("checkpoints", (model, optimizer, group))
         {'epoch': 1}
     """
-    whole("keep", keep)
+    check_int("keep", keep)
     try:
         json.dumps(position, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -537,7 +537,7 @@ def state_values(trainer: Trainer, state: RunState) -> dict[str, Any]:
         **asdict(state),
         "seed": trainer.seed,
         "ranks": trainer.group.size,
-        "layout": dict(zip(AXES, trainer.arrangement.mesh.mesh.shape, strict=True)),
+        "layout": dict(zip(AXES, trainer.arrangement.mesh.sizes.shape, strict=True)),
         "optimizer": trainer.scalars(),
         "fixed": trainer.arrangement.layout.fixed,
         "cuts": [len(cut) for cut in trainer.arrangement.cuts],
@@ -546,7 +546,7 @@ def state_values(trainer: Trainer, state: RunState) -> dict[str, Any]:
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
     """Return a line on a changed layout, and whether the results stay equal to the bit."""
-    before, now = last.mesh, trainer.arrangement.mesh.mesh
+    before, now = last.mesh, trainer.arrangement.mesh.sizes
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size

@@ -118,7 +118,7 @@ REMEDY_OPTIONS = (
 )
 
 
-def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Backend:
+def make_backend(name: str, group: Group, limit_bytes: int | None = None) -> Backend:
     """Return this rank's backend, with an equal share of its device's memory. Collective.
 
     With "auto", all ranks take NumPy unless every rank has a device.
@@ -144,7 +144,7 @@ def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
         backend = replace(numpy_backend(), reason=reason)
     ranks = group.gather([platform.node(), backend.card]).count([platform.node(), backend.card])
     with agreed(group):
-        backend.share(ranks)
+        backend.divide_memory(ranks)
         if limit_bytes is not None:
             backend.limit_memory(limit_bytes)
     return backend

@@ -90,7 +90,7 @@ def blas() -> str:
 
 
 def _layout(where: Arrangement) -> str:
-    mesh = where.mesh.mesh
+    mesh = where.mesh.sizes
     shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""

@@ -62,7 +62,7 @@ from nnmpi.train.checkpoint import (
     state_values,
     steps,
 )
-from nnmpi.train.computing import check_backend, explain_errors, take_backend
+from nnmpi.train.computing import check_backend, explain_errors, make_backend
 from nnmpi.train.config import Config
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
@@ -437,7 +437,7 @@ def begin(
     assert config.run.out is not None
     folder, resuming = RunFolder(config.run.out), config.run.resume is not None
     group.comm.world.watch(WARNING_S, config.run.stall_limit, folder.path)
-    backend = take_backend(config.run.backend, group, config.parallel.memory_limit)
+    backend = make_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config.run, backend)
         callback = (
@@ -475,7 +475,7 @@ def begin(
         if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_continue(run)}"]
 
-        def take_folder() -> None:
+        def lock_folder() -> None:
             if not resuming:
                 folder.make()
                 take()
@@ -486,7 +486,7 @@ def begin(
             folder.finished.unlink(missing_ok=True)
             cut_metrics(folder.metrics, state.step)
 
-        on_root(group, take_folder)
+        on_root(group, lock_folder)
         try:
             if group.is_root:
                 stack.enter_context(console.copied(folder.console))

@@ -31,7 +31,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.base.custom import custom_file
 from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.base.files import cache_folder, read_json, rebuilt, write_json
-from nnmpi.base.timeline import Timeline, recording
+from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.base.version import VERSION
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
@@ -140,7 +140,7 @@ class Workload:
 # ---- the cache ----
 
 
-def take_profile(
+def find_profile(
     workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
 ) -> tuple[Profile, Callable[[Profile], None]]:
     """Return a workload's cached or measured profile, and a function to cache one. Collective.
@@ -250,9 +250,9 @@ def _measure_share(
         options = {"tp": tp, "sp": sp, "batch_size": rows}
         with ready(workload, options, local, backend) as (worker, batches):
             timeline = Timeline()
-            with recording(timeline):
+            with tracing(timeline):
                 worker.step(next(batches), lr=0.0)
-            mesh = worker.arrangement.mesh.mesh
+            mesh = worker.arrangement.mesh.sizes
             axis_of = {f"{tuple(ranks)}": axis for axis in (SP, TP) for ranks in mesh.groups(axis)}
             sent = Counter(
                 (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))

@@ -188,7 +188,7 @@ class TrainingRun(Run):
         config.json holds them, since a run resumed on other ranks must split model and batches as
         before.
         """
-        mesh, source = self.arrangement.mesh.mesh, text_source(self.config)
+        mesh, source = self.arrangement.mesh.sizes, text_source(self.config)
         config = self.config.having(
             **{axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1}
         )

@@ -13,9 +13,9 @@ from nnmpi.base.errors import CommError, NnmpiError, raised_as
 from nnmpi.base.timeline import (
     Timeline,
     TraceEvent,
-    recording,
     split_waits,
     to_chrome,
+    tracing,
     write_chrome,
 )
 from nnmpi.comm.agreement import on_root
@@ -100,7 +100,7 @@ class Tracer:
         if self._timeline is None:
             yield
             return
-        with recording(self._timeline):
+        with tracing(self._timeline):
             yield
         self._left -= count
         if self._left <= 0:
@@ -110,7 +110,7 @@ class Tracer:
         """Write the file unless it is written. Collective."""
         if self._timeline is None:
             return
-        mesh, group = self._run.arrangement.mesh.mesh, self._run.group
+        mesh, group = self._run.arrangement.mesh.sizes, self._run.group
         plain = mesh.dp == mesh.size
         names = [f"d{rank}" if plain else str(mesh.coordinates(rank)) for rank in range(group.size)]
         timeline, self._timeline = self._timeline, None

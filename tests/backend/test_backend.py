@@ -44,7 +44,7 @@ def test_the_hosts_memory() -> None:
     assert after.peak_bytes >= during.used_bytes - 4 * MIB
     assert (after.limit_bytes, after.pool_bytes) == (None, 0)
     backend.release_memory()
-    backend.share(4)
+    backend.divide_memory(4)
     backend.use()
     assert backend.explain(MemoryError()) is None
 
@@ -80,9 +80,9 @@ def test_ranks_that_share_a_device(pool: Any) -> None:
     """Each gets the same part of what is free, but for a tenth; said in words."""
     backend = device_backend()
     free, total = load().cuda.runtime.memGetInfo()
-    backend.share(1)
+    backend.divide_memory(1)
     assert backend.memory().limit_bytes is None
-    backend.share(4)
+    backend.divide_memory(4)
     use = backend.memory()
     assert use.limit_bytes == int(0.9 * (free + use.pool_bytes) / 4)
     assert "limit 3.6" in str(use) and "(90% of the " in str(use)
@@ -98,7 +98,7 @@ def test_a_limit_of_the_users(pool: Any) -> None:
     """CUPY_GPU_MEMORY_LIMIT stands, however many ranks share the device."""
     pool.set_limit(size=100 * MIB)
     backend = device_backend()
-    backend.share(4)
+    backend.divide_memory(4)
     use = backend.memory()
     assert use.limit_bytes == 100 * MIB
     assert use.note == "CUPY_GPU_MEMORY_LIMIT or set_limit"
@@ -143,7 +143,7 @@ def test_a_limit_for_this_run(pool: Any) -> None:
         "memory_limit",
     )
     backend.limit_memory(300 * MIB)
-    backend.share(4)
+    backend.divide_memory(4)
     assert backend.memory().limit_bytes == 200 * MIB
     with pytest.raises(MemoryError) as caught:
         backend.zeros(300 * MIB, np.uint8)

@@ -14,9 +14,9 @@ from nnmpi.base import timeline
 from nnmpi.base.timeline import (
     Timeline,
     TraceEvent,
-    recording,
     split_waits,
     to_chrome,
+    tracing,
     write_chrome,
 )
 from tests.chrome import arrows, breaches, names, spans
@@ -46,14 +46,14 @@ def test_nothing_is_recorded_without_a_timeline() -> None:
 
 def test_spans_are_recorded_into_the_current_timeline() -> None:
     outer, inner = ticking(), ticking()
-    with recording(outer) as given:
+    with tracing(outer) as given:
         assert given is outer is timeline.current()
         with (
             timeline.span("a", "forward"),
             timeline.span("b", "wait", timeline.WAITING, {"bytes": 3}),
         ):
             pass
-        with recording(inner), timeline.span("c", "forward"):
+        with tracing(inner), timeline.span("c", "forward"):
             pass
         assert timeline.current() is outer
     assert timeline.current() is None
@@ -66,7 +66,7 @@ def test_spans_are_recorded_into_the_current_timeline() -> None:
 
 def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
     mine = ticking()
-    with pytest.raises(KeyError), recording(mine), timeline.span("a", "forward"):
+    with pytest.raises(KeyError), tracing(mine), timeline.span("a", "forward"):
         raise KeyError
     assert mine.events == [TraceEvent("a", "forward", "compute", 0.0, 1.0)]
     assert timeline.current() is None
@@ -74,7 +74,7 @@ def test_a_span_that_fails_is_recorded_and_the_error_goes_on() -> None:
 
 def test_another_thread_begins_without_a_timeline() -> None:
     result: list[Timeline | None] = []
-    with recording(Timeline()):
+    with tracing(Timeline()):
         thread = threading.Thread(target=lambda: result.append(timeline.current()))
         thread.start()
         thread.join()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
-from nnmpi.base.timeline import Timeline, recording
+from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
 
@@ -169,7 +169,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(
 
 @pytest.mark.simulated(max_size=2)
 def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group: Group) -> None:
-    with recording(Timeline()) as mine:
+    with tracing(Timeline()) as mine:
         for arrived_s in (-1.0, None):
             with group.collective("sum", arrived_s):
                 pass

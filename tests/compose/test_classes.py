@@ -9,14 +9,14 @@ import pytest
 
 from nnmpi import nn, ops, optim
 from nnmpi.base.errors import UsageError
-from nnmpi.base.timeline import Timeline, recording
+from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.sharding import Sharding
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from tests.compose.small_runs import dataset
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, batches, build, evaluate, release, run
@@ -26,7 +26,7 @@ from tests.harness.refusals import told
 @pytest.mark.simulated
 def test_nothing_is_gathered(group: Group) -> None:
     timeline = Timeline()
-    with recording(timeline):
+    with tracing(timeline):
         run(Setup(own.halves, microbatches=3), group, Layout(dp=1, tp=group.size))
     names = [event.name for event in timeline.events]
     assert group.gather(names.count("all-gather")) == [0] * group.size
@@ -67,7 +67,7 @@ class Net(nn.Module):
 LOSSES: dict[str, Any] = {
     "own": None,
     "partial": partial(ops.cross_entropy, reduction="none"),
-    "whole": lambda z, y: ops.cross_entropy(whole(z), y, reduction="none"),
+    "whole": lambda z, y: ops.cross_entropy(gather_shards(z), y, reduction="none"),
 }
 
 

@@ -114,12 +114,12 @@ def train(
             if replayed:
                 report = worker.step(batch)
             else:
-                with timeline.recording(timeline.Timeline()):
+                with timeline.tracing(timeline.Timeline()):
                     report = worker.step(batch)
             seen.append((report.loss, report.score, report.grad_norm))
             replays += worker.passes.replay.replays - before
             assert (worker.passes.replay.replays == before) == bool(worker.explain_replay())
-        with nullcontext() if replayed else timeline.recording(timeline.Timeline()):
+        with nullcontext() if replayed else timeline.tracing(timeline.Timeline()):
             evaluated = worker.evaluate(loader.epoch(epoch))
         seen.append((evaluated.loss, evaluated.score, float(evaluated.samples)))
     left = [array.copy() for array in where.model.storage.data]

@@ -128,7 +128,7 @@ def test_what_cannot_be_summed_is_refused(group: Group, device: Backend) -> None
 def test_ranks_share_the_card(group: Group, device: Backend) -> None:
     """Each has a part of the memory that is free, and can use it."""
     limit = device.memory().limit_bytes
-    device.share(group.size)
+    device.divide_memory(group.size)
     try:
         everyones = group.gather(device.memory().limit_bytes or 0)
         assert group.size == 1 or limit or (min(everyones) > 0 and sum(everyones) < 2**48)

@@ -11,7 +11,7 @@ import pytest
 import nnmpi
 from nnmpi import models, optim
 from nnmpi.base.errors import UsageError
-from nnmpi.base.timeline import Timeline, recording, to_chrome
+from nnmpi.base.timeline import Timeline, to_chrome, tracing
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
@@ -47,7 +47,7 @@ def train(
     options = {"allreduce": allreduce, "fused_update": False, "check": False}
     worker, timeline = build(setup, group, layout, **options), Timeline()
     for batch in islice(batches(setup, worker), 3):
-        with recording(timeline) if trace else nullcontext():
+        with tracing(timeline) if trace else nullcontext():
             worker.step(batch)
     result, (line, *kinds) = nnmpi.memory.report(), worker.memory()
     assert kinds and max(map(len, kinds)) <= 98

@@ -10,7 +10,7 @@ import pytest
 from nnmpi import nn
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.base.shard import split
-from nnmpi.base.timeline import Timeline, recording
+from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.group import Group
 from nnmpi.ops.activation import gelu, softmax
 from nnmpi.ops.experts import Experts, Gate
@@ -147,7 +147,7 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     with nn.training(weight=0.25):
         y = serial(full)
         (y * weights).sum().backward()
-        with recording(trace):
+        with tracing(trace):
             z = shared(part)
             (z * weights[local]).sum().backward()
     experts = split(EXPERTS, group.size)[group.rank]

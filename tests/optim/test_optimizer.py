@@ -217,12 +217,14 @@ def test_processes_that_train_apart_are_warned(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     storage = models.mlp((5,), 3, hidden=()).initialize().storage
-    storage.shared = shared  # as a strategy does
+    storage.distributed = shared  # as a strategy does
     optimizer = SGD(storage, lr=0.1)
     with (
         nullcontext(())
         if shared
-        else pytest.warns(UserWarning, match=r"2 processes .* set model\.storage\.shared = True$")
+        else pytest.warns(
+            UserWarning, match=r"2 processes .* set model\.storage\.distributed = True$"
+        )
     ) as text:
         optimizer.step()
     assert all(item.filename == __file__ for item in text)

@@ -12,7 +12,7 @@ import pytest
 from nnmpi import Tensor, models, nn, ops
 from nnmpi.base.errors import LayoutError
 from nnmpi.base.shard import split, zigzag
-from nnmpi.base.timeline import Timeline, recording
+from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
@@ -20,7 +20,7 @@ from nnmpi.nn.activation import mask_key
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, TEXT, TIME, TOKENS, tokens
 
@@ -71,7 +71,9 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropout": attend_dropping,
     "places": lambda m, x: m.norm(x + m.places.weight),
     "a mask": lambda m, x: x * np.linspace(0, 1, TIME)[:, None],
-    "made whole": lambda m, x: x * m.norm(whole(x)).mean(1, keepdims=True) + whole(x)[:, ::-1],
+    "made whole": lambda m, x: (
+        x * m.norm(gather_shards(x)).mean(1, keepdims=True) + gather_shards(x)[:, ::-1]
+    ),
 }
 
 
@@ -100,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[..., Module], str]] = {
         own(lambda m, x: x.transpose(1, 0, 2)),
         "does not have the 7 positions of its input at axis 1",
     ),
-    "made whole": (own(lambda m, x: whole(x)), "does not have the 7 positions"),
+    "made whole": (own(lambda m, x: gather_shards(x)), "does not have the 7 positions"),
     "lstm": (
         lambda *_: models.lstm(TOKENS, 10, 1),
         "works on whole tensors, but each of 2 ranks has a part",
@@ -146,7 +148,7 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
         sequence, timeline = SequenceGroup(group, way), Timeline()
         x = np.random.default_rng(0).standard_normal((batch, time, 3 * features))
         region = sequence.placement(time).region(x.shape, 1, group.size, group.rank)
-        with recording(timeline):
+        with tracing(timeline):
             x = sequence.as_sharded(Tensor(region.take(x), requires_grad=True), time)
             y = sequence.as_local(ops.attention(x, heads, causal=True), time)
             if backward:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nnmpi import tensor
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import (
     Case,
@@ -149,12 +149,14 @@ def sliced(draw: Draw) -> Case:
     x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
     key = []
     for n in x.shape:
-        whole = slice(
+        gather_shards = slice(
             draw(st.integers(-n, n)),
             draw(st.integers(-n, n)),
             draw(st.sampled_from((1, 2, -1, -2))),
         )
-        key.append(draw(st.sampled_from((whole, slice(None), draw(st.integers(-n, n - 1))))))
+        key.append(
+            draw(st.sampled_from((gather_shards, slice(None), draw(st.integers(-n, n - 1)))))
+        )
     if draw(st.booleans()):
         key[-1] = Ellipsis
     if draw(st.booleans()):
@@ -233,7 +235,7 @@ TENSOR: list[Row] = [
         both=extremum(tensor.minimum),
         number=unary(lambda x: tensor.minimum(0, x), nonzero),
     ),
-    *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
+    *rows("tensor.whole", of_a_whole_one=unary(lambda x: gather_shards(x) * 2)),
     *rows("tensor.where", both=where, number=where_number),
     *rows("tensor.negate", one=unary(operator.neg)),
     *rows("tensor.exp", one=unary(Tensor.exp)),

@@ -10,7 +10,7 @@ import pytest
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.nn.compiled import compile
 from nnmpi.nn.module import Module
-from nnmpi.tensor.function import Function, enable_grad, no_grad, recording
+from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.graphs import leaf
@@ -230,15 +230,15 @@ def test_in_place_only_for_the_first_use(weight):
 def test_modes_nest():
     """Each ends where it ends, also by an exception."""
     x = leaf([1.0])
-    assert recording()
+    assert grad_enabled()
     with no_grad():
         assert not (x * 2.0).requires_grad
         with enable_grad():
             assert (x * 2.0).requires_grad
             with pytest.raises(ZeroDivisionError), no_grad():
                 raise ZeroDivisionError
-            assert recording()
-        assert not recording()
+            assert grad_enabled()
+        assert not grad_enabled()
     assert (x * 2.0).requires_grad
 
 
@@ -248,7 +248,7 @@ def test_a_block_belongs_to_its_thread():
     seen = []
 
     def other():
-        seen.append(recording())
+        seen.append(grad_enabled())
         with no_grad():
             inside.set()
             leave.wait(20)
@@ -257,7 +257,7 @@ def test_a_block_belongs_to_its_thread():
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(20)
-    assert recording()
+    assert grad_enabled()
     leave.set()
     thread.join()
     assert seen == [True]

@@ -25,7 +25,7 @@ from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.planner import auto_layout, network, profile
-from nnmpi.planner.network import PlannedNetwork, take_network
+from nnmpi.planner.network import PlannedNetwork, find_network
 from nnmpi.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
 from nnmpi.planner.price import plan as search
 from nnmpi.schedule.schedules import TURNING, usual_stages
@@ -33,7 +33,7 @@ from nnmpi.train import computing
 from nnmpi.train.auto_layout import ChosenLayout, choose, race
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble
-from nnmpi.train.profile import Workload, ready, shares_of, take_profile
+from nnmpi.train.profile import Workload, find_profile, ready, shares_of
 
 CONTEXT, TOKENS = 8, 12
 PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
@@ -310,7 +310,7 @@ def test_values_between_rows_are_on_straight_lines(
 
 
 def test_a_network_has_the_rate_that_is_said() -> None:
-    result = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
+    result = simulate(lambda group: find_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
     assert result.nodes == (0, 0, 1, 1)
     for groups, shared in (([(0, 2)], 1), ([(0, 2), (1, 3)], 2)):
         seconds = [result.exchange("message", groups, count * 10**9) for count in (1, 2)]
@@ -335,7 +335,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
 
     def take(batch_size: int = 16) -> Profile:
         other = workload(batch_size, table, model="mlp", hidden=[8])
-        return simulate(lambda group: take_profile(other, group, 2, numpy_backend(), print), 1)[0][
+        return simulate(lambda group: find_profile(other, group, 2, numpy_backend(), print), 1)[0][
             0
         ]
 

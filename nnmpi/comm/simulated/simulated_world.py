@@ -26,7 +26,7 @@ from typing import TypeVar, cast
 import nnmpi.base.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
-from nnmpi.base.errors import CommError, number, whole
+from nnmpi.base.errors import CommError, check_int, number
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
@@ -160,7 +160,7 @@ def simulate(
         >>> nnmpi.simulate(main, ranks=3)
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    ranks = whole("ranks", ranks)
+    ranks = check_int("ranks", ranks)
     scheduler = Scheduler(ranks, seed, number("cpu_factor", cpu_factor), faults)
     return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
 

@@ -36,7 +36,7 @@ from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
@@ -45,7 +45,7 @@ from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import Function, Grads, recording
+from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.operand import given, may_meet, read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
@@ -151,7 +151,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
             if (
                 c <= DIRECT_CHANNELS
                 and spec.pool != NO_POOL
-                and not (x.requires_grad and recording())
+                and not (x.requires_grad and grad_enabled())
             ):
                 return CompiledDirect(spec)
             if compiled.has_products():
@@ -304,7 +304,7 @@ def checked_spec(
         raise ShapeError(
             f"conv2d needs a weight (kernel_height, kernel_width, in, out), not {weight.shape}"
         )
-    if x.shape[3] % whole("groups", groups) or weight.shape[3] % groups:
+    if x.shape[3] % check_int("groups", groups) or weight.shape[3] % groups:
         raise UsageError(
             f"groups {groups} does not divide {x.shape[3]} input and {weight.shape[3]} output"
             " channels; give a divisor"

@@ -13,7 +13,7 @@ learning", 2016, section 4.
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
-from nnmpi.base.errors import ShapeError, UsageError, whole
+from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
 from nnmpi.ops.linear import place_for
@@ -99,7 +99,7 @@ def conv_transpose2d(
         x.ndim != 4
         or weight.ndim != 4
         or x.shape[3] != weight.shape[3]
-        or x.shape[3] % whole("groups", groups)
+        or x.shape[3] % check_int("groups", groups)
     ):
         raise ShapeError(
             "conv_transpose2d needs images (n, h, w, c) and a weight (kh, kw, o / groups, c), c a"

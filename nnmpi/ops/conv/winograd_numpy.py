@@ -133,7 +133,7 @@ class WinogradNumpy(ConvAlgorithm):
                     xp.copyto(part, 0)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
                 tiles.planes.bias_relu(biases, pooled, part)
-                xp.copyto(whole_pixels(y[images]).transpose(1, 2, 0), whole_pixels(tiles.pooled))
+                xp.copyto(flat_pixels(y[images]).transpose(1, 2, 0), flat_pixels(tiles.pooled))
                 continue
             if biases is not None:
                 xp.add(flat, biases[: len(flat)], out=flat)
@@ -141,7 +141,7 @@ class WinogradNumpy(ConvAlgorithm):
                 xp.maximum(flat, constant(xp, 0, flat.dtype), out=flat)
                 if part is not None:
                     xp.greater(flat, 0, out=part)
-            xp.copyto(tiles.pixels(whole_pixels(y[images])), whole_pixels(tiles.results))
+            xp.copyto(tiles.pixels(flat_pixels(y[images])), flat_pixels(tiles.results))
         return saved
 
     def backward(
@@ -155,12 +155,12 @@ class WinogradNumpy(ConvAlgorithm):
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
         for images, tiles in self._blocks(xp, x, weight):
             if kept is None:
-                xp.copyto(whole_pixels(tiles.results), tiles.pixels(whole_pixels(grad[images])))
+                xp.copyto(flat_pixels(tiles.results), tiles.pixels(flat_pixels(grad[images])))
             elif self.spec.pool == NO_POOL:
                 xp.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
                 xp.multiply(tiles.results, tiles.pixels(grad[images]), out=tiles.results)
             else:
-                xp.copyto(whole_pixels(tiles.pooled), whole_pixels(grad[images]).transpose(1, 2, 0))
+                xp.copyto(flat_pixels(tiles.pooled), flat_pixels(grad[images]).transpose(1, 2, 0))
                 planes = tiles.results.reshape(4, tiles.results.size // 4)
                 tiles.planes.gradient(flattened(tiles.pooled), flattened(kept[images]), planes)
             sums = tiles.spread()
@@ -276,7 +276,7 @@ class Tiles:
     def load(self, images: Array) -> None:
         """Transform the patches of images: B^T d B."""
         xp, patches = self._xp, self._patches
-        xp.copyto(whole_pixels(self._inner), whole_pixels(images).transpose(1, 2, 0))
+        xp.copyto(flat_pixels(self._inner), flat_pixels(images).transpose(1, 2, 0))
         # rows first, B^T d, and then columns
         xp.matmul(self._matrices[0], self._rows, out=self._seen)
         each, _, rows, columns, count, c = patches.shape
@@ -332,7 +332,7 @@ class Tiles:
         local = v.reshape(v.size)[: each * side * size].reshape(each, side, rows, columns, count, c)
         xp.matmul(b, pixels, out=local.reshape(each, side * size))
         self._add_ends(local.swapaxes(2, 3))
-        xp.copyto(self.pixels(whole_pixels(out)), whole_pixels(local[own]))
+        xp.copyto(self.pixels(flat_pixels(out)), flat_pixels(local[own]))
 
     def _add_ends(self, patches: Array) -> None:
         """Add the pixels at the ends of patches to those of the tiles that they lie in.
@@ -380,7 +380,7 @@ def _grouped(matrices: Array, groups: int) -> Array:
     return matrices.reshape(places, n, groups, channels // groups).swapaxes(1, 2)
 
 
-def whole_pixels(images: Array) -> Array:
+def flat_pixels(images: Array) -> Array:
     """Return a view of images (..., c) with one element per pixel.
 
     NumPy copies such elements 1.5 times as fast as a few channels one by one.

@@ -22,7 +22,7 @@ from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import CommonRoot
-from nnmpi.tensor.operand import whole_values
+from nnmpi.tensor.operand import values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -120,7 +120,7 @@ class Stage:
             )
         if self._is_last:
             return BoundaryArrays((), ())
-        arrays = tuple(whole_values("the end of a stage", y) for y in outputs)
+        arrays = tuple(values_or_refuse("the end of a stage", y) for y in outputs)
         return BoundaryArrays(arrays, tuple(y.requires_grad for y in outputs), single)
 
     def backward(

@@ -127,11 +127,11 @@ class DealtBranches(Branches):
 def place_branches(layer: Branches, context: LayerContext) -> Placed:
     """Return the branches, divided among the ranks."""
     if context.sharding is not Sharding.BRANCHES:
-        raise context.refuse(
+        raise context.error(
             "is made of branches; choose Sharding.BRANCHES, or name the layers in them"
         )
     if context.group.size > len(layer.branches):
-        raise context.refuse(
+        raise context.error(
             f"has {len(layer.branches)} branches, which {context.group.size} ranks cannot share; "
             f"let tp be {len(layer.branches)} at most"
         )

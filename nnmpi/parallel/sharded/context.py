@@ -21,7 +21,7 @@ from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.collectives import PartExchange, redistribute, scatter
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED, Placement, Shard, features, is_sharded
-from nnmpi.tensor.sharded import ShardedTensor, mark, whole
+from nnmpi.tensor.sharded import ShardedTensor, gather_shards, mark
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -201,14 +201,14 @@ class LayerContext:
             LayoutError: when it is unknown, or not an image's.
         """
         if self.shape is None or len(self.shape) != 3:
-            raise self.refuse(
+            raise self.error(
                 "works on the rows of images, whose height must be known: give shard() the shape of"
                 " a sample, sample=(height, width, channels)"
             )
         height, width, channels = self.shape
         return height, width, channels
 
-    def refuse(self, why: str) -> LayoutError:
+    def error(self, why: str) -> LayoutError:
         """Return an error with the layer's name and the reason why it cannot be sharded so."""
         return LayoutError(f"layer {self.name!r} {why}")
 
@@ -296,11 +296,11 @@ class ShardedChild(Redistributed):
 
     def _redistribute(self, x: Any) -> Any:
         if self._expects.is_replicated:
-            return whole(x, self._group)
+            return gather_shards(x, self._group)
         expected = _cut(x, self._expects, self._group, self._name)
         if is_sharded(x) and x.shard.group == self._group and x.shard.is_like(expected):
             return x.part()
-        return scatter(whole(x, self._group), self._group.group, self._expects)
+        return scatter(gather_shards(x, self._group), self._group.group, self._expects)
 
     def _refuse_access(self, *_: Any) -> NoReturn:
         raise LayoutError(

@@ -198,7 +198,7 @@ def _windows(
         size, reach = context.sample()[axis], dilation[axis] * (kernel[axis] - 1) + 1
         windows.append(RowWindows(size, reach, stride[axis], padding[axis]))
         if windows[axis].outputs < 1:
-            raise context.refuse(
+            raise context.error(
                 f"has windows of {reach} {unit}, which do not fit images of {size} {unit}"
             )
     return windows[0]
@@ -237,7 +237,7 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
         return layer, context.placement
     context.sample()
     if not context.placement.has_rows:
-        raise context.refuse(
+        raise context.error(
             "gets an input that is not sharded by rows; give the convolution before it"
             " Sharding.ROWS"
         )

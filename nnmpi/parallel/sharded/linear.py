@@ -134,7 +134,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     kind, groups, sharding = PRODUCTS[type(layer)], getattr(layer, "groups", 1), context.sharding
     inputs, outputs = layer.weight.shape[kind.inputs] * groups, layer.weight.shape[kind.outputs]
     if isinstance(layer, Embedding) and not context.placement.is_replicated:
-        raise context.refuse(
+        raise context.error(
             "is an Embedding, but its indices are sharded over ranks; put it before the layers"
             " that are cut"
         )
@@ -149,7 +149,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
         return part_of(layer, product_input=_input_of(groups, context, inputs), **parts), placed
     if sharding in kind.by_inputs:
         if groups > 1:
-            raise context.refuse(
+            raise context.error(
                 f"has {groups} groups, whose input channels cannot be summed over ranks; choose"
                 " Sharding.COLUMN"
             )
@@ -168,7 +168,7 @@ def place_product(layer: Any, context: LayerContext) -> Placed:
     if sharding is None or sharding is Sharding.REPLICATED:
         return context.on_replicated(layer, inputs)
     *choices, last = [item.name for item in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
-    raise context.refuse(
+    raise context.error(
         f"has type {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose"
         f" Sharding.{', '.join(choices)} or {last}"
     )
@@ -179,7 +179,7 @@ def _input_of(groups: int, context: LayerContext, inputs: int) -> Redistribution
     if groups == 1:
         return context.gather_for_sharded_weights(inputs)
     if groups < context.group.size:
-        raise context.refuse(
+        raise context.error(
             f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose"
             " Sharding.ROWS or REPLICATED"
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nnmpi.base.errors import UsageError, counted, whole
+from nnmpi.base.errors import UsageError, check_int, counted
 
 MODES = ("bsp", "asp", "ssp", "local", "gossip")
 
@@ -48,8 +48,8 @@ class Sync:
         """Check that the settings make sense by themselves."""
         if self.mode not in MODES:
             raise UsageError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
-        whole("staleness", self.staleness, 0)
-        whole("local_steps", self.local_steps)
+        check_int("staleness", self.staleness, 0)
+        check_int("local_steps", self.local_steps)
         for name, default, mode in (
             ("staleness", DEFAULT_STALENESS, "ssp"),
             ("local_steps", DEFAULT_LOCAL_STEPS, "local"),

@@ -138,7 +138,7 @@ class ShardedStorage(FlatStorage):
         super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
         self.known_groups = set(self.groups)
-        self.shared = True
+        self.distributed = True
         self._fresh = [True] * len(self.data)  # nothing was accumulated since `zero_grad`
 
     # ---- layout ----

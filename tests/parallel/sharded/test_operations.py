@@ -17,7 +17,7 @@ from nnmpi.comm.group import Group
 from nnmpi.ops.collectives import PartExchange, scatter
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import Placement, Shard, is_sharded
-from nnmpi.tensor.sharded import mark, whole
+from nnmpi.tensor.sharded import gather_shards, mark
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import Case
 from tests.tensor.test_operations import TABLE
@@ -89,7 +89,7 @@ def run(
 ) -> list[Any]:
     """Return an operation's result and the gradients of its inputs."""
     leaves = [Tensor(x, requires_grad=True) for x in inputs]
-    y = whole(function(*(cut(i, leaf) for i, leaf in enumerate(leaves))))
+    y = gather_shards(function(*(cut(i, leaf) for i, leaf in enumerate(leaves))))
     y.backward(np.linspace(1, 2, y.size).reshape(y.shape))
     return [
         y.data,
@@ -169,7 +169,10 @@ def test_functions_that_say_nothing_are_refused() -> None:
 
     assert try_all(Case(lambda x: Reverse()(x), [np.ones((2, 3))]), 2) == 0
     assert (
-        try_all(Case(lambda x: Reverse()(whole(x)), [np.random.default_rng(0).random((2, 3))]), 2)
+        try_all(
+            Case(lambda x: Reverse()(gather_shards(x)), [np.random.default_rng(0).random((2, 3))]),
+            2,
+        )
         > 0
     )
 
@@ -196,7 +199,7 @@ def test_nobody_sees_values_of_a_part() -> None:
             ):
                 look()
         np.testing.assert_array_equal(
-            whole({"a": [x]})["a"][0].numpy(), np.arange(12.0).reshape(3, 4)
+            gather_shards({"a": [x]})["a"][0].numpy(), np.arange(12.0).reshape(3, 4)
         )
 
     nnmpi.simulate(main, ranks=2)

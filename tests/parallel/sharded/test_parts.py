@@ -17,7 +17,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.sharded import whole
+from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor, concatenate
 from tests.parallel.sharded.compare import check_equal, images
 
@@ -110,7 +110,7 @@ EQUAL: dict[str, Callable[[Any, Tensor], Any]] = {
     "dropout": lambda m, x: m.narrow(m.drop(m.wide(x))),
     "a sum of parts": lambda m, x: m.narrow(m.wide(x) + m.wide(x * 2)),
     "a residual sum": lambda m, x: x + m.narrow(m.wide(x).tanh()),
-    "made whole": lambda m, x: m.narrow(m.norm(whole(m.wide(x)))),
+    "made whole": lambda m, x: m.narrow(m.norm(gather_shards(m.wide(x)))),
     "whole into row": lambda m, x: m.narrow(concatenate([x, x[..., :2]], -1)),
     "a layer's own way": lambda m, x: m.narrow(m.wide(x).transpose(1, 0, 2).transpose(1, 0, 2)),
     "twice": lambda m, x: m.narrow(m.wide(m.narrow(m.wide(x)))),
@@ -191,7 +191,7 @@ def test_a_model_of_its_own() -> None:
         with pytest.raises(LayoutError, match="CrossEntropy .* layer 'head' leaves"):
             ops.cross_entropy(model(x), y)
         serial = Head().initialize(seed=0, dtype="float64")
-        assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(
+        assert ops.cross_entropy(gather_shards(model(x)), y).item() == pytest.approx(
             ops.cross_entropy(serial(x), y).item()
         )
 

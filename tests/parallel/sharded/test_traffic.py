@@ -26,9 +26,9 @@ def count(model: Module, shape: tuple[int, ...]) -> tuple[Counter[str], Counter[
     x, y = images(3, shape, "float32")
     passes = []
     with training(seed=0):
-        with timeline.recording(timeline.Timeline()) as forward:
+        with timeline.tracing(timeline.Timeline()) as forward:
             loss = cross_entropy(model(Tensor(x)), y)
-        with timeline.recording(timeline.Timeline()) as backward:
+        with timeline.tracing(timeline.Timeline()) as backward:
             loss.backward()
     for events in (forward.events, backward.events):
         passes.append(Counter(event.name for event in events if event.category == CATEGORY))
