@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         ops,
         optim,
         parallel,
-        teaching,
         tensor,
     )
     from nnmpi.backend.kernels import jit
@@ -44,13 +43,13 @@ if TYPE_CHECKING:
     from nnmpi.comm.group import Group
     from nnmpi.comm.mpi.start import start
     from nnmpi.comm.simulated.simulated_world import simulate
+    from nnmpi.comm.synchrony.sync import Sync
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import GradientExchange, Layout, Numerics
     from nnmpi.compose.worker import Worker
     from nnmpi.nn.compiled import compile
     from nnmpi.parallel.data import DataParallel
-    from nnmpi.parallel.synchrony.sync import Sync
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.teaching import exercise
     from nnmpi.tensor import Tensor, no_grad
@@ -90,7 +89,6 @@ __all__ = [
     "save",
     "simulate",
     "start",
-    "teaching",
     "tensor",
     "use_precision",
 ]
@@ -105,7 +103,7 @@ _WHEN_USED = {
     "Numerics": "nnmpi.compose.layout",
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
-    "Sync": "nnmpi.parallel.synchrony.sync",
+    "Sync": "nnmpi.comm.synchrony.sync",
     "Tensor": "nnmpi.tensor.tensor",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
@@ -132,7 +130,7 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)
         return value
     if name in __all__:  # a package
-        return import_module(f"nnmpi.{name}")
+        return import_module("nnmpi.teaching.exercise" if name == "exercise" else f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
     suggestion = instead(name, "nnmpi") or (f"; did you mean {close[0]!r}?" if close else "")
     raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{suggestion}")

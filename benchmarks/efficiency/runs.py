@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.synchrony.curve import GoalReached, reach_goal, read
 from benchmarks.synchrony.recipe import Recipe
 from benchmarks.synchrony.simulated import SimulatedRun
-from nnmpi.parallel.synchrony.sync import Sync
+from nnmpi.comm.synchrony.sync import Sync
 
 SAMPLES = 1438  # of digits' training part
 BASE_BATCH, BASE_RATE, WARM_SAMPLES = 16, 0.05, 5 * SAMPLES

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nnmpi.parallel.synchrony.sync import Sync
+from nnmpi.comm.synchrony.sync import Sync
 
 REFERENCE = "bsp, ring"
 MODES: Mapping[str, Sync] = MappingProxyType(

@@ -13,8 +13,8 @@ from benchmarks.synchrony.recipe import Data, Recipe
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.parallel.synchrony.slow import Slow
-from nnmpi.parallel.synchrony.sync import Sync
+from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import Sync
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ def cupy_backend(local_rank: int) -> Backend:
     try:
         cupy.cuda.Device(number).use()
         model = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
-        # Creates the context, so that `divide_memory` divides the memory that is left. Compiles a kernel
-        # (CuPy caches it on disk), so that missing libraries raise here, not in the middle of a
-        # run.
+        # Creates the context, so that `divide_memory` divides the memory that is left. Compiles a
+        # kernel (CuPy caches it on disk), so that missing libraries raise here, not in the middle
+        # of a run.
         cupy.ones(1, "float32").get()
     except Exception as error:
         problem = explain_start(error, *_versions(cupy))

@@ -3,7 +3,7 @@
 Code that computes, sends or waits records into the current timeline. Without one, a record costs
 one look at a context variable:
 
-    with timeline.recording(timeline.Timeline()) as mine:
+    with timeline.tracing(timeline.Timeline()) as mine:
         with timeline.span("2F0", "forward"):                   # stage 2, forward, microbatch 0
             ...
     write_chrome(path, to_chrome({0: mine.events}))

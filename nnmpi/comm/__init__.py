@@ -24,6 +24,9 @@ Running them, from the bottom up:
     gradients            sums of gradients in buckets, overlapped with the backward pass
     fixed_order          sums with the same bits on any number of ranks
     point_to_point       messages between two ranks
+    mesh                 ranks on the axes dp, pp, tp and sp, with a group each
+    synchrony/           which rank waits for which: rules of asynchronous training, no messages
+    ranks                runs a program on MPI's ranks or on simulated ones, as every command does
 
 No import starts MPI or needs an MPI library, except `nnmpi.comm.mpi.mpi_world` and its imports.
 """

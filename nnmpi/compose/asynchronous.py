@@ -42,6 +42,9 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import DivergenceError, UsageError, expect
 from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.consistency import Staleness, Task
+from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes, evaluate_all
@@ -55,9 +58,6 @@ from nnmpi.parallel.averaging import Gossip, LocalSGD, average
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.server import ParameterServer, Push, PushPull
-from nnmpi.parallel.synchrony.consistency import Staleness, Task
-from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.parallel.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
 # the fields of a gradient's Push that are reported

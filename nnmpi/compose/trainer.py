@@ -30,6 +30,8 @@ from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import UsageError, expect
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.consistency import Staleness
+from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, named_loss
@@ -40,8 +42,6 @@ from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
-from nnmpi.parallel.synchrony.consistency import Staleness
-from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 
 
 @dataclass

@@ -39,6 +39,7 @@ from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
 from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement, require_same_options
@@ -70,7 +71,6 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
-from nnmpi.parallel.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 
 _UNCHANGED = nullcontext()

@@ -12,7 +12,7 @@ not depend on layouts: the ranks report their slices, and every rank computes th
 reports. So any layout can read a checkpoint of any other. With two stages of two ranks each, the
 first layer sharded by columns, its bias replicated:
 
-    name       shape    rank 0      rank 1      rank 2   rank 3  (* writes it: `Arrangement.writes_here`)
+    name       shape    rank 0      rank 1      rank 2   rank 3  (* `Arrangement.writes_here`)
     0.weight   (4, 6)   [:, 0:3]*   [:, 3:6]*
     0.bias     (6,)     all*        all
     1.weight   (6, 2)                           all*     all

@@ -68,8 +68,8 @@ from nnmpi.base.errors import CommError
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.comm.synchrony.consistency import ConsistencyController, Staleness, Task
 from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.parallel.synchrony.consistency import ConsistencyController, Staleness, Task
 from nnmpi.tensor.parameter import FlatStorage
 
 

@@ -243,8 +243,8 @@ class Function:
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
-        version, version_read: the version counter of a parameter among the inputs, and its value at the
-            forward pass.
+        version, version_read: the version counter of a parameter among the inputs, and its value at
+            the forward pass.
     """
 
     __slots__ = (

@@ -48,8 +48,8 @@ class Parameter(Tensor):
         declared: the shape, known before there are values.
         init: draws its initial values: init(generator, shape) -> array.
         region: the shard's position in a larger parameter; None for a full parameter.
-        rank_local: whether each data-parallel rank has a different shard, as of experts. Its gradient is
-            complete on its owner and is not summed over the ranks.
+        rank_local: whether each data-parallel rank has a different shard, as of experts. Its
+            gradient is complete on its owner and is not summed over the ranks.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None.
 

@@ -342,7 +342,7 @@ class Shard:
             way = "give that layer Sharding.REPLICATED"
         return LayoutError(
             f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.length}"
-            f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x),"
+            f" elements of axis {self.axis}{left}; make it whole first, x = nnmpi.tensor.gather_shards(x),"
             f" or {way}"
         )
 

@@ -1,7 +1,8 @@
 """The options of a run: one frozen dataclass per subject, checked when it is made.
 
-A field is an option of the command line (see `nnmpi.base.command`) and its docstring is the option's
-help. Names are unique over all sections. `None` means "not given". Files hold options by name:
+A field is an option of the command line (see `nnmpi.base.command`) and its docstring is the
+option's help. Names are unique over all sections. `None` means "not given". Files hold options by
+name:
 
     flatten(Config())        {"model": "cnn", "hidden": [128, 64], ...}    JSON values only
     assemble({"epochs": 3})  Config with 3 epochs and defaults elsewhere
@@ -30,10 +31,10 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Bytes, Every
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine
+from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.data.transform import AUGMENTATIONS
-from nnmpi.parallel.synchrony.slow import Slow
-from nnmpi.parallel.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.

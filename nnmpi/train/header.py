@@ -9,12 +9,12 @@ from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
 from nnmpi.comm.fit import describe_network
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.nn.norm import has_batch_norm
-from nnmpi.parallel.synchrony.slow import Slow
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba

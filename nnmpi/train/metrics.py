@@ -70,7 +70,7 @@ from typing import Any
 import nnmpi.base.clock as clock
 from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
 from nnmpi.base.files import appending, foreign, parse_json, read_text, write_atomically
-from nnmpi.parallel.synchrony.consistency import Staleness
+from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
 to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder per call

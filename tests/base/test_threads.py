@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi import launcher
+from nnmpi.base import launcher
 from nnmpi.base.launcher import VARIABLES, limit_threads, usable_cores
 
 FOUR_HERE = {

@@ -19,10 +19,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from nnmpi import launching
-from nnmpi import run as supervisor
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands import launching
+from nnmpi.commands import run as supervisor
 from nnmpi.commands.launching import Launcher, find_launcher, given_hosts
 from nnmpi.commands.run import USAGE, GaveUp, SupervisedRun, Supervisor, main, without
 from nnmpi.train.cli import main as train_command

@@ -9,14 +9,14 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
-from nnmpi.parallel.synchrony.slow import Slow
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 

@@ -7,10 +7,10 @@ import pytest
 
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     SEGMENTS,

@@ -12,9 +12,9 @@ from nnmpi import nn
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker, average_buffers
 from nnmpi.compose.losses import SumCrossEntropy
-from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,

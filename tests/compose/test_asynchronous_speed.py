@@ -5,11 +5,11 @@ tell of it.
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.consistency import Staleness
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport
-from nnmpi.parallel.synchrony.consistency import Staleness
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import make, name_of, skip_unless_fitting, train
 from tests.compose.small_runs import ROWS
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.losses import LabelLoss, squared_errors
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 from tests.compose.small_runs import build, dataset, optimizer_of

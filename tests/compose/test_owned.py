@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.parallel.synchrony.slow import Slow
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
 
 pytestmark = pytest.mark.mpi

@@ -7,9 +7,9 @@ import pytest
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     all_reduced,

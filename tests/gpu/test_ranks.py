@@ -13,10 +13,10 @@ import pytest
 from nnmpi import optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Loader
-from nnmpi.parallel.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small

@@ -18,6 +18,7 @@ from nnmpi.backend.kernels import jit
 from nnmpi.base.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.comm import buffers, execution
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout, Numerics
@@ -26,7 +27,6 @@ from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.nn.mode import training
 from nnmpi.optim import clip
-from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import digits
 from tests.gpu.play import no_waiting

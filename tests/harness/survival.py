@@ -40,13 +40,13 @@ from typing import Any
 import pytest
 import threadpoolctl
 
-from nnmpi import run as supervisor
 from nnmpi.backend import blas
 from nnmpi.base.errors import CheckpointError, NnmpiError
 from nnmpi.base.launcher import usable_cores
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands import run as supervisor
 from nnmpi.commands.launching import Launcher
 from nnmpi.commands.run import GaveUp, SupervisedRun, Supervisor
 from nnmpi.train import checkpoint, inputs

@@ -26,8 +26,8 @@ MUTATORS = frozenset(
     }
 )
 
-# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.comm.mesh.Mesh.shape`,
-# `optim.clip.scale()`.
+# A path of the package in backquotes: `comm.group`, `parallel/data.py`,
+# `nnmpi.comm.mesh.Mesh.shape`, `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
 UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")
 

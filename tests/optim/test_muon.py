@@ -8,6 +8,7 @@ import pytest
 
 from nnmpi.base.errors import LayoutError, NnmpiError, UsageError
 from nnmpi.comm.group import Group
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout
@@ -19,7 +20,6 @@ from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.muon import Muon, deal, orthogonalize
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor.parameter import FlatStorage

@@ -18,6 +18,7 @@ from nnmpi.base.errors import CommError, NnmpiError, UsageError, name_ranks
 from nnmpi.base.shard import part
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
@@ -25,7 +26,6 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.synchrony.sync import Sync
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor import Function, Tensor
 from tests.equivalence.reference import Setup, run

@@ -320,10 +320,10 @@ FAULTS = (
     # ---- asynchrony ----
     Fault(
         "ssp: one step further ahead than the bound",
-        "nnmpi/parallel/synchrony/consistency.py",
+        "nnmpi/comm/synchrony/consistency.py",
         "return bound is None or self.lead(worker) <= bound",
         "return bound is None or self.lead(worker) <= bound + 1",
-        "tests/parallel/synchrony",
+        "tests/comm/synchrony",
     ),
     Fault(
         "server: an update of a part has the whole rate",

@@ -235,7 +235,7 @@ TENSOR: list[Row] = [
         both=extremum(tensor.minimum),
         number=unary(lambda x: tensor.minimum(0, x), nonzero),
     ),
-    *rows("tensor.whole", of_a_whole_one=unary(lambda x: gather_shards(x) * 2)),
+    *rows("tensor.gather_shards", of_a_whole_one=unary(lambda x: gather_shards(x) * 2)),
     *rows("tensor.where", both=where, number=where_number),
     *rows("tensor.negate", one=unary(operator.neg)),
     *rows("tensor.exp", one=unary(Tensor.exp)),

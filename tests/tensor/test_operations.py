@@ -31,7 +31,7 @@ WITHOUT_DERIVATIVE = {
     "tensor.check_gradients",
     "tensor.enable_grad",
     "tensor.no_grad",
-    "tensor.recording",
+    "tensor.grad_enabled",
 }
 OF_TWO = {
     *(f"tensor.{name}-both" for name in ("add", "subtract", "multiply", "divide", "power")),

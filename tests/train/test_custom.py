@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import evaluate, export, predict
 from nnmpi.base.custom import is_custom, short_name
 from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands import evaluate, export, predict
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main as train

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from nnmpi import nn, plan
+from nnmpi import nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
@@ -20,16 +20,17 @@ from nnmpi.comm import measure
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands import plan
 from nnmpi.data.dataset import Dataset
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
-from nnmpi.planner import auto_layout, network, profile
+from nnmpi.planner import network
 from nnmpi.planner.network import PlannedNetwork, find_network
 from nnmpi.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
 from nnmpi.planner.price import plan as search
 from nnmpi.schedule.schedules import TURNING, usual_stages
-from nnmpi.train import computing
+from nnmpi.train import auto_layout, computing, profile
 from nnmpi.train.auto_layout import ChosenLayout, choose, race
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import assemble

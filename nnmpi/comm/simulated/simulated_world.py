@@ -9,8 +9,8 @@
 
 The program is the one that runs under mpirun, with the same results, byte for byte. Three things
 differ. All ranks are in this process, so they share global variables. A seed makes the choices that
-MPI leaves open. Clocks are simulated (`nnmpi.base.clock`): a computation advances them by its processor
-time here, a message by its cost on a given machine.
+MPI leaves open. Clocks are simulated (`nnmpi.base.clock`): a computation advances them by its
+processor time here, a message by its cost on a given machine.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def simulate(
         seed: decides what MPI leaves open, such as the order of ranks and the arrival of messages.
             The same program with the same seed repeats exactly.
         cpu_factor: seconds of a rank's clock per processor second that it computes here. With 0
-            computing takes only the time given by `nnmpi.base.clock.sleep`: then all seconds are exact
-            and reproducible, and events happen in the order of time.
+            computing takes only the time given by `nnmpi.base.clock.sleep`: then all seconds are
+            exact and reproducible, and events happen in the order of time.
         check: whether messages never received, and requests never awaited, are an error at the end.
         faults: injected faults: ranks that are killed, stopped or slow, and late messages.
 

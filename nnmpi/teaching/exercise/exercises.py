@@ -41,7 +41,7 @@ from nnmpi.comm.collective import (
 from nnmpi.comm.duration import coefficients, price
 from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
-from nnmpi.parallel.synchrony.consistency import WorkerClocks
+from nnmpi.comm.synchrony.consistency import WorkerClocks
 from nnmpi.schedule.check import check as check_schedule
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import render

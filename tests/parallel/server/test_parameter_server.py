@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import CommError
+from nnmpi.comm.synchrony.consistency import Task
 from nnmpi.optim.adaptive import Adam
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.server import ParameterServer, Push
-from nnmpi.parallel.synchrony.consistency import Task
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 LR = 0.5

@@ -18,9 +18,9 @@ from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.comm.synchrony.consistency import Task
 from nnmpi.nn.module import Module
 from nnmpi.parallel.server import ParameterServer, Push, PushPull, Reply
-from nnmpi.parallel.synchrony.consistency import Task
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
 

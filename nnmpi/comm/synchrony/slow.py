@@ -94,8 +94,8 @@ class Slow:
 
         Args:
             computed_s, rank, step, share: see `seconds`.
-            sleep_until: replaces the sleep: returns at a given time of `nnmpi.base.clock`, for a rank
-                with other work.
+            sleep_until: replaces the sleep: returns at a given time of `nnmpi.base.clock`, for a
+                rank with other work.
             waited_s: the seconds that earlier calls for this step slept.
         """
         left_s = self.seconds(computed_s, rank, step, share) - computed_s - waited_s

@@ -10,15 +10,15 @@ import pytest
 
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.parallel.synchrony.consistency import (
+from nnmpi.comm.synchrony.consistency import (
     ConsistencyController,
     Staleness,
     Task,
     WorkerClocks,
     WorkQueue,
 )
-from nnmpi.parallel.synchrony.slow import Slow
-from nnmpi.parallel.synchrony.sync import MODES, Sync
+from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.comm.synchrony.sync import MODES, Sync
 
 
 @pytest.mark.parametrize(
