@@ -58,7 +58,7 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
 # Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
-EXAMPLE = (" ", "python -m ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
+EXAMPLE = (" ", "nnmpi ", "mpirun ")  # prefixes of example lines, which `folded` leaves alone
 MOST = 1e12  # of ranks, layers, microbatches
 INTERRUPTED = 130
 HELP_INDENT = 26  # the column of the explanations

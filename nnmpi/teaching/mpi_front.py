@@ -38,6 +38,7 @@ ROOM_BYTES = 1 << 15  # mpi4py's buffer for the pickle of irecv
 TICK_S = 1e-7  # simulated seconds of a call of Wtime, so that no two times are equal
 BYTE, PICKLED = np.dtype("u1"), np.dtype([("pickle", "u1")])
 IN_PLACE, COMM_NULL = object(), None
+CALLERS_LINES = True  # the scheduler names the lines that call this module, not its own
 
 # MPI's datatypes, and NumPy's codes.
 _TYPES = """

@@ -157,7 +157,8 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(
     text = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in text.splitlines()[0]
     with pytest.raises(
-        UsageError, match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 python"
+        UsageError,
+        match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 nnmpi comm fit",
     ):
         main(["list", "--ranks", "5", "--network", str(file)])
 

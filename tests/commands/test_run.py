@@ -376,5 +376,5 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) 
         f"ended by SIGTERM, with a checkpoint of step {step[1]}; continue with: nnmpi run"
         " -n 2" in text
     )
-    assert f"-m nnmpi run -n 2 -- --resume '{broken}'" in text
-    assert f"-m nnmpi.train --resume '{broken}'" in text
+    assert f"nnmpi run -n 2 -- --resume '{broken}'" in text
+    assert f"nnmpi train --resume '{broken}'" in text

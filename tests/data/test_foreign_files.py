@@ -65,7 +65,7 @@ def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["report LONG", "predict LONG x.png", "evaluate LONG"])
 def test_a_name_that_the_system_refuses_is_a_sentence(words: str) -> None:
-    command = [sys.executable, "-m", *f"nnmpi.{words}".replace("LONG", "a" * 300).split()]
+    command = [sys.executable, "-m", "nnmpi", *words.replace("LONG", "a" * 300).split()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (
         done.returncode == 2 and "cannot be used (File name too long); give another" in done.stderr

@@ -23,9 +23,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> None:
     text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
-    command, grid = re.search(
-        r"^ *nnmpi\.schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE
-    ).groups()  # type: ignore[union-attr]
+    command, grid = re.search(r"^ *nnmpi schedule (.*)\n\n((?:.+\n)+)", text, re.MULTILINE).groups()  # type: ignore[union-attr]
     assert f"--pipeline {name} " in command
     printed = main(command.split()).split("\n\n")
     assert printed[1].splitlines() == [line.strip() for line in grid.splitlines()]

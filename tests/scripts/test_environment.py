@@ -315,7 +315,7 @@ def test_an_mpirun_of_another_mpi_is_one_sentence(
     ("script", "words"),
     [
         ("test", "python -m tests.harness --help"),
-        ("train", "nnmpi train --help"),
+        ("train", "python -m nnmpi.train --help"),
         ("check", "Check format, style, types"),
         ("benchmark-check", "Run reduced benchmarks"),
         ("docs", "Build the pages of docs"),

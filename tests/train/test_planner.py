@@ -389,7 +389,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
     text = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
-    monkeypatch.setattr(auto_layout, "take_network", lambda *_: text)
+    monkeypatch.setattr(auto_layout, "find_network", lambda *_: text)
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
 
     def chosen() -> ChosenLayout:
@@ -463,12 +463,12 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
         "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
     )
     words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
-    assert " ".join(words[:6]) == "mpirun -n 2 nnmpi train"
-    assert parse(words[6:]) == parse([*given, "--dp", "2"])
+    assert " ".join(words[:5]) == "mpirun -n 2 nnmpi train"
+    assert parse(words[5:]) == parse([*given, "--dp", "2"])
     words = shlex.split(
         plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2})
     )
-    assert parse([*words[6:-2], "--dataset", "text"]).model.context == 8
+    assert parse([*words[5:-2], "--dataset", "text"]).model.context == 8
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
@@ -482,8 +482,8 @@ def test_parts_are_measured_with_the_kernels_that_train(
     def measured(*_: Any) -> NoReturn:
         raise UsageError(f"compiled: {setting() is True}")
 
-    monkeypatch.setattr(plan, "take_profile", measured)
-    monkeypatch.setattr(auto_layout, "take_profile", measured)
+    monkeypatch.setattr(plan, "find_profile", measured)
+    monkeypatch.setattr(auto_layout, "find_profile", measured)
     with pytest.raises(UsageError, match=f"compiled: {compiled}"):
         plan.main([*SMALL[:-3], "--jit", word], group)
     if group.size > 1:

@@ -86,6 +86,9 @@ LAUNCHER_TURNS = 8  # turns of each rank, at most, between a kill and the launch
 SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
+CALLERS_LINES = (
+    "CALLERS_LINES"  # a module that has this name stands for mpi4py in a program's lines
+)
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
 """(file, line) of a call in the source, innermost first."""
@@ -435,7 +438,9 @@ def describe_lines(lines: Lines) -> str:
 def find_lines() -> Lines:
     """Return the lines of the present call: nnmpi's, and the program's that called it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _lies_in(OWN_FOLDER, frame.f_code.co_filename):
+    while frame is not None and (
+        _lies_in(OWN_FOLDER, frame.f_code.co_filename) or CALLERS_LINES in frame.f_globals
+    ):
         frame = frame.f_back
     within = frame
     while frame is not None and _lies_in(PACKAGE_FOLDER, frame.f_code.co_filename):

@@ -55,7 +55,7 @@ LIMIT_BYTES = 2 << 30
 PACKAGE, SITE, LIBRARY = (
     Path(file).resolve().parent for file in (__file__, np.__file__, os.__file__)
 )
-PACKAGE, SITE = PACKAGE.parent, SITE.parent
+PACKAGE, SITE = PACKAGE.parents[1], SITE.parent
 # The first lines of a process: nnmpi's packages are empty modules, so that their __init__ files do
 # not run; submodules can be imported until the child is loaded.
 BEGIN = """
@@ -72,7 +72,9 @@ sys.path.pop()
 sys.path_importer_cache.clear()
 main()
 """
-ANSWERS = "comm/algorithms schedule synchrony parallel exercise comm/group.py shard.py"  # sources
+# sources
+ANSWERS = """comm/algorithms schedule comm/synchrony parallel teaching/exercise comm/group.py
+base/shard.py"""
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
 LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, may be equal without copying
 MOST_BYTES, MOST_FILES = 1 << 20, 200
@@ -169,9 +171,10 @@ class Solution:
             self._timer.start()
         if rank not in self._processes:
             folders = {
-                f"nnmpi.{path.name}": f"{path}" for path in PACKAGE.iterdir() if path.is_dir()
+                ".".join(("nnmpi", *file.parent.relative_to(PACKAGE).parts)): f"{file.parent}"
+                for file in PACKAGE.rglob("__init__.py")
             }
-            begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **folders})
+            begin = BEGIN.format(site=f"{SITE}", packages=folders)
             names = os.environ.keys() & {"SYSTEMROOT", "LD_LIBRARY_PATH"}
             process = Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", begin],

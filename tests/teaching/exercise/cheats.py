@@ -253,7 +253,7 @@ def _looking() -> Iterator[Cheat]:
         ("writes a file", "open('/tmp/x', 'w')", "write"),
         ("writes another's solution", "open('OTHER', 'a')", "write"),
         ("removes itself", "os.remove(__file__)", "use os.remove"),
-        ("removes another's", "import shutil\nshutil.rmtree(os.path.dirname('OTHER'))", ""),
+        ("removes another's", "os.unlink('OTHER')", "use os.remove"),
         ("reads memory", "import ctypes\nctypes.string_at(0)", "use ctypes"),
     ):
         yield Cheat(what, RING, text, MAY_NOT + name)
