@@ -133,7 +133,7 @@ class RunFolder:
         """
         with suppress(OSError):
             start = {
-                "command": ["python", "-m", "nnmpi.train", *words],
+                "command": ["nnmpi", "train", *words],
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "host": platform.node(),
                 "folder": str(Path.cwd()),
