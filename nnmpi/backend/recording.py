@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from math import prod
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -56,6 +57,7 @@ _WITH_OUT = frozenset(
 _WITHOUT_ON_DEVICE = frozenset({"einsum"})
 _METHODS = frozenset({"take", "put", "argmax", "argmin"})
 _NAMED_OUT = frozenset({"maximum", "minimum"})
+_SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
 def active() -> Recorder | None:
@@ -124,6 +126,8 @@ class Recorder:
         loose: leaves without flat storage, and the arrays in which calls compute their gradients.
         made: the results of the step's operations.
         cleared: the ids of leaves whose gradients the step itself clears.
+        owners: the objects, by id, whose settings the calls depend on: numbers, texts and flags
+            among their attributes, and in dictionaries that are attributes.
         pool: as given.
     """
 
@@ -133,6 +137,8 @@ class Recorder:
         self.loose: list[tuple[Any, Array]] = []
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
+        self.owners: dict[int, Any] = {}
+        self._settings: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
         self.pool = pool or MemoryPool()
         self._modules: dict[str, _RecordingModule] = {}
 
@@ -148,6 +154,19 @@ class Recorder:
             # reference, not later by the garbage collector.
             self._modules.clear()
             self.made.clear()
+            for owner in self.owners.values():
+                for held in (vars(owner), *vars(owner).values()):
+                    self._note_settings(held)
+
+    def _note_settings(self, held: Any) -> None:
+        names = [
+            name
+            for name, value in (held.items() if isinstance(held, dict) else ())
+            if isinstance(value, _SETTINGS) and not str(name).startswith("_") and name != "path"
+        ]
+        if names:
+            read = itemgetter(*names)  # the fastest look at several attributes
+            self._settings.append((held, len(held), read, read(held)))
 
     def module(self, xp: ModuleType) -> Any:
         """Return the stand-in for an array library, whose functions record their calls."""
@@ -174,7 +193,10 @@ class Recorder:
             )
 
     def is_valid(self) -> bool:
-        """True if all leaves are in the state in which they were recorded."""
+        """True if all leaves and settings are as they were recorded."""
+        for held, count, read, values in self._settings:
+            if len(held) != count or read(held) != values:
+                return False
         for leaf, data, buffer, needed, hook, guard, grad in self.leaves.values():
             if (
                 leaf.data is not data

@@ -24,11 +24,19 @@ from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 import nnmpi.base.errors as errors
-from nnmpi.base.errors import CommError, NnmpiError, UsageError, check_int, group_ranks, name_ranks
+from nnmpi.base.errors import (
+    CommError,
+    NnmpiError,
+    Settled,
+    UsageError,
+    check_int,
+    group_ranks,
+    name_ranks,
+)
 from nnmpi.comm.world import Comm
 
 
-class Communicator:
+class Communicator(Settled, fixed="comm rank size"):
     """Ranks 0..size-1 that exchange small values; `group.Group` adds the arrays.
 
     Its methods are collective unless they say otherwise: all ranks call them, in the same order.

@@ -321,7 +321,7 @@ COUPLINGS: dict[str, type[Coupling]] = {
 }
 
 
-class AsynchronousWorker(Trainer):
+class AsynchronousWorker(Trainer, fixed="coupling sync"):
     """Trains and evaluates a model on ranks that meet only now and then. Making one is collective.
 
     Args:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from nnmpi.backend.array import namespace
-from nnmpi.base.errors import DeviceError, NnmpiError, UsageError
+from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import count_all_reduce
 from nnmpi.compose.arrange import Arrangement
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
 
-class Exchange:
+class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel weights"):
     """All-reduces buckets of gradients over the replicas. Collective throughout.
 
     Other exchanges derive from it.

@@ -32,7 +32,7 @@ from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, counted
+from nnmpi.base.errors import NnmpiError, Settled, ShapeError, UsageError, counted
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
@@ -56,7 +56,7 @@ YES_OR_NO = "bce"
 ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": huber}
 
 
-class SumError:
+class SumError(Settled, fixed="name"):
     """The sum over samples of each one's mean error, for float targets.
 
     Args:
@@ -95,7 +95,7 @@ class SumError:
         return xp.equal(values > 0, targets > 0.5).sum() / prod(targets.shape[1:])
 
 
-class SumCrossEntropy:
+class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
     """The sum of the labels' cross-entropies. Called with logits and labels.
 
     In samples with several labels, those that are `IGNORED` do not count. A single label always
@@ -113,11 +113,12 @@ class SumCrossEntropy:
     def __init__(
         self, arrangement: Arrangement | None = None, label_smoothing: float = 0.0
     ) -> None:
-        self.label_smoothing, self.classes = label_smoothing, 0
+        self.label_smoothing = label_smoothing
+        self.classes = 0 if arrangement is None else arrangement.classes or 0
         self._group: Group | None = None
         function: Callable[..., Tensor] = cross_entropy
-        if arrangement is not None and arrangement.classes:
-            self.classes, self._group = arrangement.classes, arrangement.mesh.tp
+        if arrangement is not None and self.classes:
+            self._group = arrangement.mesh.tp
             function = partial(sharded_cross_entropy, group=self._group, classes=self.classes)
         self._function = partial(function, label_smoothing=label_smoothing, reduction="sum")
 
@@ -135,7 +136,7 @@ class SumCrossEntropy:
         return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
-class LabelLoss:
+class LabelLoss(Settled, fixed="function func keywords"):
     """The sum of a user's loss over labels, or over samples of quantities.
 
     Args:

@@ -31,7 +31,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import record_call, recorded_input
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import UsageError, is_own
 from nnmpi.base.shard import split
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
@@ -53,7 +53,7 @@ from nnmpi.compose.losses import (
     sum_of,
     to_device,
 )
-from nnmpi.compose.replayed import OBSERVED, Replay, is_own
+from nnmpi.compose.replayed import OBSERVED, Replay
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
@@ -395,7 +395,7 @@ class Passes(PassHandler):
     def _training(self, microbatch: int, again: bool, mode: Mode) -> Mode:
         """Begin a microbatch's forward; return its mode."""
         now, cut = self._now, self._now.cuts[microbatch]
-        if self.exchange is not None:
+        if self.exchange is not None and self.exchange.strategy.microbatch != cut.number:
             self.exchange.strategy.microbatch = cut.number
         if self.updates_per_microbatch and not again:
             now.versions[microbatch] = self._optimizer.steps

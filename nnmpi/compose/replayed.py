@@ -24,11 +24,11 @@ from typing import Any
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
+from nnmpi.base.errors import is_own
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Buffer, Module
 
-OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
 OBSERVED = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
 MOST_CHANGES = 16  # of the model; recording does not pay if it changes all the time
@@ -53,6 +53,9 @@ class Replay(Compiled):
     Attributes:
         replays: the number of replayed passes.
     """
+
+    # it is written to in every step, and by nobody else
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init__(self, model: Module, refusal: str) -> None:
         super().__init__(lambda: None)
@@ -135,11 +138,6 @@ class Replay(Compiled):
         """Return whether the model has the same parts as before."""
         before, now = self._parts or [], list(chain.from_iterable(self._holders))
         return len(now) == len(before) and all(map(is_, now, before))
-
-
-def is_own(thing: Any) -> bool:
-    """Return whether a class or a function is nnmpi's own."""
-    return (thing.__module__ or "").partition(".")[0] == OWN
 
 
 def _is_replayable(module: Module) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.base.errors import UsageError, expect
+from nnmpi.base.errors import CheckpointError, Settled, UsageError, expect
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
@@ -150,15 +150,41 @@ class Training:
         return model_state(self.arrangement), optimizer_state(self.arrangement, self.optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """Return a checkpoint's JSON values besides arrays, with the optimizer's "steps"."""
-        return {"steps": self.optimizer.steps}
+        """Return a checkpoint's JSON values besides arrays: the optimizer's class, steps and rate."""
+        optimizer = self.optimizer
+        kind = type(optimizer).__name__
+        return {"kind": kind, "steps": optimizer.steps, "lr": float(optimizer.lr)}
+
+    def check_scalars(self, values: Mapping[str, Any], source: object) -> None:
+        """Refuse another optimizer's state, also if its arrays have the same names.
+
+        Args:
+            values: of `scalars`.
+            source: of the values, for the message.
+
+        Raises:
+            CheckpointError: naming both.
+        """
+        before, now = values.get("kind"), type(self.optimizer).__name__
+        if before not in (None, now):
+            raise CheckpointError(
+                f"{source} has the state of {before}, which {now} would misread; go on with"
+                f" {before}"
+            )
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Restore the result of `scalars`, of this or another kind of trainer."""
         self.optimizer.steps = index(values["steps"])
+        self.optimizer.lr = values.get("lr", self.optimizer.lr)
 
 
-class Trainer(Training, ABC):
+class Trainer(
+    Settled,
+    Training,
+    ABC,
+    fixed="model optimizer group seed loss evaluation_loss backend precision clip slow arrangement"
+    " in_step options reporters",
+):
     """Trains and evaluates a model on the ranks of a group. All ranks make the same calls.
 
     Attributes:

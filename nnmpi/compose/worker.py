@@ -76,7 +76,7 @@ from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 _UNCHANGED = nullcontext()
 
 
-class Worker(Trainer):
+class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     """Trains and evaluates a model on the ranks of a group. The constructor is collective.
 
     Args:
@@ -165,6 +165,9 @@ class Worker(Trainer):
         self._counted_bytes: int | None = None  # of the largest batch that was counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
+        # of the last batch of `for batch in loader`; the same in a checkpoint, until a step follows
+        self._place: tuple[int, int] | None = None
+        self._resumed: tuple[int, int] | None = None
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
 
@@ -212,6 +215,8 @@ class Worker(Trainer):
             batch = self._batch_of(batch, y)
         elif y is not None:
             raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
+        if batch.iterated:
+            self._follow((batch.epoch, batch.number))
         if lr is not None:
             self.optimizer.lr = lr
         if self._sequence is not None:
@@ -326,6 +331,17 @@ class Worker(Trainer):
         report.sync_s = world.collective_s - collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
+
+    def _follow(self, place: tuple[int, int]) -> None:
+        """Note the place of a batch of `for batch in loader`; refuse one from before a resume."""
+        if self._resumed is not None and place <= self._resumed:
+            epoch, number = self._resumed
+            raise UsageError(
+                f"`for batch in loader` begins with epoch {place[0]} again, but the resumed run had"
+                f" reached batch {number} of epoch {epoch}; give the loader to nnmpi.save and"
+                " nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
+            )
+        self._place, self._resumed = place, None
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -449,7 +465,8 @@ class Worker(Trainer):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        batches = (self._batch_of(*item) if isinstance(item, tuple) else item for item in batches)
+        pairs = tuple, list  # of an iterable of pairs, or of another library's loader
+        batches = (self._batch_of(*item) if isinstance(item, pairs) else item for item in batches)
         with self._deterministic():
             if self._sequence is not None:
                 batches = map(self._sequence.part, batches)
@@ -457,14 +474,15 @@ class Worker(Trainer):
             return evaluate_all(self.group, batches, self.passes.evaluate, parts)
 
     def scalars(self) -> dict[str, Any]:
-        """See `Trainer.scalars`; with fp16 they include the loss scale."""
-        return super().scalars() | (
-            {} if self.scaling is None else {"loss_scale": self.scaling.state()}
-        )
+        """See `Trainer.scalars`; with fp16's loss scale, and the loader's place, if it counts."""
+        scale = {} if self.scaling is None else {"loss_scale": self.scaling.state()}
+        return super().scalars() | scale | ({"place": self._place} if self._place else {})
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_scalars`."""
         super().load_scalars(values)
+        place = values.get("place")
+        self._place = self._resumed = place and tuple(place)
         if self.scaling is not None and "loss_scale" in values:  # else it starts at its default
             self.scaling.load(values["loss_scale"])
 
@@ -537,6 +555,11 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
         if is_used:
             used[feature] = text
     refusals.refuse(used)
+    if worker.arrangement.layout.asynchronous and not worker.arrangement.stages:
+        raise UsageError(  # no stage would ever update
+            "the pipeline schedule pipedream needs two stages or more; give pp 2 or more, or leave"
+            " the schedule out"
+        )
     if arrangement is None:
         if isinstance(model, ModelPart) or any(
             parameter.region is not None for parameter in model.parameters()

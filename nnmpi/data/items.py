@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape
-from nnmpi.base.errors import DataError, UsageError, shortened
+from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import Dataset, Samples, read_array
 from nnmpi.data.tables import Table, to_dataset
 
@@ -57,7 +57,7 @@ def as_samples(source: Any) -> Samples:
     )
 
 
-class Items(Samples):
+class Items(Settled, Samples, fixed="name classes"):
     """The items of another library's data set, each read when its batch is made.
 
     As in a `Dataset`, uint16, uint32, and integers in the shape of y are tokens; all other values

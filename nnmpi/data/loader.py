@@ -8,10 +8,11 @@ releases the interpreter lock in large operations, and a process would need its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.backend import Backend
-from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
 from nnmpi.base.shard import split
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.items import as_samples
@@ -44,7 +45,7 @@ SMALL_BYTES = 2**16
 AHEAD = 2  # batches prefetched; at least one per thread
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Batch:
     """One rank's part of a global batch.
 
@@ -63,6 +64,7 @@ class Batch:
         length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
         first: the global batch's first index.
+        iterated: whether its epoch is the loader's own count, as in `for batch in loader`.
     """
 
     x: Array
@@ -77,6 +79,7 @@ class Batch:
     targets: tuple[int, ...] = ()
     length: int | None = None
     first: int = 0
+    iterated: bool = False
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -128,7 +131,7 @@ def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[in
 
 
 @dataclass(eq=False, repr=False)
-class Loader:
+class Loader(Settled):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
@@ -170,7 +173,12 @@ class Loader:
     dtype: DTypeLike = "float32"
     workers: int | None = None
 
+    _next = (0, 0)  # the epoch and the batch with which `iter` begins
+    _reached = (0, 0)  # those after the last batch of `iter`
+
     def __post_init__(self) -> None:
+        """Check the settings, and derive what depends on them; again after each assignment."""
+        self._is_made = False
         dataset = self.dataset = as_samples(self.dataset)
         partition = self.partition
         self.batch_size = size = check_int("batch_size", self.batch_size)
@@ -191,10 +199,6 @@ class Loader:
             raise UsageError(
                 f"samples cannot be converted to {self._kind}; choose float32 or float64"
             )
-        self._steps = (
-            [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
-        )
-        self._epochs = 0  # begun by `iter`
         check_partition(len(dataset), partition, self.world)
         if partition != "none":
             rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
@@ -202,6 +206,19 @@ class Loader:
                 [row_owners(row, self.world, self.microbatches) for row in rows]
             )
             self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Follow a changed setting from the next epoch on, or refuse it as the constructor does."""
+        before = getattr(self, name, None)
+        super().__setattr__(name, value)
+        if name in self.__dataclass_fields__ and self._is_made:
+            try:
+                self.__post_init__()
+            except BaseException:
+                vars(self)[name] = before
+                self.__post_init__()
+                raise
 
     def __repr__(self) -> str:
         whose = f"rank {self.rank} of {self.world}"
@@ -211,9 +228,33 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: epoch 0 first, then 1, and so on."""
-        self._epochs += 1
-        return self.epoch(self._epochs - 1)
+        """Return the batches of the next epoch: epoch 0 first, then 1, and so on.
+
+        After `load` the first epoch begins where the saved one was.
+        """
+        epoch, start = self._next
+        self._next = self._reached = (epoch + 1, 0)
+        return self._iterate(epoch, start)
+
+    def _iterate(self, epoch: int, start: int) -> Iterator[Batch]:
+        try:
+            with self.epoch(epoch, start) as batches:
+                for batch in batches:
+                    batch.iterated = True
+                    self._reached = epoch, batch.number + 1
+                    yield batch
+        finally:  # also after a `break`, with which an epoch ends
+            self._reached = self._next
+
+    def state(self) -> dict[str, int]:
+        """Return the place of `for batch in loader` for a checkpoint, as JSON values."""
+        epoch, batch = self._reached
+        ended = batch == len(self)
+        return {"epoch": epoch + ended, "batch": 0 if ended else batch}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Let the next `for batch in loader` begin at a place that `state` returned."""
+        self._next = self._reached = state["epoch"], state["batch"]
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -237,13 +278,14 @@ class Loader:
         check_int("start", start, 0)
         check_int("epoch", epoch, 0)
         epoch_order = self.order(epoch)
+        settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
         device = backend if backend is not None and backend.is_device else None
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
 
         return Prefetch(
-            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
+            lambda number: settings.part(epoch_order, epoch, number, settings.rank, settings.world),
             range(start, self.batches_per_epoch),
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
@@ -255,7 +297,12 @@ class Loader:
         """Whether an epoch is a single batch of few bytes."""
         return len(self.dataset) <= self.batch_size and not self._takes_long
 
-    @cached_property
+    @property
+    def _steps(self) -> list[Transform]:
+        """The transforms, in order."""
+        return [] if self.transform is None or self.dataset.is_tokens else steps_of(self.transform)
+
+    @property
     def _takes_long(self) -> bool:
         """Whether making a part of a batch may take longer than handing it over from a thread."""
         if self.dataset.is_tokens or not all(isinstance(step, Normalize) for step in self._steps):

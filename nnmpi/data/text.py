@@ -45,7 +45,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
-from nnmpi.base.errors import DataError, UsageError, expect, raised_as
+from nnmpi.base.errors import DataError, Settled, UsageError, expect, raised_as
 from nnmpi.base.files import cache_folder, folder_atomically, locked, parse_json, sha256
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
 from nnmpi.data.tables import read_cells, read_lines
@@ -266,7 +266,7 @@ def _fill(source: TextSource, folder: Path) -> None:
     tokenizer.save(folder)
 
 
-class Text(Samples):
+class Text(Settled, Samples, fixed="name sentences tokenizer classes context"):
     """A part of a text, in blocks or sentences; see the module.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.base.errors import DataError, UsageError
+from nnmpi.base.errors import DataError, Settled, UsageError
 from nnmpi.base.files import expand, foreign, read_json
 
 LIBRARY_FILE = "tokenizer.json"
@@ -33,7 +33,7 @@ MOST_TOKENS = 2**22  # fifteen times the largest vocabularies in use
 BYTES, CHARACTERS = "bytes", "characters"
 
 
-class Tokenizer(ABC):
+class Tokenizer(Settled, ABC, fixed="name end end_text vocabulary_size"):
     """Convert a text to tokens and back.
 
     Attributes:
@@ -178,7 +178,7 @@ class ByteTokenizer(Tokenizer):
         return _library_form(vocabulary, {"type": "BPE", "merges": []}, level, level)
 
 
-class CharacterTokenizer(Tokenizer):
+class CharacterTokenizer(Tokenizer, fixed="characters"):
     """One token per character, in sorted order; the next number is the end token.
 
     Args:

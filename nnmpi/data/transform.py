@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
-from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
 from nnmpi.data.dataset import Dataset
 
 
@@ -55,7 +55,7 @@ class Transform(Protocol):
         ...
 
 
-class Compose:
+class Compose(Settled):
     """Transforms in order: Compose([Shift(2), Flip(), Normalize.fit(train)])."""
 
     def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:

@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.base.errors import GraphError, Settled, UsageError
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
@@ -186,7 +186,7 @@ class PlannedLayer(Function):
         return (self.run.backward(self.layer, grad), *[None] * (len(self.needs) - 1))
 
 
-class RecomputedModel:
+class RecomputedModel(Settled, fixed="model budget store"):
     """A model whose passes stay within a memory budget by recomputation.
 
     The budget counts all arrays that a pass makes, from its input to the parameters' gradients:
@@ -333,7 +333,7 @@ class RecomputedModel:
         if group is not None:
             costs = _most_costs(group.gather([list(astuple(cost)) for cost in costs]))
             self.bandwidth = min(group.gather(self.bandwidth))
-        self.plans = OptimalPlans(costs)
+        vars(self)["plans"] = OptimalPlans(costs)
         with together():
             self.plan = self.find_plan(
                 self.plans.all

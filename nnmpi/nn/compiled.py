@@ -17,8 +17,9 @@ A replay repeats the recorded calls on the recorded arrays. Its results are bit 
 eager step (of inputs in C order; others are copied to it). Everything that Python computes by
 itself is constant after the recording: a branch, a loop's length, a number, NumPy outside of
 operations. A replay detects new values in the same arrays, frozen parameters, a model initialized
-again, and a `DataParallel` made or released. It does not detect that a layer, Parameter, buffer or
-optimizer was replaced by another object.
+again, a `DataParallel` made or released, and another number, text or flag in an attribute of a
+module, such as `dropout.p`. It does not detect that a layer, Parameter, buffer or optimizer was
+replaced by another object.
 
 On a device a replay makes the same calls of the array library and of nnmpi's kernels, one by one.
 It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each result has its own
@@ -38,7 +39,7 @@ from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import Settled, ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import grad_enabled, kind_of
 from nnmpi.tensor.operand import values_of, values_or_refuse
@@ -48,7 +49,7 @@ from nnmpi.tensor.tensor import Tensor
 MOST_RECORDINGS = 16
 
 
-class Compiled:
+class Compiled(Settled, fixed="pool"):
     """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
@@ -183,7 +184,8 @@ def compile(step: Callable[..., Any]) -> Compiled:
     """Return a step that is recorded once per input shape and replayed afterwards.
 
     The step gets Tensors; reading their values (`item`, comparisons) is an error. Values may change
-    between steps through the arguments, the parameters, the optimizer's settings, and `nn.training`
+    between steps through the arguments, the parameters, `optimizer.lr`, settings of layers (then
+    the step is recorded again), and `nn.training`
     (entered outside of the step if its `step` changes). Everything else stays as recorded. Dropout,
     batch normalization, several losses and a `DataParallel` may be in the step. `Worker` compiles
     by itself.

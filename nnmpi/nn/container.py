@@ -86,7 +86,7 @@ def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
     )
 
 
-class Stash(Module):
+class Stash(Module, fixed="name"):
     """Returns x, and stashes it for the `Pop` of the same name later in the same `Sequential`."""
 
     def __init__(self, name: str) -> None:
@@ -97,7 +97,7 @@ class Stash(Module):
         return x
 
 
-class Pop(Module):
+class Pop(Module, fixed="name"):
     """x + shortcut(stashed), for the `Stash` of the same name.
 
     Args:

@@ -176,7 +176,7 @@ def _channels(name: str, in_channels: int, out_channels: int, groups: int) -> tu
     return in_channels, out_channels, groups
 
 
-class Pool2d(Module):
+class Pool2d(Module, fixed="over"):
     """Pooling: (batch, height, width, channels) -> (batch, out_h, out_w, channels).
 
     Args:

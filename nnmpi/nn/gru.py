@@ -43,7 +43,7 @@ class GRULayer(Module):
         return stack(result, 1)
 
 
-class GRU(Module):
+class GRU(Module, fixed="hidden_size"):
     """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of

@@ -32,11 +32,12 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import recorded_input
+from nnmpi.backend.recording import active, recorded_input
 from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
     GraphError,
+    Settled,
     UninitializedError,
     UsageError,
     raise_missing,
@@ -107,7 +108,7 @@ def _put(values: Mapping[Buffer, Array]) -> None:
         buffer.data = value
 
 
-class Module:
+class Module(Settled):
     """A part of a model. See `nn.module` for how to write one.
 
     Attributes:
@@ -157,6 +158,9 @@ class Module:
             DtypeError: for a list of numbers, which has no dtype.
             GraphError: for None as the first input, if `forward` fails for it.
         """
+        recorder = active()
+        if recorder is not None and id(self) not in recorder.owners:
+            recorder.owners.update((id(module), module) for _, module in self.named_modules())
         try:
             result = self.forward(
                 *map(_input, inputs), **{name: _input(x) for name, x in named.items()}
@@ -173,14 +177,37 @@ class Module:
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (is_array(value) or type(value) is Tensor) and isinstance(
-            self.__dict__.get(name), Parameter
-        ):
+        held = self.__dict__
+        if name in ("links", "replayable"):
+            raise UsageError(f"{name} is read from the class; write it there, not to one module")
+        if name == "storage":
+            spans = value.spans if isinstance(value, FlatStorage) else ()
+            if {span.parameter for span in spans} != {*self.parameters()}:
+                raise UsageError(
+                    "a model's storage holds its own parameters; call model.initialize(seed=0)"
+                    " to make one"
+                )
+            held[name] = value
+            return
+        if name in ("sharding", "units") and "storage" in held:
+            raise UsageError(
+                f"{name} is read when a model is arranged, but this one is arranged and has its"
+                " values; build it again, and set it before that"
+            )
+        if "_part" in held and name in held:
+            raise UsageError(
+                f"this {type(self).__name__} is sharded over ranks, and its part on this rank is"
+                f" used in its place; write to arrangement.model.get({held['_part']!r})"
+            )
+        if (is_array(value) or type(value) is Tensor) and isinstance(held.get(name), Parameter):
             # it would not be trained
             raise UsageError(
                 f"{name} is a parameter; write its values by {name}.data[...] = values"
             )
-        super().__setattr__(name, value)
+        if isinstance(value, STRUCTURE) and name not in self._read_once:
+            object.__setattr__(self, name, value)  # a part of the tree may have a new name
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # called only for missing attributes
@@ -439,6 +466,9 @@ class Module:
             setattr(self, attribute, part)
         else:
             raise UsageError(f"{type(self).__name__} has no module {name!r} that can be replaced")
+
+
+STRUCTURE = (Module, Parameter, Buffer, list, tuple, dict)
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:

@@ -16,7 +16,7 @@ from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.tensor import Tensor
 
 
-class CausalSelfAttention(Module):
+class CausalSelfAttention(Module, fixed="features heads units"):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.
 
     Vaswani et al., "Attention is all you need", 2017. One linear layer computes queries, keys and

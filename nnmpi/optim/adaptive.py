@@ -35,7 +35,7 @@ def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: A
     xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
 
 
-class Adam(Optimizer):
+class Adam(Optimizer, fixed="betas eps decouples"):
     """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.
 
         g = gradient + weight_decay * w
@@ -146,7 +146,7 @@ class AdamW(Adam):
         super().__init__(storage, lr, betas, eps, weight_decay)
 
 
-class RMSprop(Optimizer):
+class RMSprop(Optimizer, fixed="eps momentum square"):
     """RMSprop (Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012).
 
         g = gradient + weight_decay * w
@@ -222,7 +222,7 @@ class Adagrad(RMSprop):
         self.factors = (1.0, 1.0)
 
 
-class Adadelta(Optimizer):
+class Adadelta(Optimizer, fixed="rho eps"):
     """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
 
         v = rho * v + (1 - rho) * g * g             slots "v" and "u", initially zeros

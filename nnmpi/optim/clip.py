@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace
 from nnmpi.backend.recording import record_call, refuse
-from nnmpi.base.errors import CheckpointError, UsageError, number
+from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
 
 # Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
@@ -150,7 +150,7 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     return total
 
 
-class LossScale:
+class LossScale(Settled):
     """A dynamic loss scale.
 
     Args:

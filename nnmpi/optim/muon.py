@@ -54,7 +54,7 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
     return x if x.shape == matrix.shape else x.T
 
 
-class Muon(AdamW):
+class Muon(AdamW, fixed="momentum"):
     """Muon for matrices (parameters of two axes except embedding tables), AdamW for the rest.
 
     >>> import nnmpi

@@ -28,7 +28,7 @@ from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call
-from nnmpi.base.errors import DtypeError, ShapeError, UsageError, number, raise_missing
+from nnmpi.base.errors import DtypeError, Settled, ShapeError, UsageError, number, raise_missing
 from nnmpi.base.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -76,7 +76,7 @@ class Storage(Protocol):
         """Return the slices of `data` that updates must not change, nor their state."""
 
 
-class Arrays:
+class Arrays(Settled, fixed="groups known_groups"):
     """A storage made of plain lists of arrays.
 
         optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
@@ -119,7 +119,7 @@ class Arrays:
         return []
 
 
-class Optimizer(ABC):
+class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elementwise"):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
@@ -132,12 +132,14 @@ class Optimizer(ABC):
             with the state.
         weight_decay: the decay of each buffer, in the storage's order.
         elementwise: whether the class updates each element independently of the others.
+        run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
         ranks: the ranks with the same storage that divide the updates of matrices (see `muon`); a
             strategy sets it.
     """
 
     elementwise: ClassVar[bool] = True
     ranks: Any = None
+    run_id: str | None = None
     if not TYPE_CHECKING:
         __getattr__ = raise_missing
 
@@ -337,8 +339,7 @@ class Optimizer(ABC):
             UsageError, DtypeError: as for a new optimizer.
         """
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other.storage = storage
+        vars(other).update(vars(self), storage=storage)
         other.move()
         return other
 

@@ -12,13 +12,15 @@ has state.
                                                         500        10000
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
-from nnmpi.base.errors import UsageError, check_int, check_ints, number
+from nnmpi.base.errors import Settled, UsageError, check_int, check_ints, number
 
 RateSchedule: TypeAlias = Callable[[int], float]
 
@@ -118,14 +120,16 @@ class OneCycle:
         return b + (a - b) * (1 + math.cos(math.pi * share)) / 2
 
 
-class ReduceOnPlateau:
+class ReduceOnPlateau(Settled):
     """Reduce the rate when a loss stops falling; for a loop of your own, since it has state.
 
     Args:
         lr: the initial rate.
         factor: multiplies the rate after more than `patience` losses in a row without improvement.
         patience: the number of losses without improvement to tolerate.
-        threshold: an improvement is a loss below (1 - threshold) * the lowest so far.
+        threshold: an improvement is a loss below the lowest so far by more than this share of it.
+
+    Give it to `nnmpi.save` and `nnmpi.resume` with the model: `plateau=plateau`.
 
     Example:
         >>> rate = optim.ReduceOnPlateau(0.1, patience=0)
@@ -143,13 +147,35 @@ class ReduceOnPlateau:
 
     def __call__(self, loss: float) -> float:
         """Return the rate from now on, after an epoch with this loss."""
-        if loss < self.best * (1 - self.threshold):
+        if self.best == math.inf or loss < self.best - self.threshold * abs(self.best):
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
         if self.waited > self.patience:
             self.lr, self.waited = self.lr * self.factor, 0
-        return self.lr
+        return PlateauRate(self)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
+        best = None if self.best == math.inf else self.best
+        return {"lr": self.lr, "best": best, "waited": self.waited}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
+        self.lr, best, self.waited = (state[name] for name in ("lr", "best", "waited"))
+        self.best = math.inf if best is None else best
+
+
+class PlateauRate(float):
+    """The rate of a `ReduceOnPlateau`, which `nnmpi.save` finds by it."""
+
+    plateau: ReduceOnPlateau
+
+    def __new__(cls, plateau: ReduceOnPlateau) -> Self:
+        """Return the present rate."""
+        rate = super().__new__(cls, plateau.lr)
+        rate.plateau = plateau
+        return rate
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from nnmpi.optim.optimizer import (
 )
 
 
-class SGD(Optimizer):
+class SGD(Optimizer, fixed="momentum nesterov"):
     """Gradient descent, with the same numbers as torch.optim.SGD (dampening 0).
 
         g = gradient + weight_decay * w

@@ -23,8 +23,9 @@ A synchronization (`Averaging.synchronize`) gives all ranks the same weights and
 state. Models are evaluated and saved there.
 
 DiLoCo uses the mean displacement since the last average as a gradient, and an outer optimizer, SGD
-with Nesterov momentum, takes a step with it. Its state is the weights of the last average and the
-momentum, both equal on all ranks.
+with Nesterov momentum, takes a step with it. Its state is the displacement and the momentum, both
+equal on all ranks. Between two runs the displacement is kept instead of the weights of the last
+average, so that what a user does to the weights in between is no displacement.
 
     weights   a --- steps of each rank ---> w_i,   mean w      outer gradient  d = a - w
     outer     b = momentum * b + d                             a = a - lr * (d + momentum * b)
@@ -40,7 +41,7 @@ centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
 
@@ -164,8 +165,28 @@ class LocalSGD(Averaging):
         self.outer_lr = number("outer_lr", outer_lr)
         self.outer_momentum = number("outer_momentum", outer_momentum, 1)
         if (outer_lr, outer_momentum) != (1, 0):
-            optimizer.extra_slots["outer_weights"] = [item.copy() for item in storage.data]
-            optimizer.extra_slots["outer_momentum"] = [item * 0 for item in storage.data]
+            for name in ("outer_displacement", "outer_momentum"):
+                optimizer.extra_slots[name] = [item * 0 for item in storage.data]
+        self.begin()
+
+    def begin(self) -> None:
+        """See `Averaging.begin`."""
+        super().begin()
+        moved = self._outer("displacement")
+        # the weights of the last average, as far from the present ones as they were
+        self._anchors = [now + by for now, by in zip(self.storage.data, moved, strict=False)]
+
+    def synchronize(self) -> float:
+        """See `Averaging.synchronize`."""
+        apart = super().synchronize()
+        moved = self._outer("displacement")
+        for by, anchor, now in zip(moved, self._anchors, self.storage.data, strict=False):
+            by[...] = anchor - now
+        return apart
+
+    def _outer(self, name: str) -> list[Array]:
+        """Return DiLoCo's state of this name; empty for local SGD."""
+        return self.optimizer.extra_slots.get(f"outer_{name}", [])
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization."""
@@ -187,15 +208,14 @@ class LocalSGD(Averaging):
             self._step_outside()
 
     def _step_outside(self) -> None:
-        saved = self.optimizer.extra_slots
-        for now, before, momentum in (
-            zip(self.storage.data, *saved.values(), strict=True) if saved else ()
-        ):
-            grad = before - now
-            momentum *= self.outer_momentum
-            momentum += grad
-            now -= self.outer_lr * (grad + self.outer_momentum * momentum) - grad
-            before[...] = now
+        state = self._anchors, self._outer("momentum")
+        with keep_frozen(self.storage, *state):
+            for now, anchor, momentum in zip(self.storage.data, *state, strict=False):
+                grad = anchor - now
+                momentum *= self.outer_momentum
+                momentum += grad
+                now -= self.outer_lr * (grad + self.outer_momentum * momentum) - grad
+                anchor[...] = now
 
 
 class Gossip(Averaging):
@@ -226,9 +246,13 @@ class Gossip(Averaging):
 
 
 @contextmanager
-def keep_frozen(storage: FlatStorage) -> Iterator[None]:
-    """Keep frozen parameters bit for bit: averaging equal numbers may round."""
-    parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
+def keep_frozen(storage: FlatStorage, *state: Sequence[Array]) -> Iterator[None]:
+    """Keep frozen parameters, and their state, bit for bit: averaging equal numbers may round."""
+    parts = [
+        arrays[buffer][part]
+        for arrays in filter(None, (storage.data, *state))
+        for buffer, part in storage.frozen()
+    ]
     saved = [part.copy() for part in parts]
     yield
     for part, values in zip(parts, saved, strict=True):

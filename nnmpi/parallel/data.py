@@ -15,13 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import NoReturn
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import record_call
-from nnmpi.base.errors import CommError, DeviceError, NnmpiError, UsageError, check_int, counted
+from nnmpi.base.errors import (
+    CommError,
+    DeviceError,
+    NnmpiError,
+    Settled,
+    UsageError,
+    check_int,
+    counted,
+)
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
@@ -34,7 +43,7 @@ from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
-class Replicas:
+class Replicas(Settled, fixed="model group storage shares_batches released notice"):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
     Parameters and buffers become those of rank 0. Batch normalization takes its statistics over all
@@ -63,9 +72,9 @@ class Replicas:
 
     def __init__(self, model: Module, group: Group, runs_backward: bool = True) -> None:
         self.model, self.group, self.storage = model, group, model.storage
-        # whether the running backward pass is the last microbatch's; None between passes
-        self._last: bool | None = None
-        self._summed = False  # whether the gradients are a finished step's sums
+        # last: whether the running backward pass is the last microbatch's; None between passes
+        # summed: whether the gradients are a finished step's sums
+        self._now = SimpleNamespace(last=None, summed=False)
         self.released = False
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
@@ -133,25 +142,25 @@ class Replicas:
         """
         self.check_not_released()
         self.storage.finish_gradients()
-        self._summed = True
+        self._now.summed = True
 
     def begin_pass(self, last: bool) -> None:
         """Begin a pass; refuse it if its gradients would be added to another step's."""
         self.check_not_released()
-        if self._summed and self.storage.has_gradients:
+        if self._now.summed and self.storage.has_gradients:
             raise UsageError(
                 "the gradients of the last step are still there, summed over the ranks; call"
                 " model.zero_grad() before each step (and backward(..., last=False) for all but the"
                 " last of a step's losses)"
             )
-        self._summed, self._last = False, last
+        self._now.summed, self._now.last = False, last
 
     def finish_pass(self) -> None:
         """End a complete pass: a hook for subclasses that sum units."""
 
     def end_pass(self) -> None:
         """End a pass, complete or ended by an exception."""
-        self._last = None
+        self._now.last = None
 
     def sum_losses(self, losses: Mapping[int, float], group: Group) -> float:
         """Return this rank's part of the sum of all losses, given those of its microbatches.
@@ -184,7 +193,7 @@ class Replicas:
 
         A second call does nothing.
         """
-        self.released = True
+        object.__setattr__(self, "released", True)
         for span in self.storage.spans:
             span.parameter.hook = span.parameter.guard = None
         for _, module in self.model.named_modules():
@@ -193,7 +202,7 @@ class Replicas:
 
     def _check_pass(self) -> None:
         """Refuse a backward pass outside of `backward`: its gradients would stay unsummed."""
-        if self._last is None:
+        if self._now.last is None:
             raise UsageError(
                 "this model's gradients must be summed over ranks: call parallel.backward(loss,"
                 " samples) instead of loss.backward(), or parallel.release() first"
@@ -217,7 +226,7 @@ class Replicas:
         return total
 
 
-class DataParallel(Replicas):
+class DataParallel(Replicas, fixed="exchange"):
     """Data parallelism: `backward` sums the gradients over the ranks, in buckets. Collective.
 
     With "shared" or "auto" the gradients move to memory that the ranks of a node share, if
@@ -336,7 +345,7 @@ class DataParallel(Replicas):
             _unshare_gradients(self.storage, self.group, self._shared)
 
     def _final(self, number: int, _: Parameter) -> None:
-        if self._last:
+        if self._now.last:
             self.before_sum(number)
             self.reduce([number])
 

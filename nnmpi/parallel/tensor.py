@@ -345,8 +345,9 @@ class ModelWalk:
             name, layout.placement, layout.shape, self._sharding(module), self.sharder, units
         )
         placed = place(module, context)
-        if placed[0] is module:
+        if any(item is module for _, item in placed[0].named_modules()):
             return placed
+        vars(module)["_part"] = name  # which refuses to write to the module from now on
         elsewhere = [
             key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement
         ]

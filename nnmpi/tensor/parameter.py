@@ -21,7 +21,14 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call
-from nnmpi.base.errors import GraphError, ShapeError, UninitializedError, UsageError, raise_missing
+from nnmpi.base.errors import (
+    GraphError,
+    Settled,
+    ShapeError,
+    UninitializedError,
+    UsageError,
+    raise_missing,
+)
 from nnmpi.base.shard import Region
 from nnmpi.tensor.function import Version
 from nnmpi.tensor.tensor import Tensor
@@ -170,7 +177,7 @@ class Span:
     stop: int
 
 
-class FlatStorage:
+class FlatStorage(Settled, fixed="spans groups apart dtype version"):
     """The flat arrays of a model and the location of each parameter in them.
 
     Args:

@@ -37,6 +37,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
+from uuid import uuid4
 
 import numpy as np
 
@@ -404,14 +405,16 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the original data, or start a new"
             " run with another --out"
         )
-    _read(last, trainer.state())
+    _read(last, trainer)
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
         trainer.load_scalars(last.values["optimizer"])
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 
-def _read(last: Checkpoint, arrays: ModelAndState) -> None:
+def _read(last: Checkpoint, training: Training) -> None:
     """Restore model and optimizer from a checkpoint, or change nothing. Collective."""
+    training.check_scalars(last.values["optimizer"], last.folder)
+    arrays = training.state()
     sources = [source_of(last.model), source_of(last.optimizer)]
     for array, (_, specs, file) in zip(arrays, sources, strict=True):
         # both are checked before either is changed
@@ -427,17 +430,21 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
     """Save a checkpoint of your own loop: weights, optimizer state, position. Collective.
 
         nnmpi.save("checkpoints", worker, epoch=epoch + 1)
+        nnmpi.save("checkpoints", worker, loader=loader, plateau=plateau)
 
-    The write is atomic: a kill leaves older checkpoints intact. Any layout reads the checkpoint.
+    The write is atomic: a kill leaves older checkpoints intact. Any layout reads the checkpoint. A
+    folder holds the checkpoints of one run.
 
     Args:
         folder: of the checkpoints, created if missing; each is named after the optimizer's steps.
         loop: a `Worker`; or (model, optimizer, group), with both replicated on the group's ranks.
         keep: the number of newest checkpoints to keep.
-        position: in the data, as numbers and strings, which `resume` returns.
+        position: in the data, as numbers and strings, which `resume` returns; and objects with
+            `state` and `load`, such as a Loader or ReduceOnPlateau, which `resume` restores.
 
     Raises:
-        UsageError: on all ranks, for values that JSON cannot hold, and to keep none.
+        UsageError: on all ranks, for values that JSON cannot hold, to keep none, for a folder with
+            another run's checkpoints, and for a rate of a ReduceOnPlateau that is not saved.
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
 
     Example:
@@ -449,6 +456,8 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         {'epoch': 1}
     """
     check_int("keep", keep)
+    objects = {name: item for name, item in position.items() if hasattr(item, "load")}
+    position |= {name: item.state() for name, item in objects.items()}
     try:
         json.dumps(position, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -460,26 +469,58 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         MetricsRecorder(None) as recorder,
         Saver(Path(folder), recorder, training.group, keep) as saver,
     ):
-        values = {"optimizer": training.scalars(), "place": position}
+        optimizer, group = training.optimizer, training.group
+        plateau = getattr(optimizer.lr, "plateau", None)
+        if plateau is not None and all(item is not plateau for item in objects.values()):
+            raise UsageError(
+                "the learning rate is that of a ReduceOnPlateau, whose losses would be forgotten;"
+                " give it to save and to resume: plateau=plateau"
+            )
+        optimizer.run_id = on_root(group, partial(_claim, Path(folder), optimizer.run_id))
+        values = {
+            "run": optimizer.run_id,
+            "optimizer": training.scalars(),
+            "place": position,
+            "objects": list(objects),
+        }
         saver.save(training, training.optimizer.steps, values)
         saver.wait()
 
 
-def resume(folder: str | Path, loop: Trained) -> dict[str, Any]:
+def _claim(folder: Path, run_id: str | None) -> str:
+    """Return the number of the run that saves into a folder: a new one for a run without.
+
+    Raises:
+        UsageError: for a folder with checkpoints of another run, which this run's would replace.
+    """
+    for item in steps(folder):
+        owner = run_id  # a damaged one may be replaced by a run that has resumed
+        with suppress(OSError, ValueError):
+            owner = read_json(item / STATE_FILE).get("run", "")
+        if run_id is None or owner != run_id:
+            raise UsageError(
+                f"{folder} has checkpoints of another run, which this one would replace; continue"
+                " it by nnmpi.resume(folder, loop) before the first step, or give another folder"
+            )
+    return uuid4().hex if run_id is None else run_id
+
+
+def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
     """Restore the last intact checkpoint of `save`, and return its position; {} if none. Collective.
 
     The loop then computes the same bits as an uninterrupted one: dropout depends on the optimizer's
-    steps, and the order of the data on seed and epoch.
+    steps, and the order of the data on seed and epoch. The learning rate is the checkpoint's.
 
         position = nnmpi.resume("checkpoints", worker)
         for epoch in range(position.get("epoch", 0), 20): ...
 
     Args:
         folder, loop: see `save`.
+        objects: those that `save` got, by the same names; they are restored, too.
 
     Raises:
         CheckpointError: on all ranks, when all are damaged, the checkpoint does not fit the model,
-            or the train command wrote it; nothing is changed then.
+            the optimizer or the objects, or the train command wrote it; nothing is changed then.
 
     Example:
         >>> model = models.mlp((4,), 3).initialize(seed=0)
@@ -501,9 +542,19 @@ def resume(folder: str | Path, loop: Trained) -> dict[str, Any]:
             return {}
         for notice in last.notices if training.group.is_root else ():
             warnings.warn(notice, stacklevel=2)
-        _read(last, training.state())
+        saved, place = last.values.get("objects", []), dict(last.values["place"])
+        if {*saved} != {*objects}:
+            had, has = (", ".join(sorted(names)) or "nothing" for names in (saved, objects))
+            raise CheckpointError(
+                f"{last.folder} was saved with {had} besides the loop, but resume got {has}; give"
+                " both the same objects by the same names"
+            )
+        _read(last, training)
         training.load_scalars(last.values["optimizer"])
-        return dict(last.values["place"])
+        training.optimizer.run_id = last.values.get("run", "")
+        for name, item in objects.items():
+            item.load(place.pop(name))
+        return place
 
 
 @contextmanager

@@ -55,6 +55,7 @@ from nnmpi.train.build import dropout_of, heads_of
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
+    Checkpoint,
     RunState,
     Saver,
     find,
@@ -393,6 +394,8 @@ class Loop:
         run, state = self._run, self._on_time()
         best = run.config.run.keep_best and state.best_step == state.step
         values = state_values(run.trainer, state)
+        if state.step:
+            values["rate"] = run.schedule(state.step - 1)
         self._saver.save(run.trainer, state.step, values, run.metadata(), best)
         self._saved_step = state.step
 
@@ -472,6 +475,8 @@ def begin(
             raise CheckpointError(
                 f"{folder.checkpoints}: the last one is after batch {shortened(str(state.batch))}"
             )
+        if resuming and state.step < run.extent.steps:
+            notices.extend(_changed_rate(run, last, state.step))
         if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_continue(run)}"]
 
@@ -504,6 +509,17 @@ def begin(
             if chosen is not None:
                 console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
             console.say(f"curves: nnmpi report {quote(str(folder.path))}")
+
+
+def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[str]:
+    """Return a line if the schedule is no longer the one of a checkpoint, as with other --epochs."""
+    before = last.values.get("rate") if last is not None else None
+    if before is None or before == run.schedule(step - 1):
+        return []
+    return [
+        f"the learning rate follows another schedule, of {run.extent.steps} steps: step {step} had"
+        f" the rate {before:.4g}, and step {step + 1} has {run.schedule(step):.4g}"
+    ]
 
 
 def _how_to_continue(run: TrainingRun) -> str:

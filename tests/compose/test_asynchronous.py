@@ -20,6 +20,7 @@ from tests.compose.asynchronous_runs import (
     loader_of,
     make,
     name_of,
+    rate,
     skip_unless_fitting,
     train,
 )
@@ -150,3 +151,36 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
 def _taken(group: Group) -> Module:
     """Return a model that another worker has."""
     return make(group, Sync("asp")).model
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize(
+    "sync",
+    [*EVERY_MODE, Sync("local", local_steps=2, outer_lr=0.7, outer_momentum=0.9)],
+    ids=lambda sync: f"{name_of(sync)}-{sync.outer_momentum}",
+)
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_what_is_done_to_frozen_weights_between_two_runs_survives(
+    group: Group, sync: Sync, name: str
+) -> None:
+    skip_unless_fitting(group, sync)
+    worker = make(group, sync, name)
+    loader = loader_of(group, worker.model)
+    worker.run(loader, 0, 0, BATCHES - 1, 0, rate)
+    parameter = next(iter(worker.model.parameters()))
+    parameter.requires_grad = False
+    parameter.data[...] = 0.25
+    worker.run(loader, 1, 0, BATCHES - 1, BATCHES - 1, rate)
+    worker.release()
+    assert all(group.gather(bool((parameter.data == 0.25).all())))
+
+
+@pytest.mark.simulated(max_size=4)
+def test_what_is_done_to_weights_between_two_runs_is_no_step_of_diloco(group: Group) -> None:
+    worker = make(group, Sync("local", local_steps=2, outer_lr=0.7))
+    loader, parameter = loader_of(group, worker.model), next(iter(worker.model.parameters()))
+    worker.run(loader, 0, 0, 4, 0, rate)
+    parameter.data[...] = 0.25
+    worker.run(loader, 0, 4, 6, 4, lambda step: 0.0)
+    worker.release()
+    assert all(group.gather(bool(np.allclose(parameter.data, 0.25, rtol=1e-12, atol=0))))

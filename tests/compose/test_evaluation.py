@@ -54,6 +54,7 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     if kind == "worker":
         pairs = [(batch.x, batch.y) for batch in batches.epoch(0)]
         assert worker.evaluate(pairs).loss == report.loss
+        assert worker.evaluate([[x, y] for x, y in pairs]).loss == report.loss
         assert worker.evaluate(next(batches.epoch(0))).samples > 0
     worker.release()
     result = (report.loss, report.accuracy)

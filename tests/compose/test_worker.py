@@ -14,6 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
+from tests.compose.small_runs import dataset
 from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told
 
@@ -265,7 +266,57 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
 )
 def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     def main(group: Group) -> None:
-        step(make(group, Layout()), SAMPLE)
+        step(make(group, Layout()), np.zeros((2, 6)))
 
     with pytest.raises((UsageError, ShapeError), match=text):
         nnmpi.simulate(main, ranks=1)
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"zero": stage} for stage in range(4)),
+        {"dp": 1, "schedule": "1f1b"},
+        {"dp": 1, "schedule": "pipedream"},
+        {"reduction": "fixed"},
+    ],
+    ids=str,
+)
+def test_what_is_done_to_weights_between_two_runs_survives(
+    group: Group, options: dict[str, Any]
+) -> None:
+    """Frozen ones stay, with momentum and decay; others begin where they were set to."""
+    pipelined = "schedule" in options
+    options = options | ({"pp": group.size, "split": (1,) * group.size} if pipelined else {})
+    layers = [nn.Linear(6, 6) for _ in range(max(group.size, 2) - 1)]
+    if pipelined and group.size == 1:
+        options |= {"schedule": "1f1b", "split": "auto"}
+    where = nnmpi.arrange(
+        nn.Sequential(*layers, nn.Linear(6, 3)), group, Layout(**options), np.zeros((2, 6))
+    )
+    model = where.model.initialize(seed=0, storage=where.storage)
+    worker = Worker(model, optim.AdamW(model.storage, lr=0.1), group, arrangement=where)
+    loader = Loader(
+        dataset(),
+        12,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=4,
+        whole_microbatches=options.get("reduction") == "fixed",
+    )
+    worker.run(loader, 0, 0, 3, 0, lambda step: 0.1)
+    parameters = [*model.parameters()] if worker.model.storage.data else []
+    if parameters and not parameters[0].data.flags.writeable:  # ZeRO 3's, in a slot
+        parameters = []
+    for parameter in parameters:
+        parameter.data[...] = 0.25
+        parameter.requires_grad = parameter is not parameters[0]
+    worker.run(loader, 1, 0, 2, 3, lambda step: 0.0)
+    same = [bool((parameter.data == 0.25).all()) for parameter in parameters]
+    worker.run(loader, 1, 2, 4, 5, lambda step: 0.1)
+    kept = [bool((parameter.data == 0.25).all()) for parameter in parameters]
+    worker.release()
+    where.free()
+    assert all(same)
+    assert kept == [True] * bool(parameters) + [False] * (len(parameters) - 1)

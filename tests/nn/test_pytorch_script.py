@@ -187,7 +187,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 
 def test_a_parameter_is_not_replaced_by_values() -> None:
     """Which would compute, and not be trained."""
-    layer: Any = nn.Linear(2, 3)
+    layer: Any = type("Mine", (nn.Linear,), {})(2, 3)
     for values in (np.zeros((2, 3), np.float32), nnmpi.Tensor(np.zeros((2, 3), np.float32))):
         with pytest.raises(UsageError, match=r"write its values by weight.data\[...\] = values"):
             layer.weight = values

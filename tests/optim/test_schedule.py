@@ -1,5 +1,6 @@
 """Schedules stay within their bounds at every step, and meet where they should."""
 
+import json
 import math
 
 import pytest
@@ -123,3 +124,16 @@ def test_a_plateau() -> None:
     ]
     rate = ReduceOnPlateau(1.0, patience=0, threshold=0)  # the same loss is none below it
     assert [rate(loss) for loss in (2, 2)] == [1, 0.1]
+    rate = ReduceOnPlateau(1.0, patience=1)  # losses below 0, which rise, or fall by too little
+    losses = (-1, -0.9, -0.8, -1.00001, -1.00002, -2, -2)
+    assert [rate(loss) for loss in losses] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.01])
+
+
+def test_a_plateau_goes_on_from_its_state() -> None:
+    first, losses = ReduceOnPlateau(1.0, patience=1), (3.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+    for cut in range(len(losses)):
+        first, second = ReduceOnPlateau(1.0, patience=1), ReduceOnPlateau(1.0, patience=1)
+        for loss in losses[:cut]:
+            first(loss)
+        second.load(json.loads(json.dumps(first.state())))
+        assert [second(loss) for loss in losses[cut:]] == [first(loss) for loss in losses[cut:]]

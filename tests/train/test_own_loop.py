@@ -17,6 +17,9 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import training
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.adaptive import AdamW
+from nnmpi.optim.muon import Muon
+from nnmpi.optim.schedule import ReduceOnPlateau
 from nnmpi.optim.updates import Adam
 from nnmpi.parallel.data import DataParallel
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, resume, save, steps
@@ -112,3 +115,97 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
         CheckpointError, match="is from the train command; continue it with --resume"
     ):
         resume(folder, loop)
+
+
+@pytest.mark.simulated(max_size=2)
+def test_a_run_that_did_not_resume_removes_nothing(group: Group, tmp_path: Path) -> None:
+    """Whatever its steps are; one that has resumed goes on, in another folder, too."""
+    folder = group.share(str(tmp_path))
+    model, optimizer, _ = make(group, 0)
+    for optimizer.steps in (10, 20):
+        save(f"{folder}/old", (model, optimizer, group))
+    kept = [item.name for item in steps(Path(folder, "old"))]
+    other, fresh, _ = make(group, 1)
+    for fresh.steps in (0, 20, 30):
+        with pytest.raises(UsageError, match="another run, which this one would replace"):
+            save(f"{folder}/old", (other, fresh, group))
+    assert [item.name for item in steps(Path(folder, "old"))] == kept
+    resume(f"{folder}/old", (other, fresh, group))
+    fresh.steps = 25
+    for name in ("old", "new"):
+        save(f"{folder}/{name}", (other, fresh, group))
+    save(f"{folder}/own", (model, optimizer, group))
+    with pytest.raises(UsageError, match="another run"):
+        save(f"{folder}/own", (*make(group, 2)[:2], group))
+
+
+@pytest.mark.simulated(max_size=2)
+def test_state_of_another_optimizer_is_refused(group: Group, tmp_path: Path) -> None:
+    """Adam's is that of AdamW and Muon by its names and shapes, and means something else."""
+    folder = group.share(str(tmp_path / "adam"))
+    model, adam, _ = make(group, 0)
+    save(folder, (model, adam, group))
+    for kind in (AdamW, Muon):
+        with pytest.raises(CheckpointError, match=f"Adam, which {kind.__name__} would misread"):
+            resume(folder, (model, kind(model.storage), group))
+
+
+@pytest.mark.simulated(max_size=2)
+def test_the_rate_and_the_losses_behind_it_are_restored(group: Group, tmp_path: Path) -> None:
+    folder = group.share(str(tmp_path / "checkpoints"))
+
+    def run(first: int, stop: int, objects: bool = True) -> list[float]:
+        model, optimizer, _ = make(group, 0)
+        plateau = ReduceOnPlateau(0.1, patience=1)
+        loop, rates = (model, optimizer, group), list[float]()
+        if first:
+            resume(folder, loop, plateau=plateau)
+        for _ in range(first, stop):
+            optimizer.steps += 1
+            rates.append(optimizer.lr)
+            optimizer.lr = plateau(-1.0)
+        save(folder, loop, **({"plateau": plateau} if objects else {}))
+        return rates
+
+    with pytest.raises(UsageError, match="plateau=plateau"):
+        run(0, 1, objects=False)
+    first, second = run(0, 4), run(4, 9)
+    folder = group.share(str(tmp_path / "whole"))
+    assert run(0, 9) == first + second
+    model, optimizer, _ = make(group, 0)
+    with pytest.raises(CheckpointError, match="saved with plateau besides .* resume got nothing"):
+        resume(folder, (model, optimizer, group))
+    assert optimizer.steps == 0
+
+
+@pytest.mark.simulated(max_size=2)
+@pytest.mark.parametrize("at", [2, BATCHES - 1])
+def test_a_loader_goes_on_where_it_was(group: Group, tmp_path: Path, at: int) -> None:
+    """`for batch in loader`: in an epoch, and at its end; one that begins anew is refused."""
+    folder = group.share(str(tmp_path / "checkpoints"))
+
+    def run(seed: int, epochs: int, stop: int = -1, **given: Any) -> Any:
+        model, optimizer, loader = make(group, seed)
+        worker = Worker(model, optimizer, group)
+        objects = {"loader": loader} if given.get("gives", True) else {}
+        if seed:
+            resume(folder, worker, **objects)
+        try:
+            for _ in range(epochs):
+                for batch in loader:
+                    worker.step(batch)
+                    if (batch.epoch, batch.number) == (1, stop):
+                        save(folder, worker, **objects)
+                        return None
+        finally:
+            worker.release()
+        return model.state()
+
+    whole = run(0, 4)
+    run(0, 2, at)
+    result = run(1, 2 + (at < BATCHES - 1))
+    assert all(values.tobytes() == result[name].tobytes() for name, values in whole.items())
+    folder = group.share(str(tmp_path / "without"))
+    run(0, 2, at, gives=False)
+    with pytest.raises(UsageError, match=f"epoch 0 again, .* reached batch {at} of epoch 1"):
+        run(1, 2, gives=False)

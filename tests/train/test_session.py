@@ -445,6 +445,18 @@ def test_a_run_does_not_go_on_with_other_data(
     main(["--resume", str(run), "--max-steps", "9"], group)
 
 
+def test_a_run_that_goes_on_says_if_its_schedule_is_another_one(
+    train: Train, group: Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cosine ends with the run: with more epochs its rate rises again."""
+    run = train("--epochs 2 --stop-after 3")
+    for more, says in (([], False), (["--epochs", "3"], True), (["--epochs", "3"], False)):
+        capsys.readouterr()
+        main(["--resume", str(run), *more], group)
+        told = "the learning rate follows another schedule, of 6 steps: step 4 had the rate"
+        assert (told in capsys.readouterr().out) == (says and group.is_root)
+
+
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     train: Train, group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,7 @@ def part_of(layer: Module, kind: type[Module] | None = None, **attributes: Any) 
     """Return a layer's replacement, of its class or another, with some attributes changed."""
     made = object.__new__(kind or type(layer))
     vars(made).update(vars(layer), **attributes)
+    vars(made).pop("_part", None)
     return made
 
 

@@ -143,7 +143,7 @@ def _rows(images: Array, rows: range, present: range) -> Array:
     return images[:, rows.start - present.start : rows.stop - present.start]
 
 
-class RowsConv2d(Conv2d):
+class RowsConv2d(Conv2d, fixed="stride padding dilation"):
     """A convolution's shard of rows: (batch, own rows, w, in) -> (batch, own rows, out_w, out)."""
 
     group: Group

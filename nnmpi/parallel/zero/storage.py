@@ -197,6 +197,13 @@ class ShardedStorage(FlatStorage):
             rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(offsets.items())
         ]
 
+    def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
+        """See `FlatStorage._bind`; values in a slot, which a gather overwrites, are read-only."""
+        bound = super()._bind(span)
+        if self._rooms and self.stage == 3 and self._node is None and not is_device(bound[1]):
+            bound[1].flags.writeable = False
+        return bound
+
     def write(self, span: Span, value: Array) -> None:
         """See `FlatStorage.write`; in stage 3 this rank keeps its part alone."""
         if self.stage < 3:

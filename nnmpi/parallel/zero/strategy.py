@@ -45,7 +45,7 @@ class UnitEnd(Elementwise):
         return (grad,)
 
 
-class ShardedDataParallel(Replicas):
+class ShardedDataParallel(Replicas, fixed="stage"):
     """ZeRO: data parallelism whose ranks shard the training state. Collective.
 
         parallel = nnmpi.ShardedDataParallel(model, group, stage=3)
@@ -145,7 +145,7 @@ class ShardedDataParallel(Replicas):
 
     def begin_pass(self, last: bool) -> None:
         """See `Replicas.begin_pass`."""
-        if self._summed:  # another rank may still read sums that lie in this rank's gradients
+        if self._now.summed:  # another rank may still read sums that lie in this rank's gradients
             self.storage.wait_for_others()
         super().begin_pass(last)
         if self._at != NO_PASS:

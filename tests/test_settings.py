@@ -1,0 +1,396 @@
+"""What is written to a public object after it is made: followed, or refused in a sentence."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import data, memory, models, nn, ops, optim
+from nnmpi.base.errors import UsageError
+from nnmpi.comm.group import Group
+from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
+from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from nnmpi.optim.clip import LossScale
+from tests.harness.refusals import told
+
+pytestmark = pytest.mark.host_only("settings are read on the host")
+
+
+@cache
+def alone() -> Group:
+    return nnmpi.simulate(lambda group: group, 1)[0]
+
+
+def small(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), *more, nn.Linear(6, 3)).initialize(seed=0)
+
+
+def trained(make: Callable[..., Any], *more: Any) -> Any:
+    """Return a trainer of a small model."""
+    model = small()
+    return make(model, optim.SGD(model.storage, lr=0.1), alone(), *more)
+
+
+def optimizer(kind: type[optim.Optimizer]) -> Any:
+    return kind(small().storage, lr=0.1)  # type: ignore[call-arg]
+
+
+# Public classes: what makes an object of one, and the attributes that may be written to it. The
+# tests below try that each of them is followed; of layers the parts may be written, too.
+OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
+    nn.Linear: (lambda kind: kind(3, 2), ""),
+    nn.Conv2d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
+    nn.Conv1d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
+    nn.ConvTranspose2d: (lambda kind: kind(2, 4, 3), "options"),
+    nn.MaxPool2d: (lambda kind: kind(2), ""),
+    nn.AvgPool2d: (lambda kind: kind(2), ""),
+    nn.AdaptiveAvgPool2d: (lambda kind: kind(2), "output_size"),
+    nn.GlobalAvgPool2d: (lambda kind: kind(), ""),
+    nn.Upsample: (lambda kind: kind(2), "scale_factor"),
+    nn.BatchNorm: (lambda kind: kind(3), "eps momentum all_reduce observe"),
+    nn.LayerNorm: (lambda kind: kind(3), "eps"),
+    nn.RMSNorm: (lambda kind: kind(3), "eps"),
+    nn.GroupNorm: (lambda kind: kind(2, 4), "eps num_groups"),
+    nn.Dropout: (lambda kind: kind(), "p"),
+    nn.Dropout2d: (lambda kind: kind(), "p"),
+    nn.LSTM: (lambda kind: kind(2, 3, 2), ""),
+    nn.GRU: (lambda kind: kind(2, 3, 2), ""),
+    nn.CausalSelfAttention: (lambda kind: kind(4, 2), "causal dropout"),
+    nn.MultiheadAttention: (lambda kind: kind(4, 2), "causal dropout"),
+    nn.TransformerBlock: (lambda kind: kind(4, 2), ""),
+    nn.MixtureOfExperts: (lambda kind: kind(4, 3), "chooses all_reduce ranks exchange"),
+    nn.Embedding: (lambda kind: kind(3, 2), ""),
+    nn.TiedLinear: (lambda kind: kind(nn.Embedding(3, 2)), ""),
+    nn.Stash: (lambda kind: kind("a"), ""),
+    nn.Pop: (lambda kind: kind("a"), "shortcut"),
+    nn.Sequential: (lambda kind: kind(nn.Linear(3, 2)), ""),
+    nn.Residual: (lambda kind: kind(nn.ReLU()), "shortcut"),
+    nn.Branches: (lambda kind: kind(nn.ReLU(), nn.Tanh()), "join"),
+    nn.ReLU: (lambda kind: kind(), ""),
+    nn.LeakyReLU: (lambda kind: kind(), "negative_slope"),
+    nn.GELU: (lambda kind: kind(), "approximate"),
+    nn.SiLU: (lambda kind: kind(), ""),
+    nn.Tanh: (lambda kind: kind(), ""),
+    nn.Sigmoid: (lambda kind: kind(), ""),
+    nn.Softmax: (lambda kind: kind(), "dim"),
+    nn.Flatten: (lambda kind: kind(), ""),
+    nn.MSELoss: (lambda kind: kind(), "options"),
+    nn.L1Loss: (lambda kind: kind(), "options"),
+    nn.HuberLoss: (lambda kind: kind(), "options"),
+    nn.BCEWithLogitsLoss: (lambda kind: kind(), "options"),
+    nn.CrossEntropyLoss: (lambda kind: kind(), "options"),
+    nn.Normal: (lambda kind: kind(0.1), ""),
+    nn.Uniform: (lambda kind: kind(0.1), ""),
+    nn.Constant: (lambda kind: kind(0.1), ""),
+    nn.Units: (lambda kind: kind(2), ""),
+    **dict.fromkeys(
+        (optim.SGD, optim.Adam, optim.AdamW, optim.Muon, optim.Adadelta),
+        (optimizer, "lr steps ranks run_id"),
+    ),
+    optim.RMSprop: (optimizer, "lr steps ranks run_id factors"),
+    optim.Adagrad: (optimizer, "lr steps ranks run_id factors"),
+    optim.ConstantRate: (lambda kind: kind(0.1), ""),
+    optim.Cosine: (lambda kind: kind(0.1, 9), ""),
+    optim.StepDecay: (lambda kind: kind(0.1, 9), ""),
+    optim.MultiStep: (lambda kind: kind(0.1, (3, 6)), ""),
+    optim.OneCycle: (lambda kind: kind(0.1, 9), ""),
+    optim.Warmup: (lambda kind: kind(3, optim.ConstantRate(0.1)), ""),
+    optim.ReduceOnPlateau: (lambda kind: kind(0.1), "lr factor patience threshold best waited"),
+    optim.Arrays: (
+        lambda kind: kind([np.ones(2)], [np.ones(2)]),
+        "data grads moves node_shared distributed state_store",  # an optimizer refuses other arrays
+    ),
+    data.Loader: (
+        lambda kind: kind(rows(), 30),
+        "dataset batch_size seed rank world microbatches whole_microbatches shuffle partition"
+        " transform dtype workers",
+    ),
+    data.Dataset: (lambda kind: kind("mine", np.ones((2, 3)), np.array([0, 1]), 2), ""),
+    data.Compose: (lambda kind: kind(data.Flip()), "transforms"),
+    data.Flip: (lambda kind: kind(), ""),
+    data.Shift: (lambda kind: kind(1), ""),
+    data.Rotate: (lambda kind: kind(3), ""),
+    data.Cutout: (lambda kind: kind(2), ""),
+    data.ColorJitter: (lambda kind: kind(0.1), ""),
+    data.Normalize: (lambda kind: kind.fit(rows()), ""),
+    ByteTokenizer: (lambda kind: kind(), ""),
+    CharacterTokenizer: (lambda kind: kind("abc"), ""),
+    nnmpi.Layout: (lambda kind: kind(), ""),
+    nnmpi.Numerics: (lambda kind: kind(), ""),
+    nnmpi.GradientExchange: (lambda kind: kind(), ""),
+    nnmpi.Sync: (lambda kind: kind(), ""),
+    nnmpi.Group: (lambda kind: kind(alone().comm), "fit"),
+    nnmpi.Worker: (trained, ""),
+    nnmpi.AsynchronousWorker: (lambda kind: trained(kind, nnmpi.Sync("local")), "steps"),
+    # what the passes of a Worker write
+    nnmpi.DataParallel: (lambda kind: kind(small(), alone()), "before_sum microbatch"),
+    nnmpi.ShardedDataParallel: (lambda kind: kind(small(), alone()), "before_sum microbatch"),
+    SumError: (lambda kind: kind("mse"), ""),
+    SumCrossEntropy: (lambda kind: kind(), ""),
+    LabelLoss: (lambda kind: kind(ops.cross_entropy), ""),
+    LossScale: (lambda kind: kind(), "value good skipped"),
+    memory.RecomputedModel: (lambda kind: kind(small(), None), "plan bandwidth"),
+    type(nnmpi.compile(abs)): (lambda kind: kind(abs), "calls"),
+}
+# of arrays and of what has happened, and what others implement or a function makes
+OTHERS = {
+    *(nnmpi.NnmpiError, nnmpi.Tensor, nn.Parameter, nn.Buffer, nn.Module, nn.Sharding),
+    *(optim.Optimizer, optim.Storage, data.Batch, data.Tokenizer, data.Transform),
+    *(data.Text, data.TextSource, memory.MemoryReport),
+}
+# which of every layer may be written: those of a tree, of its names and of its shards
+OF_MODULES = {"path", "sharding", "units", "storage"}
+
+
+@cache
+def rows() -> data.Dataset:
+    return data.load("digits")[0]
+
+
+def public(thing: Any) -> Iterator[str]:
+    """Yield the names of the public attributes of an object, of its class too, but methods."""
+    for name in dir(thing):
+        item = getattr(type(thing), name, None)
+        if name[0] != "_" and (isinstance(item, property) or not callable(item)):
+            yield name
+
+
+def written(thing: Any) -> set[str]:
+    """Return the names of the attributes to which their own value can be written."""
+    names = set()
+    for name in public(thing):
+        try:
+            value = getattr(thing, name)
+            setattr(thing, name, value)
+        except (AttributeError, UsageError) as error:
+            assert name in str(error) or "has" in str(error)
+        else:
+            if not isinstance(value, nn.Module | nn.Parameter | nn.Buffer | list):
+                names.add(name)
+    return names
+
+
+def test_no_public_class_is_left_out() -> None:
+    found = {
+        value
+        for package in (nnmpi, nn, optim, data, memory)
+        for name in package.__all__
+        if inspect.isclass(value := getattr(package, name)) and value.__module__[:5] == "nnmpi"
+    }
+    assert found <= OBJECTS.keys() | OTHERS
+
+
+@pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
+def test_an_attribute_is_followed_or_cannot_be_written(kind: type) -> None:
+    make, followed = OBJECTS[kind]
+    thing = make(kind)
+    more = OF_MODULES if isinstance(thing, nn.Module) else set()
+    lists = {"transforms", "data", "grads"}
+    assert written(thing) - more == {*followed.split()} - lists
+    for name in ("lr_rate", "no_such_setting"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(thing, name, 3)
+    assert "no_such_setting" not in dir(thing)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in OBJECTS
+        if issubclass(kind, nn.Module | optim.Optimizer)
+        or kind in (nnmpi.Worker, nnmpi.DataParallel, nnmpi.ShardedDataParallel, data.Loader)
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_class_of_ones_own_may_have_more(kind: type) -> None:
+    """In `__init__`, and later if it is a module; what its base has read stays refused."""
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        self.before = 1
+        super(mine, self).__init__(*args, **named)
+        self.mine = 2
+
+    mine = type("Mine", (kind,), {"__module__": "elsewhere", "__init__": init})
+    make, _ = OBJECTS[kind]
+    thing = make(mine)
+    thing.mine = 3
+    if kind is not data.Loader:
+        thing.later = 4
+    if isinstance(thing, optim.Optimizer):
+        with pytest.raises(UsageError, match="weight_decay is read when Mine is made"):
+            thing.weight_decay = 0.1
+    assert (thing.before, thing.mine) == (1, 3)
+
+
+IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 4)).astype(np.float32)
+ROWS = IMAGES.reshape(16, 32)[:, :4]
+TEXT = IMAGES.reshape(4, 32, 4)
+CHANGES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = [
+    # a layer, its arguments, the attribute with its value: then it is one with these arguments
+    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"stride": 2}, "stride", (2, 2), IMAGES),
+    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"padding": 1}, "padding", (1, 1), IMAGES),
+    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"dilation": 2}, "dilation", (2, 2), IMAGES),
+    (
+        lambda output_size=2: nn.AdaptiveAvgPool2d(output_size),
+        {"output_size": 4},
+        "output_size",
+        (4, 4),
+        IMAGES,
+    ),
+    (
+        lambda scale_factor=2: nn.Upsample(scale_factor),
+        {"scale_factor": 3},
+        "scale_factor",
+        (3, 3),
+        IMAGES,
+    ),
+    (lambda **more: nn.BatchNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
+    (lambda **more: nn.BatchNorm(4, **more), {"momentum": 0.5}, "momentum", 0.5, ROWS),
+    (lambda **more: nn.LayerNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
+    (lambda **more: nn.RMSNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
+    (lambda **more: nn.GroupNorm(2, 4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
+    (lambda num_groups=2: nn.GroupNorm(num_groups, 4), {"num_groups": 4}, "num_groups", 4, ROWS),
+    (nn.Dropout, {"p": 0.1}, "p", 0.1, ROWS),
+    (nn.Dropout2d, {"p": 0.1}, "p", 0.1, ROWS),
+    (lambda **more: nn.CausalSelfAttention(4, 2, **more), {"dropout": 0.5}, "dropout", 0.5, TEXT),
+    (nn.LeakyReLU, {"negative_slope": 0.5}, "negative_slope", 0.5, ROWS),
+    (nn.GELU, {"approximate": "tanh"}, "approximate", "tanh", ROWS),
+    (nn.Softmax, {"dim": 0}, "dim", 0, ROWS),
+    (
+        lambda **more: nn.Branches(nn.ReLU(), nn.Tanh(), **more),
+        {"join": "add"},
+        "join",
+        "add",
+        ROWS,
+    ),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("make", "given", "name", "value", "x"), CHANGES, ids=[str(case[1]) for case in CHANGES]
+)
+def test_a_changed_layer_is_the_one_that_is_made_so(
+    make: Any, given: dict[str, Any], name: str, value: Any, x: Any, compiled: bool
+) -> None:
+    """Also after it has computed, been fused with its neighbour, and been recorded."""
+
+    def compute(layer: nn.Module, change: bool) -> list[Any]:
+        after = nn.ReLU() if x is IMAGES else nn.Tanh()
+        model = nn.Sequential(layer, after).initialize(seed=0)
+        call = nnmpi.compile(lambda x: model(x)) if compiled else model
+        with nn.training(step=1):
+            first = [call(x).numpy().copy() for _ in range(3)]
+        for buffer in dict(layer.named_buffers()).values():
+            buffer.data[...] = 0
+        if change:
+            setattr(layer, name, value)
+        with nn.training(step=2):
+            results = [call(x).numpy().copy() for _ in range(2)]
+        return [first, *results, *(item.data.copy() for _, item in layer.named_buffers())]
+
+    (before, *unchanged), (_, *changed) = compute(make(), False), compute(make(), True)
+    _, *expected = compute(make(**given), False)
+    assert before
+    assert not all(map(np.array_equal, unchanged, changed))
+    assert all(map(np.array_equal, changed, expected))
+
+
+@pytest.mark.simulated(max_size=4)
+def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(group: Group) -> None:
+    """Under tensor parallelism the layer is another one, and the first refuses to be written to."""
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    results = []
+    for layout in (nnmpi.Layout(dp=group.size), nnmpi.Layout(tp=group.size)):
+        drop = nn.Dropout(0.5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), drop, nn.Linear(8, 3))
+        model.sharding = {"0": nn.Sharding.COLUMN, "3": nn.Sharding.ROW}
+        where = nnmpi.arrange(model, group, layout)
+        where.model.initialize(seed=0)
+        worker = nnmpi.Worker(
+            where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where
+        )
+        part = np.array_split(np.arange(12), where.data_ranks)[where.data_rank]
+        losses = []
+        for step in range(8):
+            if step == 5:
+                now = where.model.get("2")
+                if now is not drop:
+                    sentence = told(UsageError, lambda drop=drop: setattr(drop, "p", 0.1))
+                    assert "write to arrangement.model.get('2')" in sentence
+                now.p = 0.1  # type: ignore[attr-defined]
+            losses.append(worker.step(x[part], part % 3).loss)
+        results.append(losses)
+        worker.release()
+        where.free()
+    assert np.allclose(results[0], results[1], rtol=1e-5)
+    assert results[0][5] != results[0][4]
+
+
+def test_settings_of_a_loader_are_followed_from_the_next_epoch_on() -> None:
+    """Each as if it had been given; a wrong one is refused, and changes nothing."""
+    changes = {
+        "batch_size": 40,
+        "seed": 3,
+        "shuffle": False,
+        "microbatches": 3,
+        "world": 2,
+        "rank": 1,
+        "transform": data.Cutout(8),
+        "dtype": "float64",
+        "partition": "iid",
+        "workers": 2,
+        "dataset": data.load("iris")[0],
+    }
+    loader, given = data.Loader(rows(), 30), {"batch_size": 30}
+    begun = loader.epoch(0)
+    for name, value in changes.items():
+        if name == "dataset":
+            given["transform"] = loader.transform = None  # which is of images
+        setattr(loader, name, value)
+        given[name] = value
+        other = data.Loader(**{"dataset": rows(), **given})  # type: ignore[arg-type]
+        for now, expected in zip(loader.epoch(1), other.epoch(1), strict=True):
+            assert now.cuts == expected.cuts
+            assert (now.x.dtype, now.x.tolist()) == (expected.x.dtype, expected.x.tolist())
+    assert [len(batch.x) for batch in begun][:-1] == [30] * (len(rows()) // 30)
+    for name, value in {"batch_size": 0, "dtype": int, "rank": 5, "partition": "none of"}.items():
+        with pytest.raises(UsageError):
+            setattr(loader, name, value)
+        assert getattr(loader, name) == given[name]
+    assert next(iter(loader.epoch(0))).global_rows == 40
+
+
+def test_a_tuple_of_settings_of_a_worker_names_the_way_out() -> None:
+    worker = trained(nnmpi.Worker)
+    for name in ("optimizer", "loss", "clip", "seed", "precision", "slow", "group"):
+        with pytest.raises(UsageError, match=rf"{name} is read when Worker is made.* release\(\)"):
+            setattr(worker, name, None)
+
+
+def test_a_pool_whose_windows_were_fused_keeps_them() -> None:
+    with pytest.raises(UsageError, match="over is read when MaxPool2d is made"):
+        nn.MaxPool2d(2).over = nn.MaxPool2d(3).over
+
+
+def test_a_model_that_has_its_values_has_been_sharded_already() -> None:
+    model = small()
+    with pytest.raises(UsageError, match="sharding is read when a model is arranged"):
+        model.sharding = {"0": nn.Sharding.COLUMN}
+    with pytest.raises(UsageError, match="storage holds its own parameters"):
+        model.storage = small().storage
+    with pytest.raises(UsageError, match="replayable is read from the class"):
+        model.replayable = True  # type: ignore[misc]
+
+
+def test_models_of_the_package_take_parts_under_new_names() -> None:
+    """As an adapter is added, which a forward of one's own calls."""
+    model: Any = models.mlp((4,), 3, [5])
+    model.adapter = nn.Linear(3, 3)
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'scale'"):
+        model.scale = 2.0
