@@ -193,6 +193,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
     try:
         end = read_json(folder.finished)
         step, ranks, expected = (end[key] for key in ("step", "ranks", "weights_sha256"))
+        total = max(step, end.get("of_steps", step))
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -202,6 +203,14 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
             names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")
             known = {name: nan if end[name] is None else end[name] for name in names if name in end}
             result = f", test {describe_measures(known)}" if known else ""
+            if step < total:
+                return (
+                    (
+                        f"The run is not finished: it stopped after {step} of {total} steps, the"
+                        " limit of --stop-after."
+                    ),
+                    f"continue with: {resume}",
+                )
             return (
                 (
                     f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the"

@@ -140,9 +140,17 @@ class Supervisor:
         began_s, trained_s = time.monotonic(), self._trained_s()
         with handling(self._note):
             starts = self._start_until_finished()
+        how = "finished after"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            end = read_json(self._files.finished)
+            if end["step"] < end["of_steps"]:
+                how = (
+                    f"stopped after {end['step']} of {end['of_steps']} steps, the limit of"
+                    " --stop-after, and"
+                )
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
-            f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of"
+            f"{how} {counted(starts, 'start')}; {progress_s / seconds:.0%} of"
             f" {seconds:.0f} s was progress (training that was kept); {self._files.finished} proves"
             " the end"
         )

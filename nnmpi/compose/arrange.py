@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -158,6 +158,11 @@ class Arrangement:
         return self.mesh.coordinates.d
 
     @cached_property
+    def same_rows(self) -> tuple[Group, ...]:
+        """The groups of this rank whose ranks compute the same rows of every batch."""
+        return tuple(group for group in (self.mesh.model, self.mesh.sp) if group.size > 1)
+
+    @cached_property
     def sequence(self) -> SequenceGroup | None:
         """The ranks that hold shards of the same sequences; None without sequence parallelism."""
         return (
@@ -239,6 +244,14 @@ def arrange(
     require_same_options(group, options)
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
+    with agreed(group):
+        if isinstance(model, ModelPart) or any(
+            parameter.rank_local or parameter.region is not None for parameter in model.parameters()
+        ):
+            raise UsageError(
+                "the model is arranged already, and this rank has only part of it; build it again"
+                " for another arrangement"
+            )
     arrangement = _unsharded(model, layout, bound, backend)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:
@@ -302,8 +315,17 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
     arrangement = replace(full_model, layers=layers, cuts=cuts, costs=costs)
     part = ModelPart(model, list(chain.from_iterable(arrangement.stages.values())))
+    if ranks > 1:
+        part.forward = _refuse_part  # type: ignore[assignment]
     ties = _tie(full_model, part, _shared_parameters(arrangement))
     return replace(arrangement, model=part, ties=ties)
+
+
+def _refuse_part(*_: Any) -> NoReturn:
+    raise UsageError(
+        "this rank has only some of the model's layers; compute through the whole pipeline with"
+        " worker.step, worker.evaluate or compose.Inference"
+    )
 
 
 def _choose(

@@ -87,8 +87,8 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self.replica_group = arrangement.mesh.replicas
         self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
         self._updates = arrangement.layout.asynchronous
-        self.optimizer.ranks = self.replica_group
         self.strategy = self._start(options)
+        self.optimizer.ranks = self.replica_group
         self.notice = self.strategy.notice
 
     def _start(self, options: GradientExchange) -> Replicas:
@@ -247,7 +247,8 @@ class FixedExchange(Exchange):
         if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
             raise UsageError(
                 f"this rank has a part of each of {batch.microbatches} microbatches, but reduction"
-                ' "fixed" needs whole ones; give Loader(whole_microbatches=True)'
+                ' "fixed" needs whole ones; give step the batches of a Loader with rank, world,'
+                " microbatches and whole_microbatches=True"
             )
         unchecked, self._is_unchecked = self._is_unchecked, False
         if unchecked and 0 in self.group.gather(len(batch.cuts)):

@@ -307,7 +307,7 @@ class Trainer(
         return ()
 
     def release(self) -> None:
-        """Detach everything from the model: each rank then has its own copy. Collective.
+        """Detach everything from the model: each rank then has its own copy, or shard. Collective.
 
         A second call does nothing.
         """

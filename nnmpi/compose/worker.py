@@ -15,9 +15,10 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from statistics import fmean
 from textwrap import wrap
@@ -34,10 +35,10 @@ from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.base.errors import ShapeError, UsageError, expect
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
-from nnmpi.comm.agreement import PeriodicCheck, agreed
+from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
@@ -74,6 +75,11 @@ from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 
 _UNCHANGED = nullcontext()
+_OTHER_ROWS = "the ranks of one replica were given different rows"
+_SAME_ROWS = (
+    "give ranks with the same arrangement.data_rank the same samples and labels, in the same order;"
+    " a Loader does with rank=arrangement.data_rank, world=arrangement.data_ranks"
+)
 
 
 class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
@@ -154,10 +160,15 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
         check_pairs(self, arrangement, exchange.fused_update)
-        check_free(model, group)  # before the exchange moves parameters into its own storage
+        # before the exchange moves parameters into its own storage
+        check_free(model, group, bool(self.arrangement.layout.zero))
         self.exchange = make_exchange(self, exchange)
         self.parallel, self.notice = self.exchange.strategy, self.exchange.notice
-        self.passes = Passes(self, self.exchange, synchronous_sends)
+        try:
+            self.passes = Passes(self, self.exchange, synchronous_sends)
+        except NnmpiError:  # on all ranks
+            self.exchange.release()
+            raise
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
         self._live = 1  # microbatches whose activations are held at the peak
@@ -174,7 +185,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def release(self) -> None:
         """Detach from the model: every rank has a plain copy again. Collective.
 
-        A second call does nothing.
+        After ZeRO the storage stays sharded, for another Worker of the same arrangement; for a
+        plain copy call `worker.parallel.gather_model()`, too. A second call does nothing.
         """
         self.passes.release()
         super().release()
@@ -219,6 +231,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             self._follow((batch.epoch, batch.number))
         if lr is not None:
             self.optimizer.lr = lr
+        sharers = self.arrangement.same_rows
+        rows = [f"{batch.checksum()}"] if sharers else []
         if self._sequence is not None:
             batch = self._sequence.part(batch)
         if self.backend.is_device:  # before the ledger counts: a batch is no activation
@@ -278,7 +292,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             ]
             check = sum(
                 crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
-                for group, items in options
+                for group, items in [*options, *((group, rows) for group in sharers)]
             )
             (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
@@ -286,6 +300,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             for group, items in options:
                 with agreed(self.group):
                     require_same_options(group, items)
+            self._require_same_rows(rows)
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             names = (
@@ -445,33 +460,49 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             raise ShapeError(
                 f"{len(samples)} samples have {len(labels)} labels; give one for each sample"
             )
-        replicas, dtype = self.arrangement.mesh.replicas, self.model.storage.dtype
+        dtype, number = self.model.storage.dtype, self.arrangement.data_rank
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
-        counts = replicas.gather([len(samples), count_targets(labels)])
-        first = sum(rows for rows, _ in counts[: replicas.rank])
+        self._require_same_rows([samples.shape, labels.shape])
+        given = self.group.gather([number, len(samples), count_targets(labels)])
+        counts = {number: (rows, targets) for number, rows, targets in given}
+        first = sum(counts[before][0] for before in range(number))
         return Batch(
             x=np.ascontiguousarray(samples),
             y=labels,
             indices=np.arange(first, first + len(samples)),
             cuts=(Cut(0, len(samples), first),),
-            global_rows=sum(rows for rows, _ in counts),
+            global_rows=sum(rows for rows, _ in counts.values()),
             epoch=0,
             number=self.optimizer.steps,
-            targets=(sum(targets for _, targets in counts),),
+            targets=(sum(targets for _, targets in counts.values()),),
         )
+
+    def _require_same_rows(self, rows: Sequence[Any]) -> None:
+        """Refuse ranks of one replica that were given different rows. Collective."""
+        for group in self.arrangement.same_rows:
+            with agreed(self.group):
+                require_equal(group, rows, _OTHER_ROWS, _SAME_ROWS, UsageError, None)
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        pairs = tuple, list  # of an iterable of pairs, or of another library's loader
-        batches = (self._batch_of(*item) if isinstance(item, pairs) else item for item in batches)
+        rows: list[int] = []
         with self._deterministic():
-            if self._sequence is not None:
-                batches = map(self._sequence.part, batches)
             parts = self.arrangement.mesh.sp.size
-            return evaluate_all(self.group, batches, self.passes.evaluate, parts)
+            shares = map(partial(self._share_of, rows), batches)
+            totals = evaluate_all(self.group, shares, self.passes.evaluate, parts)
+        self._require_same_rows([crc32(f"{rows}".encode())])
+        return totals
+
+    def _share_of(self, rows: list[int], item: Any) -> Batch:
+        """Return what this rank evaluates of a batch; note the checksum of its rows."""
+        # a pair of an iterable, or of another library's loader
+        batch = self._batch_of(*item) if isinstance(item, tuple | list) else item
+        if self.arrangement.same_rows:
+            rows.append(batch.checksum())
+        return batch if self._sequence is None else self._sequence.part(batch)
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16's loss scale, and the loader's place, if it counts."""

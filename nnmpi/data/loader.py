@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -106,6 +107,14 @@ class Batch:
     def labels(self) -> NDArray[Any] | None:
         """The labels on the host; None if they are on a device only."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
+
+    def checksum(self) -> int:
+        """Return a checksum of the labels, and of the samples (on a device, of their indices)."""
+        result = 0
+        for array in (self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels):
+            if array is not None:
+                result = crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, result)
+        return result
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""

@@ -186,7 +186,7 @@ def without_hooks(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Remove the parameters' hooks and guards in the block: strategies get no gradients."""
     watchers = [(parameter.hook, parameter.guard) for parameter in parameters]
     for item in parameters:
-        item.hook = item.guard = None
+        item.guard = item.hook = None
     try:
         yield
     finally:

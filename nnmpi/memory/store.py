@@ -34,7 +34,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.buffers import pinned
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Variable
 
 HOST = "host"
 ACTIVATIONS = "activations"
@@ -269,7 +269,8 @@ class SavedArrays:
         numbers, extents = {key: i for i, key in enumerate(result)}, list(result.values())
 
         def locate(array: Any) -> Any:
-            number = numbers.get(owner_id(array))
+            # two results of one inner graph lead to its operations
+            number = None if isinstance(array, _Location) else numbers.get(owner_id(array))
             if number is None:
                 return array
             return _Location(
@@ -349,12 +350,19 @@ def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[i
     return result
 
 
-def _replaced(value: Any, work: Callable[[Any], Any]) -> Any:
-    """Return an operation's saved value with each array replaced."""
+def _replaced(value: Any, work: Callable[[Any], Any], seen: tuple[Any, ...] = ()) -> Any:
+    """Return an operation's saved value with each array replaced, also those of inner graphs."""
+    if isinstance(value, Variable):
+        value.data = _replaced(value.data, work)
+        tape = None if value.tape is None else value.tape.find()
+        for operation in () if tape is None or tape in seen else tape.nodes:
+            saved = getattr(operation, "saved", None)
+            operation.saved = _replaced(saved, work, (*seen, tape))
+        return value
     if isinstance(value, _Location) or (is_array(value) and value.nbytes >= LEAST_BYTES):
         return work(value)
     if isinstance(value, tuple | list):
-        items = [_replaced(item, work) for item in value]
+        items = [_replaced(item, work, seen) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

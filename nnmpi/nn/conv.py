@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-import numpy as np
-
 from nnmpi.backend.array import Shape, namespace
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
@@ -13,7 +11,7 @@ from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.pool import avg_pool2d, max_pool2d, pool_windows
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, stack
 
 
 class Conv2d(Module):
@@ -234,22 +232,21 @@ class AdaptiveAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
-        n, h, w, c = _images("AdaptiveAvgPool2d", x)
+        _images("AdaptiveAvgPool2d", x)
         require_floating("AdaptiveAvgPool2d", x)
-        by_rows, by_columns = (
-            Tensor(namespace(x.data).asarray(_windows(size, count), x.dtype))
-            for size, count in zip((h, w), self.output_size, strict=True)
-        )
-        return by_columns @ (by_rows @ x.reshape(n, h, w * c)).reshape(n, len(by_rows), w, c)
+        for axis, count in enumerate(self.output_size, start=1):
+            x = _averaged(x, axis, count)
+        return x
 
 
-def _windows(size: int, count: int) -> np.ndarray:
-    """Return the matrix (count, size) whose rows average the windows."""
-    matrix = np.zeros((count, size))
-    for i in range(count):
-        start, stop = i * size // count, -(-(i + 1) * size // count)
-        matrix[i, start:stop] = 1 / (stop - start)
-    return matrix
+def _averaged(x: Tensor, axis: int, count: int) -> Tensor:
+    """Return the means of an axis's windows; not a product with zeros, which NaN would pass."""
+    size, before, after = x.shape[axis], x.shape[:axis], x.shape[axis + 1 :]
+    if size % count == 0:
+        return x.reshape(*before, count, size // count, *after).mean(axis=axis + 1)
+    every = (slice(None),) * axis
+    windows = [slice(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+    return stack([x[(*every, window)].mean(axis=axis) for window in windows], axis)
 
 
 class Upsample(Module):

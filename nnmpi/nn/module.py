@@ -371,6 +371,8 @@ class Module(Settled):
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Overwrite parameters and buffers from arrays with exactly the same names and shapes.
 
+        Collective for a model in a Worker or a strategy, as its ranks may share the values.
+
         Raises:
             CheckpointError: when a name is missing or unknown, a value is no array, or a shape or
                 dtype differs. Nothing is changed then.
@@ -404,8 +406,11 @@ class Module(Settled):
                     f"{name} is {actual} in the state, but {expected} in the model; to convert"
                     " PyTorch's order of axes, see nnmpi.models.torch_weights"
                 )
+        meet = self.storage.meet if entries else int
+        meet()  # ranks that share these values may still read them
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
+        meet()
         if entries:
             self.storage.version.count += 1
 

@@ -6,7 +6,15 @@ from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
-from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, group_norm, layer_norm
+from nnmpi.ops.norm import (
+    AllReduce,
+    Count,
+    at_least_one,
+    batch_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+)
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -162,8 +170,7 @@ class RMSNorm(Module):
         """Return x normalized, of the same shape."""
         if x.ndim < 2 or x.shape[-1:] != self.weight.shape:
             raise ShapeError(f"RMSNorm of {self.weight.size} features does not fit shape {x.shape}")
-        wide = x.astype(self.weight.dtype)  # float16 cannot hold the squares of 256 and more
-        return x / ((wide * wide).mean(-1, keepdims=True) + self.eps).sqrt() * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GroupNorm(Module):

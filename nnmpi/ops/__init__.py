@@ -22,7 +22,7 @@ from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
-from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
+from nnmpi.ops.norm import batch_norm, group_norm, layer_norm, rms_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ __all__ = [
     "max_pool2d",
     "mse",
     "reduce_scatter",
+    "rms_norm",
     "relu",
     "scaled_dot_product_attention",
     "sigmoid",

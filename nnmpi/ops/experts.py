@@ -110,7 +110,11 @@ class Experts(Function):
 
     def backward(self, grad: Array) -> Grads:
         x, p, weights, experts, y, balance_grad = self.saved
-        grads = [self.xp.zeros(weight.shape, weight.dtype) for weight in weights]
+        grads: list[Array] = []
+        for i, weight in enumerate(weights):
+            full = self.into(2 + i)
+            grads.append(self.xp.empty(weight.shape, weight.dtype) if full is None else full)
+            grads[i][...] = 0
         x.grad = p.grad = None  # this may be a second backward pass, after retain_graph
         for number, leaves in enumerate(experts):
             for leaf, full in zip(leaves, grads, strict=True):

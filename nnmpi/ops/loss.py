@@ -6,6 +6,7 @@ count: a mean of the ranks' means would be wrong for ranks with different number
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from numbers import Real
 from typing import Any
 
@@ -45,6 +46,17 @@ class CrossEntropy(Function):
 
     def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
         self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
+
+    @property
+    def averages(self) -> bool:
+        """See `Function.averages`."""
+        return self.reduction == "mean"
+
+    @property
+    def summands(self) -> tuple[int, ...]:
+        """See `Function.summands`."""
+        _, shape, _, count = self.saved
+        return () if self.reduction == "none" else (int(count), shape[0], prod(shape[:-1]))
 
     def forward(self, logits: Array, labels: Array) -> Array:
         xp, classes = self.xp, logits.shape[-1]
@@ -174,6 +186,17 @@ class ElementwiseLoss(Function):
         self, reduction: str, evaluate: Callable[[Any, Array, Array], tuple[Array, ...]]
     ) -> None:
         self.reduction, self.evaluate = reduction, evaluate
+
+    @property
+    def averages(self) -> bool:
+        """See `Function.averages`."""
+        return self.reduction == "mean"
+
+    @property
+    def summands(self) -> tuple[int, ...]:
+        """See `Function.summands`."""
+        shape = self.saved[0].shape
+        return (shape[0], shape[0], prod(shape)) if shape and self.reduction != "none" else ()
 
     def forward(self, x: Array, target: Array) -> Array:
         losses, *self.saved = self.evaluate(self.xp, x, target)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,11 +31,58 @@ Count: TypeAlias = "float | Array"  # a 0-d array over ranks on a device: the ho
 Observe: TypeAlias = Callable[[Array, Array, Count], None]
 
 
+def overflows(values: Array) -> bool:
+    """Return whether narrow numbers, or their squares, are not finite: float64's might be."""
+    flat = values.reshape(-1)
+    return values.dtype != np.float64 and not isfinite(flat.dot(flat))
+
+
+class Again:
+    """A pass whose statistics overflow, computed again in float64: the result may be finite.
+
+    The squares of numbers of 1.8e19 and more do in float32. On a device the host would have to wait
+    for the statistics, so such a pass stays NaN there.
+
+    Args:
+        make: returns the operation.
+    """
+
+    def __init__(self, make: Callable[[], Function]) -> None:
+        self._make = make
+        self.function: Function | None = None
+
+    def forward(self, y: Array, inverse: Array, needs: tuple[bool, ...], *inputs: Array) -> None:
+        """Write the result again, unless the inverse deviations are finite."""
+        self.function = None
+        if not overflows(inverse):
+            return
+        function = self.function = self._make()
+        function.xp, function.needs, function.edges = np, needs, None
+        with np.errstate(all="ignore"):
+            y[...] = function.forward(*(item.astype(np.float64) for item in inputs)).reshape(
+                y.shape
+            )
+
+    def backward(self, grad: Array, *targets: Array | None) -> None:
+        """Write the gradients again, if the result was."""
+        if self.function is None:
+            return
+        with np.errstate(all="ignore"):
+            grads = self.function.backward(grad.astype(np.float64))
+        for target, item in zip(targets, grads, strict=True):
+            if target is not None and item is not None:
+                target[...] = item.reshape(target.shape)
+
+
 def at_least_one(count: Count) -> Count:
     """Return the larger of a count and 1; of an array on its device."""
     if isinstance(count, int | float):
         return max(count, 1)
     return namespace(count).maximum(count, 1)
+
+
+# an overflow shows in the statistics
+_quiet = np.errstate(over="ignore", invalid="ignore")
 
 
 class BatchNormFunction(Function):
@@ -58,6 +105,7 @@ class BatchNormFunction(Function):
     def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
         self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
+    @_quiet
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, channels, kernels = self.xp, scale.size, kernels_for(x, "norm")
         rows = _widened(xp, x, channels, LONG if kernels is None else WIDE)
@@ -76,16 +124,24 @@ class BatchNormFunction(Function):
         if kernels is not None:
             kernels.norm(kept, *_repeated(xp, rows, offset, factor, shift), y)
         else:
-            shift = xp.subtract(shift, xp.multiply(offset, factor))
-            factors, shifts = _repeated(xp, rows, factor, shift)
+            moved = xp.subtract(shift, xp.multiply(offset, factor))
+            factors, shifts = _repeated(xp, rows, factor, moved)
             for part in row_blocks(rows):
                 block = xp.multiply(kept[part], factors, out=y[part])
                 xp.add(block, shifts, out=block)
-        self.saved = (kept, offset, inverse, scale, n, kernels)
+        again = None
+        if type(x) is np.ndarray:
+            make = partial(BatchNormFunction, self.eps, self.all_reduce, self.observe)
+            again = Again(make)
+            record_call(again.forward, y, inverse, self.needs, x, scale, shift)
+            if again.function is not None:
+                self.statistics = again.function.statistics  # type: ignore[attr-defined]
+        self.saved = (kept, offset, inverse, scale, n, kernels, again)
         return y.reshape(x.shape)
 
+    @_quiet
     def backward(self, grad: Array) -> Grads:
-        (kept, offset, inverse, scale, n, kernels), xp = self.saved, self.xp
+        (kept, offset, inverse, scale, n, kernels, again), xp = self.saved, self.xp
         rows = xp.ascontiguousarray(xp.reshape(grad, kept.shape))
         to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
         if kernels is not None:
@@ -120,6 +176,8 @@ class BatchNormFunction(Function):
                     xp.subtract(rows[part], xp.add(block, centers, out=block), out=block)
                     xp.multiply(block, factors, out=block)
             to_x = to_x.reshape(grad.shape)
+        if again is not None:
+            record_call(again.backward, grad, to_x, to_scale, to_shift)
         return to_x, to_scale, to_shift
 
 
@@ -179,7 +237,8 @@ def _measure(
         mean[...] = wide_mean
         offset += wide_mean - ours
     n[...] = at_least_one(count)
-    if observe is not None:
+    # an overflow is observed in the second computation
+    if observe is not None and not (type(rows) is np.ndarray and overflows(variance)):
         observe(mean, variance, count)
     return count
 
@@ -263,47 +322,61 @@ class LayerNormFunction(Function):
 
     Args:
         eps: added to the variance.
+        centered: False leaves mean and shift out, for `rms_norm`.
     """
 
-    __slots__ = ("eps",)
+    __slots__ = ("centered", "eps")
 
     replayable = True
 
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
+    def __init__(self, eps: float, centered: bool = True) -> None:
+        self.eps, self.centered = eps, centered
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; sharded rows are refused."""
-        x, scale, shift = inputs
-        refuse_parts(self, scale, shift, why="needs a whole scale and shift")
-        return placement_if_uncut(self, x, range(-scale.ndim, 0), "averages over whole rows")
+        x, *parameters = inputs
+        refuse_parts(self, *parameters, why="needs a whole scale and shift")
+        return placement_if_uncut(
+            self, x, range(-parameters[0].ndim, 0), "averages over whole rows"
+        )
 
-    def forward(self, x: Array, scale: Array, shift: Array) -> Array:
+    @_quiet
+    def forward(self, x: Array, scale: Array, *shift: Array) -> Array:
         xp, n = self.xp, scale.size
         rows = xp.reshape(x, (x.size // n, n))
-        scale_row, shift_row = xp.reshape(scale, (n,)), xp.reshape(shift, (n,))
-        kernels = kernels_for(x, "layer_norm")
+        scale_row = xp.reshape(scale, (n,))
+        shift_row = xp.reshape(shift[0], (n,)) if shift else None
+        kernels = kernels_for(x, "layer_norm") if self.centered else None
         if kernels is not None:
             y, residuals = kernels.layer_norm(xp, rows, scale_row, shift_row, self.eps)
         else:
             y, residuals = self._normalize(rows, scale_row, shift_row)
-        self.saved = (scale, residuals, kernels)
+        again = None
+        if type(x) is np.ndarray:
+            again = Again(partial(LayerNormFunction, self.eps, self.centered))
+            record_call(again.forward, y, residuals[1], self.needs, x, scale, *shift)
+        self.saved = (scale, residuals, kernels, again)
         return y.reshape(x.shape)
 
+    @_quiet
     def backward(self, grad: Array) -> Grads:
-        scale, residuals, kernels = self.saved
+        scale, residuals, kernels, again = self.saved
         xp, n = self.xp, scale.size
         rows = xp.reshape(grad, (grad.size // n, n))
         to_x = xp.empty(rows.shape, grad.dtype) if self.needs[0] else None
         to_scale, to_shift = (
-            place_for(self, i, scale.shape, scale.dtype) if self.needs[i] else None for i in (1, 2)
+            place_for(self, i, scale.shape, scale.dtype) if True in self.needs[i : i + 1] else None
+            for i in (1, 2)
         )
         sums = [None if item is None else item.reshape(n) for item in (to_scale, to_shift)]
         write = self._write_gradients if kernels is None else partial(kernels.layer_norm_grad, xp)
         write(rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
-        return None if to_x is None else to_x.reshape(grad.shape), to_scale, to_shift
+        if again is not None:
+            record_call(again.backward, grad, *(to_x, to_scale, to_shift)[: len(self.needs)])
+        to_x = None if to_x is None else to_x.reshape(grad.shape)
+        return (to_x, to_scale, to_shift)[: len(self.needs)]
 
-    def _normalize(self, x: Array, scale: Array, shift: Array) -> tuple[Array, Residuals]:
+    def _normalize(self, x: Array, scale: Array, shift: Array | None) -> tuple[Array, Residuals]:
         """Return the result for rows (rows, n), and the residuals for the gradient.
 
         All passes over a block of rows run while it is in the cache. Sums along rows are products
@@ -315,21 +388,23 @@ class LayerNormFunction(Function):
         y, inverse = xp.empty(x.shape, x.dtype), xp.empty((len(x), 1), x.dtype)
         normal = xp.empty(x.shape, x.dtype) if True in self.needs else y
         for part in row_blocks(x):
-            block, moment = normal[part], inverse[part]
-            xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
-            # not a product with 1 / n: the mean of equal numbers must be that number exactly
-            xp.divide(moment, n, out=moment)
-            xp.subtract(x[part], moment, out=block)
+            block, moment, away = normal[part], inverse[part], x[part]
+            if self.centered:
+                xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
+                # not a product with 1 / n: the mean of equal numbers must be that number exactly
+                xp.divide(moment, n, out=moment)
+                away = xp.subtract(x[part], moment, out=block)
             xp.add(
-                xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment),
+                xp.multiply(xp.einsum("ij,ij->i", away, away)[:, None], 1 / n, out=moment),
                 self.eps,
                 out=moment,
             )
             # NaN for infinity; 1 / sqrt would hide it as 0
             xp.divide(xp.sqrt(moment), moment, out=moment)
-            xp.multiply(block, moment, out=block)
+            xp.multiply(away, moment, out=block)
             result = xp.multiply(block, scale, out=y[part])
-            xp.add(result, shift, out=result)
+            if shift is not None:
+                xp.add(result, shift, out=result)
         return y, (normal, inverse)
 
     def _write_gradients(
@@ -362,7 +437,9 @@ class LayerNormFunction(Function):
                 result = to_x[part]
                 # (block, 1) each
                 both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]
-                xp.subtract(xp.multiply(block, scale, out=result), both[0], out=result)
+                xp.multiply(block, scale, out=result)
+                if self.centered:
+                    xp.subtract(result, both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
                 xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
 
@@ -401,6 +478,7 @@ class GroupNormFunction(Function):
             raise x.shard.error(self, "averages over whole groups of channels")
         return placement
 
+    @_quiet
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, n, channels = self.xp, len(x), scale.size
         if not x.size:
@@ -422,14 +500,19 @@ class GroupNormFunction(Function):
             factors = self._wide(xp.multiply(inverse[part], scale), images)
             xp.multiply(block, factors, out=y[part])
             xp.add(y[part], self._wide(shift, images), out=y[part])
-        self.saved = (kept, inverse, scale, pixels)
+        again = None
+        if type(x) is np.ndarray:
+            again = Again(partial(GroupNormFunction, self.count, self.eps))
+            record_call(again.forward, y, inverse, self.needs, x, scale, shift)
+        self.saved = (kept, inverse, scale, pixels, again)
         return y.reshape(x.shape)
 
+    @_quiet
     def backward(self, grad: Array) -> Grads:
         xp = self.xp
         if not grad.size:
             return grad, *(xp.zeros(grad.shape[-1:], grad.dtype) for _ in range(2))
-        kept, inverse, scale, pixels = self.saved
+        kept, inverse, scale, pixels, again = self.saved
         given = xp.reshape(grad, kept.shape)
         to_x, scratch = xp.empty(kept.shape, grad.dtype), self._scratch(kept)
         sums, products = (xp.empty(inverse.shape, grad.dtype) for _ in range(2))
@@ -452,6 +535,8 @@ class GroupNormFunction(Function):
             row_sum(xp, item, out=place_for(self, i, scale.shape, scale.dtype))
             for i, item in ((1, products), (2, sums))
         )
+        if again is not None:
+            record_call(again.backward, grad, to_x, to_scale, to_shift)
         return to_x.reshape(grad.shape) if self.needs[0] else None, to_scale, to_shift
 
     def _scratch(self, images: Array) -> Array:
@@ -513,7 +598,7 @@ def batch_norm(
 ) -> tuple[Tensor, Array, Array, Count]:
     """Normalize each channel by the batch's statistics (Ioffe and Szegedy, 2015).
 
-    A channel whose variance is too large for the dtype is NaN.
+    On a device a channel whose variance is too large for the dtype is NaN.
 
     Args:
         x: (..., channels); the statistics run over all other axes, and with `all_reduce` over all
@@ -543,7 +628,8 @@ def batch_norm(
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
     """Normalize each row over its last axes (Ba, Kiros and Hinton, 2016).
 
-    A row with an overflowing variance becomes NaN (in float32 from differences of 1.8e19 on).
+    On a device a row with an overflowing variance becomes NaN (in float32 from differences of
+    1.8e19 on).
 
     Args:
         x: (..., *features).
@@ -555,6 +641,22 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
     """
     _check("layer_norm", x, scale, shift, None)
     return with_kernels("layer_norm", LayerNormFunction(number("eps", eps)), x, scale, shift)
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """Divide each row by the root of its mean square (Zhang and Sennrich, 2019).
+
+    Args:
+        x: (..., features).
+        scale: (features,).
+        eps: added to the mean square.
+
+    Raises:
+        ShapeError: when the scale does not fit x.
+        DtypeError: when x and scale differ in dtype.
+    """
+    _check("rms_norm", x, scale, scale)
+    return in_float32(LayerNormFunction(number("eps", eps), False), x, scale)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, axes: int | None = 1) -> None:

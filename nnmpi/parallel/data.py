@@ -32,6 +32,7 @@ from nnmpi.base.errors import (
     counted,
 )
 from nnmpi.base.units import format_bytes
+from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
@@ -39,8 +40,12 @@ from nnmpi.comm.gradients import BucketExchange, count_all_reduce
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
+from nnmpi.tensor.function import Function
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
+
+CHECKED = 4  # the ranks compare this many different numbers of samples: a mistake is in the first
+_GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
 
 class Replicas(Settled, fixed="model group storage shares_batches released notice"):
@@ -76,6 +81,8 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         # summed: whether the gradients are a finished step's sums
         self._now = SimpleNamespace(last=None, summed=False)
         self.released = False
+        self._checked = set[int]()  # denominators of means that the ranks have compared
+        self._summands: list[int] | None = [0, 0, 0]  # of this step's losses, if they are known
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
         if group.size > 1 and runs_backward:
@@ -104,15 +111,17 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
                 last of several microbatches, whose gradients only accumulate on this rank.
 
         Raises:
-            UsageError: when the last step's gradients were not cleared: see `Module.zero_grad`.
+            UsageError: when the last step's gradients were not cleared: see `Module.zero_grad`; on
+                all ranks, when they give different numbers of samples, or each its own.
             CommError: when the last pass ended early, in an exception.
         """
         # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
         # Worker, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
         # the backward pass.
-        seed = namespace(loss_sum.data).full(
-            loss_sum.shape, 1 / max(check_int("samples", samples, 0), 1)
-        )
+        samples = check_int("samples", samples, 0)
+        seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
+        if self.group.size > 1 and samples not in self._checked and len(self._checked) < CHECKED:
+            self._check_samples(loss_sum, samples, last)
         # `record_call` records the call, so that a compiled step repeats it each time
         record_call(self.begin_pass, last)
         try:
@@ -122,6 +131,43 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
             record_call(self.end_pass)
         if last:
             record_call(self.finish)
+
+    def _check_samples(self, loss: Tensor, samples: int, last: bool) -> None:
+        """Refuse to divide by another number than the global batch's. Collective."""
+        node = loss.node
+        while node is not None and not node.summands:
+            inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
+            node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
+        is_mean = node is not None and node.averages
+        if node is None or self._summands is None:
+            self._summands = None
+        else:
+            pairs = zip(self._summands, node.summands, strict=True)
+            self._summands = [before + now for before, now in pairs]
+        if not last:
+            return
+        own, self._summands = self._summands, [0, 0, 0]
+        self._checked.add(samples)
+        by_rank = self.group.gather([samples, is_mean, own])
+        refuse_different(
+            [[number] for number, *_ in by_rank],
+            "the ranks divide their losses by different numbers of samples",
+            _GLOBAL_SAMPLES,
+            UsageError,
+        )
+        counts = [row for *_, row in by_rank]
+        for kind in () if None in counts else zip(*counts, strict=True):
+            # 1 may also say that the sum is wanted
+            is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)
+            if is_mean and node is loss.node and (is_own or 1 < max(kind) < sum(kind) == samples):
+                raise UsageError(
+                    f"backward divides by {samples} samples, and the loss is a mean already; give"
+                    ' it with reduction="sum"'
+                )
+            if is_own:
+                raise UsageError(
+                    f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES}"
+                )
 
     def reduce(self, numbers: Sequence[int]) -> None:
         """Start the sum of final gradients, by their parameters' numbers in the storage.
@@ -195,7 +241,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         """
         object.__setattr__(self, "released", True)
         for span in self.storage.spans:
-            span.parameter.hook = span.parameter.guard = None
+            span.parameter.guard = span.parameter.hook = None
         for _, module in self.model.named_modules():
             if hasattr(module, "all_reduce"):
                 module.all_reduce = None
@@ -287,11 +333,11 @@ class DataParallel(Replicas, fixed="exchange"):
         except NnmpiError:  # on all ranks
             _unshare_gradients(storage, group, self._shared)
             raise
-        super().__init__(model, group, runs_backward)
         # Without hooks the tape is faster; they are useful only if sums begin before the pass ends.
         if group.size > 1 and runs_backward and self.exchange.overlap:
             for number, span in enumerate(storage.spans):
                 span.parameter.hook = partial(self._final, number)
+        super().__init__(model, group, runs_backward)
 
     def begin_pass(self, last: bool) -> None:
         """See `Replicas.begin_pass`."""

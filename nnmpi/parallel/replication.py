@@ -16,6 +16,7 @@ from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
+from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.parameter import FlatStorage
 
 
@@ -42,11 +43,14 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     )
 
 
-def check_free(model: Module, group: Group) -> None:
+def check_free(model: Module, group: Group, zero: bool = False) -> None:
     """Refuse a model that already has a strategy, or parameters whose gradients stay unsummed.
 
+    Args:
+        zero: whether the new strategy is ZeRO, which alone trains sharded storage.
+
     Raises:
-        UsageError: in both cases; the message says what to do. Also for other types.
+        UsageError: in these cases; the message says what to do. Also for other types.
     """
     call = "DataParallel or ShardedDataParallel with (model, group)"
     expect(call, (model, Module), (group, Group))
@@ -63,6 +67,8 @@ def check_free(model: Module, group: Group) -> None:
         raise UsageError(
             "the model has a DataParallel (or other hooks) already; call its release() first"
         )
+    if isinstance(model.storage, ShardedStorage) and not zero:
+        raise model.storage.refuse("only ZeRO trains it")
     if model.storage.node_shared:
         raise UsageError("the model has a fused update already; call its worker's release() first")
 
@@ -79,9 +85,7 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
         group.broadcast(values)
         if values is not array:
             array[...] = values
-    if model.storage.node_shared:
-        # the node has the parameters once: no rank may write to them before all have copied
-        group.barrier()
+    model.storage.meet()  # no rank may write to shared parameters before all have copied
 
 
 def check_replicas(model: Module, group: Group) -> None:

@@ -276,6 +276,19 @@ class Function:
     shape: Shape
     version: Version | None
 
+    @property
+    def averages(self) -> bool:
+        """Whether the result is a mean."""
+        return False
+
+    @property
+    def summands(self) -> tuple[int, ...]:
+        """The number of losses that the result is the sum or the mean of, if they are known.
+
+        It is given three times: those that count, the rows, and all elements.
+        """
+        return ()
+
     def __reduce__(self) -> NoReturn:
         raise GraphError(
             "a tensor of a graph cannot be copied or pickled; copy x.detach(), or compute it under"

@@ -30,7 +30,7 @@ from nnmpi.base.errors import (
     raise_missing,
 )
 from nnmpi.base.shard import Region
-from nnmpi.tensor.function import Version
+from nnmpi.tensor.function import Variable, Version
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
@@ -98,7 +98,7 @@ class Parameter(Tensor):
         self._unbind()
 
     def _unbind(self) -> None:
-        self._grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.shard = (
+        self._grad = self.node = self.tape = self.buffer = self.guard = self.hook = self.shard = (
             self.version
         ) = None
 
@@ -133,6 +133,18 @@ class Parameter(Tensor):
         if self.buffer is not None and self.grad is not self.buffer:
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
+
+    def _set_hook(self, hook: Callable[[Any], None] | None) -> None:
+        if self.guard is not None:
+            raise UsageError(
+                f"a hook of {self.name} would see this rank's part of the gradient alone, since the"
+                " model is in a Worker or a strategy; change the sum instead, between"
+                " parallel.backward(...) and optimizer.step()"
+            )
+        Variable.hook.__set__(self, hook)  # type: ignore[misc, union-attr]
+
+    # a strategy sets hooks before its guards
+    hook = property(Variable.hook.__get__, _set_hook)  # type: ignore[misc, union-attr]
 
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or a property that reads one
@@ -198,6 +210,7 @@ class FlatStorage(Settled, fixed="spans groups apart dtype version"):
         spans: the location of each parameter, in registration order.
         moves: how many times `move` replaced the arrays.
         node_shared: whether other ranks write to `data` too (see `parallel.fused`).
+        meet: waits for the ranks that share `data`, if there are any.
         seed: of the initial values.
         distributed: whether a strategy has replicated or sharded these values over ranks.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
@@ -220,6 +233,7 @@ class FlatStorage(Settled, fixed="spans groups apart dtype version"):
         self.grads: list[Array] = []
         self.moves = 0
         self.node_shared = False
+        self.meet: Callable[[], object] = int
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
         self.version = Version()

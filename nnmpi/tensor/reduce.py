@@ -55,7 +55,13 @@ class Sum(_Reduction):
 
     def __init__(self, axes: Axes, keepdims: bool, averages: bool = False) -> None:
         super().__init__(axes, keepdims)
-        self.averages = averages
+        self.averages = averages  # type: ignore[misc]
+
+    @property
+    def summands(self) -> tuple[int, ...]:
+        """See `Function.summands`."""
+        shape, count = self.saved
+        return (shape[0], shape[0], count) if shape and count == prod(shape) else ()
 
     def forward(self, x: Array) -> Array:
         count = self.count(x)

@@ -182,6 +182,11 @@ class Checkpoint:
     model: TensorFile | None = None
     optimizer: TensorFile | None = None
 
+    def warn(self, group: Group) -> None:
+        """Issue the notices as a warning, on one rank for all, each time."""
+        if self.notices and group.is_root:
+            warnings.warn_explicit("; ".join(self.notices), UserWarning, "nnmpi", 0)
+
     @property
     def mesh(self) -> Mesh:
         """The layout of the run that wrote it."""
@@ -329,21 +334,32 @@ def find(
             folder is inaccessible.
     """
 
-    def check(loaded: Checkpoint) -> None:
+    def check(loaded: Checkpoint) -> list[str]:
         with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):
             # raises for bad values here, before the data are loaded
-            _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
+            state, _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
+        known = best or loaded.notices
+        return [] if known else _against_end(folder.finished, loaded, state.step)
 
-    last = _load_together(folder.checkpoints, group, check, writes, best)
-    if last is None:
-        return None
-    return replace(last, notices=(*last.notices, f"resuming from {last.folder}"))
+    return _load_together(folder.checkpoints, group, check, writes, best)
+
+
+def _against_end(file: Path, last: Checkpoint, step: int) -> list[str]:
+    """Compare a checkpoint with the weights with which the run finished, if it did."""
+    if not file.is_file():
+        return []
+    try:
+        end, stored = read_json(file), read_json(last.folder / STATE_FILE)["files"][MODEL_FILE]
+        differs = (end["step"], end["weights_sha256"]) != (step, stored["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return [f"{file} is damaged, so the weights of {last.folder} may not be the final ones"]
+    return [f"{last.folder} has other weights than the run had at its end, says {file}"] * differs
 
 
 def _load_together(
     folder: Path,
     group: Group,
-    check: Callable[[Checkpoint], None],
+    check: Callable[[Checkpoint], list[str]],
     writes: bool = True,
     best: bool = False,
 ) -> Checkpoint | None:
@@ -352,7 +368,7 @@ def _load_together(
     Args:
         folder, writes, best: see `check_folder` and `load_checkpoint`.
         group: all ranks.
-        check: raises a CheckpointError for wrong values; called on rank 0.
+        check: returns more notices, or raises a CheckpointError for wrong values; called on rank 0.
     """
     result: list[Checkpoint] = []  # on rank 0
 
@@ -361,7 +377,7 @@ def _load_together(
         loaded = load_checkpoint(folder, best)
         if loaded is None:
             return None
-        check(loaded)
+        loaded = replace(loaded, notices=(*loaded.notices, *check(loaded)))
         result.append(loaded)
         return [dict(loaded.values), str(loaded.folder), loaded.notices]
 
@@ -408,7 +424,8 @@ def restore(
     _read(last, trainer)
     with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
         trainer.load_scalars(last.values["optimizer"])
-    return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
+    lines = [*last.notices, f"resuming from {last.folder}", *_moved(last, trainer)]
+    return replace(state, data=first.data), lines
 
 
 def _read(last: Checkpoint, training: Training) -> None:
@@ -529,19 +546,19 @@ def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
         {}
     """
 
-    def check(loaded: Checkpoint) -> None:
+    def check(loaded: Checkpoint) -> list[str]:
         if "place" not in loaded.values:
             raise CheckpointError(
                 f"{loaded.folder} is from the train command; continue it with --resume, or open it"
                 " with nnmpi.load"
             )
+        return []
 
     with _training(loop) as training:
         last = _load_together(Path(folder), training.group, check)
         if last is None:
             return {}
-        for notice in last.notices if training.group.is_root else ():
-            warnings.warn(notice, stacklevel=2)
+        last.warn(training.group)
         saved, place = last.values.get("objects", []), dict(last.values["place"])
         if {*saved} != {*objects}:
             had, has = (", ".join(sorted(names)) or "nothing" for names in (saved, objects))
@@ -649,16 +666,21 @@ def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
         if result is None:
             raise CheckpointError(f"{folder} has no best checkpoint; train with --keep-best")
         return read_checkpoint(result)
-    notices: list[str] = []
+    problems, notices = list[str](), list[str]()
+    if (folder / LATEST_FILE).is_file() and _named(folder, LATEST_FILE) is None:
+        notices.append(
+            f"{folder / LATEST_FILE} names a checkpoint that is not here; the newest one is used"
+        )
     for candidate in _candidates(folder):
         try:
-            return replace(read_checkpoint(candidate), notices=tuple(notices))
+            read = read_checkpoint(candidate)
         except CheckpointError as error:
-            notices.append(f"{error}; an older checkpoint is used instead")
-    if notices:
-        raise CheckpointError(
-            f"no checkpoint in {folder} is complete: {notices[0].rpartition(';')[0]}"
-        )
+            problems.append(f"{error}")
+            continue
+        used = f"; an older checkpoint is used instead, {candidate.name}"
+        return replace(read, notices=(*notices, *[problem + used for problem in problems]))
+    if problems:
+        raise CheckpointError(f"no checkpoint in {folder} is complete: {problems[0]}")
     return None
 
 

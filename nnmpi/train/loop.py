@@ -456,6 +456,8 @@ def begin(
 
         on_root(group, take if resuming else folder.check_free)
         last = find(folder, group) if resuming else None
+        if last is not None and config.run.quiet:
+            last.warn(group)
         chosen = None
         if config.parallel.layout == "auto":
             # imported here: other starts do not need the planner
@@ -478,7 +480,7 @@ def begin(
         if resuming and state.step < run.extent.steps:
             notices.extend(_changed_rate(run, last, state.step))
         if state.step >= run.extent.stop:
-            notices = [*notices, f"the run is finished, {_how_to_continue(run)}"]
+            notices = [*notices, _how_to_continue(run)]
 
         def lock_folder() -> None:
             if not resuming:
@@ -527,12 +529,14 @@ def _how_to_continue(run: TrainingRun) -> str:
     options, extent = run.config.optimization, run.extent
     if extent.stop < extent.steps:
         return (
-            f"{extent.stop} of {extent.steps} steps are done, the limit of --stop-after; without it"
-            " the run continues"
+            f"the run stops after {extent.stop} of {extent.steps} steps, the limit of --stop-after;"
+            " without it the run continues"
         )
     if options.max_steps is not None and extent.steps == options.max_steps:
-        return f"all {extent.steps} steps are done; give a larger --max-steps to continue"
-    return f"all {extent.epochs} epochs are done; give more, such as --epochs {2 * extent.epochs}"
+        many, more = f"{extent.steps} steps", "a larger --max-steps to continue"
+    else:
+        many, more = f"{extent.epochs} epochs", f"more, such as --epochs {2 * extent.epochs}"
+    return f"the run is finished, all {many} are done; give {more}"
 
 
 def _finish(
@@ -540,7 +544,8 @@ def _finish(
 ) -> None:
     """Write a GPT's weights and finished.json, and print the summary. Collective.
 
-    finished.json proves that all ranks have reached the end. The launcher's status does not:
+    finished.json proves that all ranks have reached the end, or the limit of --stop-after: its
+    "step" is then below its "of_steps". The launcher's status does not:
     MPICH's mpirun reports success if a rank exits early with status 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
@@ -565,6 +570,7 @@ def _finish(
             numbers = {"loss": report.loss, "accuracy": nan} | measures
             proof = {
                 "step": state.step,
+                "of_steps": run.extent.steps,
                 "ranks": len(last_steps),
                 **{name: value if isfinite(value) else None for name, value in numbers.items()},
                 "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
@@ -573,8 +579,11 @@ def _finish(
 
     on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends
+    is_final = state.step >= run.extent.steps
     console.say(
-        f"test {quality} ({loss}) with the final weights{reporter.best(state, report)}",
+        *([] if is_final else [_how_to_continue(run)]),
+        f"test {quality} ({loss}) with the {'final' if is_final else 'present'} weights"
+        f"{reporter.best(state, report)}",
         f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "
         f"weights and metrics are in {folder.path}",
         *([f"memory of the device: {run.backend.memory()}"] if run.backend.is_device else []),

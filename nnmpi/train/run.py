@@ -336,6 +336,8 @@ def open_run(
             f"{folder} has no checkpoint yet; wait for one, or continue training with --resume"
             f" {folder}"
         )
+    if last is not None:
+        last.warn(group)
     signature = _read_signature(folder, last, group)
     dtype, layout = config.run.dtype, choose_attention(layout, config.model)
     with explain_errors(backend, TOO_LARGE):

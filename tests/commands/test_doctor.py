@@ -72,6 +72,14 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "The run is finished: 9 steps on 2 ranks, test accuracy",
         "nnmpi evaluate",
     ),
+    "stopped on purpose": (
+        lambda run: write(
+            run / "finished.json",
+            json.dumps(json.loads((run / "finished.json").read_text()) | {"of_steps": 135}),
+        ),
+        "The run is not finished: it stopped after 9 of 135 steps, the limit of --stop-after.",
+        "continue with: nnmpi train --resume",
+    ),
     "its end is lost": (
         lose_checkpoint,
         "its last complete checkpoint has different weights",

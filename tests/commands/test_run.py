@@ -38,6 +38,7 @@ run={folder}/run
 up() {{ mkdir -p $run/checkpoints; echo '{{}}' > $run/config.json; echo '{{}}' >> $run/starts.jsonl; }}
 checkpoint() {{ mkdir -p $run/checkpoints/step-$1; }}
 finish() {{ echo '{{}}' > $run/finished.json; }}
+stop() {{ echo '{{"step": 2, "of_steps": 9}}' > $run/finished.json; }}
 eval "$(sed -n "${{count}}p" {folder}/acts)"
 """
 AGENT = '#!/bin/sh\n[ "$1" != "$(cat {folder}/dead)" ]\n'
@@ -114,6 +115,13 @@ def test_it_starts_again_until_the_run_has_proved_its_end(
     assert "is not finished" in text[5]
     assert text[-1].startswith("finished after 4 starts; 0% of ")
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
+
+
+def test_a_limit_of_steps_is_no_end(play: Callable[..., tuple[list[str], list[str]]]) -> None:
+    _, text = play("up; stop")
+    assert text[-1].startswith(
+        "stopped after 2 of 9 steps, the limit of --stop-after, and 1 start;"
+    )
 
 
 def test_it_gives_up_where_nothing_goes_on(

@@ -2,13 +2,19 @@
 before.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import UsageError
+import nnmpi
+from nnmpi import models, nn, optim
+from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
@@ -79,3 +85,80 @@ def test_a_released_worker_refuses_steps(group: Group, pp: bool) -> None:
     with pytest.raises(UsageError, match="was released; make a new one"):
         worker.step(batch)
     group.barrier()
+
+
+X, Y = np.random.default_rng(0).normal(size=(4, 6)), np.arange(4) % 3
+
+
+def small() -> nn.Module:
+    return models.mlp((6,), 3, hidden=[8, 8])
+
+
+def worker_of(group: Group, model: nn.Module, **options: Any) -> Worker:
+    return Worker(model, optim.SGD(model.storage, lr=0.1), group, **options)
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize("then", ["same", "gathered", "gathered after", "plain", "own loop"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_model_that_zero_sharded_goes_on(group: Group, zero: int, then: str) -> None:
+    where = arrange(small(), group, Layout(zero=zero))
+    model = where.model.initialize(seed=0, storage=where.storage)
+    worker = worker_of(group, model, arrangement=where)
+    losses = [worker.step(X, Y).loss]
+    if then == "gathered":
+        worker.parallel.gather_model()  # type: ignore[attr-defined]
+    worker.release()
+    if then == "gathered after":
+        worker.parallel.gather_model()  # type: ignore[attr-defined]
+    if then in ("plain", "own loop"):
+        with pytest.raises(UsageError, match=r"call gather_model\(\) of its strategy"):
+            worker_of(group, model) if then == "plain" else nnmpi.DataParallel(model, group)
+        group.barrier()
+        return
+    other = worker_of(group, model, arrangement=where if then == "same" else None)
+    losses += [other.step(X, Y).loss for _ in range(2)]
+    other.release()
+    plain = worker_of(group, small().initialize(seed=0))
+    assert losses == pytest.approx([plain.step(X, Y).loss for _ in range(3)], rel=1e-5)
+    plain.release()
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda group, model: worker_of(
+            group,
+            model,
+            arrangement=arrange(
+                model, group, Layout(activation_memory="least", offload="/proc/none/there")
+            ),
+        ),
+        lambda group, model: nnmpi.ShardedDataParallel(model, group, algorithm="none such"),
+        lambda group, model: worker_of(group, model, exchange=GradientExchange(bucket_bytes=0)),
+    ],
+)
+def test_a_constructor_that_fails_leaves_nothing(
+    group: Group, fail: Callable[[Group, nn.Module], Any]
+) -> None:
+    model = small().initialize(seed=0)
+    texts = []
+    for _ in range(2):
+        with pytest.raises(NnmpiError) as caught:
+            fail(group, model)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    worker = worker_of(group, model)
+    plain = worker_of(group, small().initialize(seed=0))
+    assert worker.step(X, Y).loss == plain.step(X, Y).loss
+    worker.release()
+    plain.release()
+
+
+@pytest.mark.needs_ranks(2)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(3, 3))])
+def test_a_model_is_arranged_once(group: Group, layout: Layout) -> None:
+    where = arrange(small(), group, layout)
+    with pytest.raises(UsageError, match="is arranged already"):
+        arrange(where.model, group, layout)

@@ -47,13 +47,8 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     if group.size == 1:
         assert answers == [""]
     else:
-        expected = (
-            "counted labels together, but the global batch has 32; give Loader the rank and world of"
-            " the replica"
-        )
-        assert all(
-            expected in answer and "arrangement.data_rank" in answer for answer in answers
-        ), answers
+        expected = "different rows", "rank=arrangement.data_rank, world=arrangement.data_ranks"
+        assert all(text in answer for answer in answers for text in expected), answers
 
 
 @pytest.mark.simulated(max_size=3)
@@ -146,7 +141,9 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     result = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
     assert all(
         group.gather(
-            result == "" if group.size == 1 else "give Loader(whole_microbatches=True)" in result
+            result == ""
+            if group.size == 1
+            else "a Loader with rank, world, microbatches and whole_microbatches=True" in result
         )
     )
 
@@ -320,3 +317,30 @@ def test_what_is_done_to_weights_between_two_runs_survives(
     where.free()
     assert all(same)
     assert kept == [True] * bool(parameters) + [False] * (len(parameters) - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"zero": 2}])
+def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> None:
+    """The ranks share one copy of the weights, which one writes while another still reads."""
+    train, test = data.load("iris")
+
+    def program(group: Group, **layout: Any) -> list[float]:
+        where = nnmpi.arrange(models.mlp((4,), 3, hidden=[8]), group, Layout(**layout))
+        model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.2), group, arrangement=where)
+        part = {"rank": group.rank, "world": group.size, "dtype": "float64"}
+        average, losses = model.state(), []
+        for batch in Loader(train, 40, **part).epoch(0):
+            losses.append(worker.step(batch).loss)
+            now = model.state()
+            average = {name: (average[name] + now[name]) / 2 for name in now}
+            model.load_state(average)
+            losses.append(worker.evaluate(Loader(test, 30, **part).epoch(0)).loss)
+            model.load_state(now)
+        return losses
+
+    (serial,) = nnmpi.simulate(program, 1)
+    for seed in range(3):
+        for result in nnmpi.simulate(lambda group: program(group, **layout), ranks, seed=seed):
+            assert result == pytest.approx(serial, rel=1e-9)

@@ -1,15 +1,19 @@
 """The ledger: bytes by kind, predicted and measured alike, and where they can be seen."""
 
 import contextvars
+import gc
+import tracemalloc
 from contextlib import nullcontext
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, optim
+from nnmpi import models, nn, ops, optim
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
 from nnmpi.comm.group import Group
@@ -26,6 +30,8 @@ from nnmpi.memory.ledger import (
     MemoryLedger,
     MemoryReport,
 )
+from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.memory.store import Store, saved_memory
 from tests.equivalence.reference import Setup, batches, build
 
 HIDDEN = (30, 20, 40)
@@ -115,3 +121,73 @@ def test_mistakes_are_refused() -> None:
         contextvars.Context().run(nnmpi.memory.report)
     with pytest.raises(KeyError, match="weights"):
         MemoryLedger().note({"weights": 1})
+
+
+def live_and_counted(layer: nn.Module) -> tuple[int, int]:
+    """Return the bytes that a forward pass leaves in memory, and those that are counted."""
+    model = nn.Sequential(nn.Linear(64, 64), layer, nn.Linear(64, 8)).initialize(seed=0)
+    x = np.random.default_rng(0).normal(size=(8, 64, 64)).astype("float32")
+    with nn.training():
+        model(x)
+        gc.collect()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        y = model(x)
+        live = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert y.tape is not None
+    outside = [x, y.data, *(parameter.data for parameter in model.parameters())]
+    return live, sum(saved_memory(y.tape.find().nodes, outside).values()) + y.data.nbytes
+
+
+@pytest.mark.host_only("the host's allocations")
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.MixtureOfExperts(64, experts=4, top_k=2, hidden=256),
+        lambda: nn.MixtureOfExperts(64, experts=2, top_k=1, hidden=64, capacity=1.0),
+        lambda: nn.LSTM(64, 64),
+        lambda: nn.CausalSelfAttention(64, 4),
+    ],
+)
+def test_all_that_a_layer_saves_is_counted(layer: Any) -> None:
+    """A mixture of experts saves graphs of its own, in which the arrays are."""
+    live, counted = live_and_counted(layer())
+    assert counted == pytest.approx(live, rel=0.05)
+
+
+@pytest.mark.host_only("the host's allocations")
+def test_a_plan_sees_the_experts_activations(tmp_path: Path) -> None:
+    """A budget is kept, and what goes out comes back: the gradients are those of an ordinary
+    pass.
+    """
+    x, y = np.random.default_rng(0).normal(size=(8, 16, 64)), np.zeros((8, 16), int)
+
+    def peak(model: Any) -> int:
+        tracemalloc.start()
+        with nn.training():
+            model(x.astype("float32"), lambda out: ops.cross_entropy(out, y)).backward()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    layers = [nn.MixtureOfExperts(64, experts=4, top_k=2, hidden=256) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(64, 8)).initialize(seed=0)
+    ordinary = RecomputedModel(model, None)
+    peak(ordinary)
+    grads = [grad.copy() for grad in model.storage.grads]
+    model.zero_grad()
+    assert peak(ordinary) == pytest.approx(ordinary.price.peak, rel=0.25)
+    for options in (
+        {"budget": "least"},
+        {"budget": "least", "store": Store(str(tmp_path), numpy_backend())},
+    ):
+        planned = RecomputedModel(model, **options)  # type: ignore[arg-type]
+        peak(planned)
+        model.zero_grad()
+        peak(planned)
+        assert planned.price.peak < 0.6 * ordinary.price.peak
+        for now, then in zip(model.storage.grads, grads, strict=True):
+            np.testing.assert_allclose(now, then, rtol=1e-4, atol=1e-7)
+        planned.release()
+        model.zero_grad()

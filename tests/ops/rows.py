@@ -167,6 +167,12 @@ def batch_norm(draw: Draw) -> Case:
     return Case(lambda x, scale, shift: ops.batch_norm(x, scale, shift, 0.1)[0], inputs)
 
 
+def rms_norm(draw: Draw) -> Case:
+    leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=1, side=1)
+    inputs = arrays(draw, anywhere, [(*leading, *features), features])
+    return Case(lambda x, scale: ops.rms_norm(x, scale, 0.1), inputs)
+
+
 def layer_norm(draw: Draw) -> Case:
     """One or two feature axes."""
     leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=2, side=1)
@@ -300,6 +306,7 @@ OPS: list[Row] = [
     *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
     *rows("ops.batch_norm", one_rank=batch_norm),
     *rows("ops.layer_norm", any=layer_norm),
+    *rows("ops.rms_norm", any=rms_norm),
     *rows("ops.group_norm", any=group_norm),
     *rows("ops.attention", any=attention, dropped=dropped_attention),
     *rows("ops.scaled_dot_product_attention", any=scaled_dot_product_attention),

@@ -1,12 +1,18 @@
 """One worker alone finds where its first value that is not finite comes from."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
@@ -78,3 +84,48 @@ def test_the_sentence_names_worker_place_and_step() -> None:
     assert "2.5, and it or its gradient is not finite on rank 1" in nonfinite_message(
         7, 2.5, None, "rank 1"
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_memory": "least"},
+        {"activation_memory": 20000},
+        {"activation_memory": "least", "offload": "there"},
+        {"activation_memory": "least", "zero": 3},
+    ],
+)
+def test_a_planned_pass_that_diverges_is_explained(
+    options: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    """Its layers' first buffers belong to the plan; the next good batch trains as before."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(10, 6)), draw.integers(0, 3, 10)
+    bad = x.copy()
+    bad[7, 2] = np.nan
+    if "offload" in options:
+        options = options | {"offload": str(tmp_path)}
+
+    def program(group: Group) -> list[float]:
+        net = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+        )
+        where = arrange(net, group, Layout(**options), sample=x[:1], dtype="float64")
+        model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.05), group, arrangement=where)
+        mine = np.array_split(np.arange(10), group.size)[group.rank]
+        losses = []
+        for rows in (x, bad, x):
+            try:
+                losses.append(worker.step(rows[mine], y[mine]).loss)
+            except DivergenceError as error:
+                assert rows is bad
+                assert "values that are not finite were first found in" in str(error)
+                for name, buffer in model.named_buffers():  # the bad rows' statistics
+                    buffer.data[...] = "variance" in name
+        return losses
+
+    for losses in simulate(program, ranks):
+        assert len(losses) == 2
+        assert losses[1] < losses[0]

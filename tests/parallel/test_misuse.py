@@ -456,3 +456,94 @@ def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
 
 def _losses(group: Group, loss: Any, layout: Layout | None = None) -> list[float]:
     return run(Setup(worker={"loss": loss}), group, layout).losses
+
+
+SUMS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
+    "classes": lambda out, y: ops.cross_entropy(out, y, reduction="sum"),
+    "ignored": lambda out, y: ops.cross_entropy(out, y, "sum", ignore_index=0),
+    "quantities": lambda out, y: ops.mse(out, np.eye(3)[y], reduction="sum"),
+    "own": lambda out, y: ((out - np.eye(3)[y]) ** 2).sum(),
+    "below a factor": lambda out, y: 0.5 * ops.cross_entropy(out, y, reduction="sum"),
+    "from a mean": lambda out, y: ops.cross_entropy(out, y) * float(len(y)),
+}
+MEANS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
+    "classes": ops.cross_entropy,
+    "quantities": lambda out, y: ops.mse(out, np.eye(3)[y]),
+    "own": lambda out, y: ((out - np.eye(3)[y]) ** 2).mean(),
+}
+
+
+def divide(group: Group, loss: Any, rows: tuple[int, int], samples: Any, stage: int = 0) -> float:
+    """Return the gradient's norm after one step of rank 0 with some rows, and rank 1 with others.
+
+    `samples` is called with a rank's labels, and its number of rows and of ranks.
+    """
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+    mine = slice(None) if group.size == 1 else slice(*((0, rows[0]), (rows[0], 8))[group.rank])
+    model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+    parallel: Any = (
+        ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+    )
+    parallel.backward(loss(model(x[mine]), y[mine]), samples(y[mine], y, group.size))
+    return optim.global_norm(model.storage.grads)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("name", SUMS_OF_LOSSES)
+def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> None:
+    loss = SUMS_OF_LOSSES[name]
+    count = np.count_nonzero if name == "ignored" else len
+
+    def step(rows: tuple[int, int], samples: Any, ranks: int = 2) -> list[float]:
+        return simulate(lambda group: divide(group, loss, rows, samples, stage), ranks)
+
+    (serial,) = step((8, 0), lambda own, everyones, ranks: count(everyones), 1)
+    for rows in ((4, 4), (7, 1), (8, 0)):
+        norms = step(rows, lambda own, everyones, ranks: count(everyones))
+        assert norms == pytest.approx([serial] * 2)
+    with pytest.raises(UsageError, match="different numbers of samples: rank 0 has"):
+        step((5, 3), lambda own, everyones, ranks: len(own))
+    if name != "ignored":
+        with pytest.raises(UsageError, match="by its own 4 samples; give backward the number of"):
+            step((4, 4), lambda own, everyones, ranks: len(own))
+
+
+@pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
+def test_a_mean_is_not_divided_again(loss: Any) -> None:
+    def step(samples: Any, ranks: int = 2) -> list[float]:
+        return simulate(lambda group: divide(group, loss, (4, 4), samples), ranks)
+
+    (serial,) = step(lambda own, everyones, ranks: 1, 1)
+    assert step(lambda own, everyones, ranks: ranks) == pytest.approx([serial] * 2)
+    for samples in (lambda *labels: len(labels[0]), lambda *labels: len(labels[1])):
+        with pytest.raises(UsageError, match="the loss is a mean already; give it with reduc"):
+            step(samples)
+
+
+@pytest.mark.parametrize("kind", ["worker", "overlapped", "zero"])
+def test_a_hook_set_later_would_see_a_part(kind: str) -> None:
+    def program(group: Group) -> str:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize()
+        attached: Any = {
+            "worker": lambda: Worker(model, sgd(model), group),
+            "overlapped": lambda: DataParallel(model, group, overlap=True),
+            "zero": lambda: ShardedDataParallel(model, group, stage=2),
+        }[kind]()
+        weight = model.parameters()[0]
+        with pytest.raises(UsageError, match="this rank's part of the gradient") as caught:
+            weight.hook = lambda parameter: None
+        attached.release()
+        weight.hook = lambda parameter: None
+        return str(caught.value)
+
+    simulate(program, 2)
+
+
+def test_a_stage_alone_computes_nothing() -> None:
+    def program(group: Group) -> None:
+        where = arrange(models.mlp((5,), 3, hidden=(7,)), group, Layout(pp=2, split=(2, 2)))
+        where.model.initialize()(np.ones((2, 5), "float32"))
+
+    with pytest.raises(UsageError, match="only some of the model's layers; compute through"):
+        simulate(program, 2)

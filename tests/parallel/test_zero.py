@@ -142,7 +142,7 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
                 ops.cross_entropy(
                     model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum"
                 ),
-                2,
+                2 * group.size,
             )
             optimizer.step()
         held = sum(len(array) for array in model.storage.data)

@@ -142,8 +142,12 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     simulated(f"{words} --out {full}", 1)
     # in the middle of the schedule, with which it goes on
     simulated(f"{words} --stop-after 7 --out {moved}", 2)
+    stopped = (moved / "console.txt").read_text()
+    assert "the run stops after 7 of 12 steps, the limit of --stop-after" in stopped
+    assert "with the present weights" in stopped and "with the final weights" not in stopped
     simulated(f"--resume {moved}", 3)
     assert f"the run had 2 ranks and continues with 3: equal {equal}" in capsys.readouterr().out
+    assert "with the final weights" in (moved / "console.txt").read_text()
     if reduction == "fixed":
         assert arrays(full) == arrays(moved)
     else:

@@ -4,15 +4,19 @@ cannot be kept.
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nnmpi
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import sha256
 from nnmpi.comm.group import Group
+from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.export import main as export
 from nnmpi.train.checkpoint import check_folder, digest, find, load_checkpoint, read_checkpoint
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
@@ -131,5 +135,63 @@ def test_a_file_that_cannot_be_read_is_as_good_as_damaged(
     result = load_checkpoint(run / "checkpoints")
     assert result is not None and result.folder.name == "step-00000003"
     assert list(result.notices) == [
-        f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"
+        f"{newest} cannot be read (Permission denied); an older checkpoint is used instead,"
+        " step-00000003"
     ]
+
+
+OLDER = "; an older checkpoint is used instead, step-00000003"
+OTHER = r"has other weights than the run had at its end, says .*finished.json"
+
+
+def cut(newest: Path) -> None:
+    file = newest / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def flip(newest: Path) -> None:
+    file = newest / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def exchange(newest: Path) -> None:
+    """Let other weights be right by themselves."""
+    shutil.copytree(newest.with_name("step-00000003"), newest, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("use", ["load", "evaluate", "export", "resume"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, rf"step-00000004/model.safetensors has \d+ bytes, not \d+{OLDER}"),
+        (flip, f"optimizer.safetensors is damaged: .*{OLDER}"),
+        (
+            lambda newest: (newest / "state.json").unlink(),
+            f"state.json: damaged or missing.*{OLDER}",
+        ),
+        (shutil.rmtree, "latest names a checkpoint that is not here; the newest one is used"),
+        (lambda newest: newest.with_name("latest").write_text("step-00000003"), OTHER),
+        (exchange, OTHER),
+        (lambda newest: (newest.parents[1] / "finished.json").write_text("{"), "json is damaged"),
+    ],
+)
+def test_weights_other_than_the_last_ones_are_never_used_silently(
+    run: Path, group: Group, damage: Callable[[Path], None], words: str, use: str
+) -> None:
+    main(f"--resume {run} --max-steps 4".split(), group)
+    damage(run / "checkpoints" / "step-00000004")
+    uses: dict[str, Callable[[], Any]] = {
+        "load": lambda: nnmpi.load(run),
+        "evaluate": lambda: evaluate([str(run)], group),
+        "export": lambda: export([str(run)], group),
+        "resume": lambda: main(f"--resume {run} --max-steps 5 --quiet".split(), group),
+    }
+    with pytest.warns(UserWarning, match=words.replace("\\\\", "\\")):
+        uses[use]()
+
+
+def test_the_last_weights_are_used_without_a_word(run: Path, group: Group) -> None:
+    main(f"--resume {run} --max-steps 4".split(), group)
+    assert nnmpi.load(run).step == 4
+    (run / "checkpoints" / "latest").unlink()  # it is written last, and a kill may come before
+    assert nnmpi.load(run).step == 4

@@ -247,7 +247,14 @@ class ShardedStorage(FlatStorage):
         self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
     ) -> NoReturn:
         """Refuse: the other ranks rely on this layout."""
-        raise UsageError("sharded parameters cannot move; leave ZeRO out")
+        raise self.refuse("these parameters cannot move to other arrays")
+
+    def refuse(self, what: str) -> UsageError:
+        """Return the error of a strategy that needs the whole model on every rank."""
+        return UsageError(
+            f"ZeRO {self.stage} has sharded this model, so {what}; call gather_model() of its"
+            " strategy (worker.parallel) on all ranks, then make a new optimizer"
+        )
 
     def trained_slice(self, span: Span) -> slice:
         """See `FlatStorage.trained_slice`."""
@@ -411,6 +418,7 @@ class ShardedStorage(FlatStorage):
         for full, item, local in zip(data, self.slices, self.data, strict=True):
             full[item] = local
         memory.barrier()
+        self.meet = memory.barrier
         self._node = NodeSum(
             grads, memory, owns=self.slices, totals=None if self.stage == 1 else self.grads
         )
@@ -495,6 +503,7 @@ class ShardedStorage(FlatStorage):
             else:
                 data = [full.copy() for full in self._data]
             self._settle(data, grads)
+            self.meet = int
             node.memory.barrier()  # no rank unmaps memory that another still reads
             node.memory.free()
         if self._group is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.base.errors import CommError, UsageError, counted
+from nnmpi.base.errors import CommError, NnmpiError, UsageError, counted
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.nn.chain import Stashed, run_layers
@@ -98,18 +98,26 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         unit_bytes: int | None = None,
         runs_backward: bool = True,
     ) -> None:
-        check_free(model, group)
+        check_free(model, group, zero=True)
         check_same_model(group, model.storage)
-        if not isinstance(model.storage, ShardedStorage):
+        old = model.storage
+        values = {}
+        if not isinstance(old, ShardedStorage):
             broadcast_state(model, group)
-            old = model.storage
             values = {span.parameter.name: span.parameter.data for span in old.spans}
             model.storage = _rebuild(old, values, sharded(model, group, stage, unit_bytes))
             model.storage.known_groups |= old.known_groups
         super().__init__(model, group, runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit of the running backward pass
-        self.notice = self.storage.connect(group.duplicate(), algorithm)
+        try:
+            self.notice = self.storage.connect(group.duplicate(), algorithm)
+        except NnmpiError:  # on all ranks
+            super().release()
+            self.storage.disconnect()
+            if values:
+                model.storage = _rebuild(old, values, FlatStorage)
+            raise
         self._in_units = runs_backward and self.stage > 1
         self._forward_model = model.forward  # for a model that is no chain, thus one unit
         if self._in_units:
