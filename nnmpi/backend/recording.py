@@ -85,7 +85,10 @@ def _fill(buffer: Array, function: Callable[[], Any]) -> None:
     buffer[...] = function()
 
 
-def refuse(what: str) -> None:
+def refuse(
+    what: str,
+    remedy: str = "return the tensor and read it outside, or do not compile this step",
+) -> None:
     """Refuse to return a Python number while recording: it would stay the first step's.
 
     Raises:
@@ -93,8 +96,7 @@ def refuse(what: str) -> None:
     """
     if _active.get() is not None:
         raise UsageError(
-            f"{what} inside a compiled step would always be the first step's; return the tensor"
-            " and read it outside, or do not compile this step"
+            f"{what} inside a compiled step would always be the first step's; {remedy}"
         )
 
 

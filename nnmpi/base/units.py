@@ -1,4 +1,4 @@
-"""Bytes as text: "64k", "1MB", "1.5 MiB", in powers of 1024; times; tables.
+"""Bytes as text: "64k", "1MiB", "1.5 MiB", in powers of 1024; times; tables.
 
 `Bytes` and `Every` are types of options: made of a text, with a ValueError for a wrong one.
 """
@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
     result = _WORD.fullmatch(text.strip())
     if result is None or ("." in result[1] and not result[2] and float(result[1]) % 1):
         raise UsageError(
-            f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)"
+            f"{text!r} is not a number of bytes; write it like 4, 64k, 1MiB or 1.5GiB (k is 1024)"
         )
     if len(result[1]) > _DIGITS:
         raise UsageError(
@@ -71,10 +71,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def format_bytes(nbytes: int) -> str:
     """Return bytes as text in the largest unit with a number of at least 1, for `parse_bytes`.
 
-    format_bytes(65536) -> "64 KB"   format_bytes(1000) -> "1000 B"   format_bytes(1536) -> "1.5 KB"
+    format_bytes(65536) -> "64 KiB"   format_bytes(1000) -> "1000 B"
     """
     *_, (unit, size) = (pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1))
-    return f"{nbytes / size:.4g} {unit}B"
+    return f"{nbytes / size:.4g} {unit}{'i' * bool(unit)}B"
 
 
 def parse_settings(text: str) -> dict[str, float]:
@@ -89,10 +89,11 @@ def parse_settings(text: str) -> dict[str, float]:
 
 def format_seconds(seconds: float, digits: int = 4) -> str:
     """Return a time in s, ms or us, whichever suits: format_seconds(2.5e-6) -> "2.5 us"."""
+    seconds = float(f"{seconds:.{digits}g}")  # before the unit is chosen: 0.9996 s are no 1e+03 ms
     unit, factor = next(
         ((u, f) for u, f in (("s", 1.0), ("ms", 1e-3)) if seconds >= f), ("us", 1e-6)
     )
-    return f"{seconds / factor:.{digits}g} {unit}"
+    return f"{float(f'{seconds / factor:.{digits}g}'):.15g} {unit}"
 
 
 def format_duration(seconds: float) -> str:

@@ -4,11 +4,12 @@ nnmpi comm list --ranks 16 --bytes 64k
 nnmpi comm render ring --ranks 4
 nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
 nnmpi comm prove halving-doubling --ranks 17
-nnmpi comm simulate tree --ranks 16 --bytes 1MB --network alpha=1e-5,beta=1e-9,gamma=1e-10
-nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
+nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
+nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
 mpirun -n 4 nnmpi comm fit
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from nnmpi.base.command import (
 )
 from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.launcher import usable_cores
 from nnmpi.base.pages.page import write_page
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import on_root
@@ -61,8 +63,8 @@ class CommConfig:
     """
     ranks: int | None = None
     """Number of ranks (default: the fit's, else 4)."""
-    bytes: Bytes = Bytes("1MB")
-    """Bytes of a buffer, such as 4, 64k, 1MB."""
+    bytes: Bytes = Bytes("1MiB")
+    """Bytes of a buffer, such as 4, 64k, 1MiB; k is 1024."""
     network: str = NETWORK
     """Numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10 (seconds; gamma per
     byte added), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measured here; or
@@ -167,11 +169,16 @@ def _fit(_: str, ranks: int, asked: CommConfig) -> str:
     group = start()
     file = asked.out or default_file(facts(group))
     on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
+    load, cores = os.getloadavg()[0], usable_cores()[1]
     fit = measure(group, say=lambda line: group.is_root and print(f"measuring {line}", flush=True))
     if not group.is_root:
         return ""
     save_fit(fit, file)
-    return "\n".join([*describe_fit(fit), "", f"kept in {file}"])
+    busy = [
+        f"warning: before it the load was {load:.1f} on {cores} cores: other programs use them, so"
+        " these times are unreliable, and auto chooses by them; measure again on an idle machine"
+    ] * (load > 1.5 * cores)
+    return "\n".join([*describe_fit(fit), "", *busy, f"kept in {file}"])
 
 
 def _check_writable(file: Path) -> None:

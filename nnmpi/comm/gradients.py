@@ -22,7 +22,6 @@ advances whenever another gradient is reported (`BucketExchange`).
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
 from typing import TypeAlias
 
 import numpy as np
@@ -294,7 +293,7 @@ class BucketExchange:
             choice = group.choose(part, started=self.overlap)
         else:
             choice = Choice(
-                name_of(name), "asked for", predict(group, name, part.nbytes, self.overlap)
+                name_of(name), "asked for", group.predict(name, part.nbytes, self.overlap)
             )
         try:
             return (
@@ -305,7 +304,7 @@ class BucketExchange:
             if choice.algorithm != SHARED:
                 raise
             reason = f"instead of {choice.algorithm}: {error}"
-            instead = Choice(NATIVE, reason, predict(group, NATIVE, part.nbytes, self.overlap))
+            instead = Choice(NATIVE, reason, group.predict(NATIVE, part.nbytes, self.overlap))
             return group.bind(part, NATIVE, tag), instead
 
     def _launch_up_to(self, count: int) -> None:
@@ -383,25 +382,3 @@ def _ranges(
     numbers.reverse()
     sizes = [(spans[i][2] - spans[i][1]) * itemsize for i in numbers]
     return [sorted(numbers[k] for k in group) for group in shard.buckets(sizes, limit_bytes)]
-
-
-def predict(group: Group, algorithm: AlgorithmLike, nbytes: int, started: bool = False) -> float:
-    """Return the fit's seconds for an all-reduce; NaN without a fit.
-
-    Args:
-        group: the ranks.
-        algorithm: a name in `registry.NAMES`.
-        nbytes: the array's length in bytes.
-        started: whether it is started and polled, instead of blocking.
-    """
-    if group.size == 1:
-        return 0.0
-    if group.fit is None or (algorithm == SHARED and group.fit.shared is None):
-        return nan
-    return group.fit.predict(algorithm, nbytes, started)
-
-
-def count_all_reduce(group: Group, nbytes: int, algorithm: AlgorithmLike = NATIVE) -> None:
-    """Count one blocking all-reduce; none on a single rank."""
-    if group.size > 1:
-        group.count(Traffic(0.0, nbytes, 1, predict(group, algorithm, nbytes)))

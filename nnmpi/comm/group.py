@@ -24,6 +24,7 @@ from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
     AUTO,
     HIERARCHICAL,
+    NAMES,
     NATIVE,
     SHARED,
     AlgorithmLike,
@@ -143,6 +144,7 @@ class Group(Communicator):
                 the fault.
         """
         self._run(array, algorithm, ALL_REDUCE.name, check)
+        self.count_sum(array.nbytes, algorithm)
 
     def reduce_scatter(
         self, array: CommBuffer, algorithm: AlgorithmLike = NATIVE, check: bool = True
@@ -246,13 +248,13 @@ class Group(Communicator):
             nbytes: of the exchanged arrays.
         """
         world, trace, begin = self.comm.world, timeline.current(), clock.now()
-        before_s = world.collective_s
+        before_s, before = world.collective_s, world.traffic
         try:
             yield
         finally:
             end = clock.now()
             world.collective_s = before_s + end - begin  # a nested collective counts once
-            if category != COLLECTIVE:
+            if category != COLLECTIVE and world.traffic is before:  # a nested sum counts itself
                 self.count(Traffic(0.0, nbytes or 0, 1, nan))
             if trace is not None:
                 ranks = f"{name} of {self.comm.members}"
@@ -267,6 +269,26 @@ class Group(Communicator):
                     collective=ranks,
                     arrived_s=arrived_s,
                 )
+
+    def count_sum(self, nbytes: int, algorithm: AlgorithmLike = NATIVE) -> None:
+        """Count one blocking all-reduce; none on a single rank."""
+        if self.size > 1:
+            self.count(Traffic(0.0, nbytes, 1, self.predict(algorithm, nbytes)))
+
+    def predict(self, algorithm: AlgorithmLike, nbytes: int, started: bool = False) -> float:
+        """Return the fit's seconds for an all-reduce; NaN without a fit.
+
+        Args:
+            algorithm: as in `all_reduce`.
+            nbytes: the array's length in bytes.
+            started: whether it is started and polled, instead of blocking.
+        """
+        if self.size == 1:
+            return 0.0
+        fit = self.fit
+        if fit is None or algorithm not in NAMES or (algorithm == SHARED and fit.shared is None):
+            return nan
+        return fit.predict(algorithm, nbytes, started)
 
     def count(self, traffic: Traffic) -> None:
         """Add to this rank's communication, `World.traffic` (not collective)."""

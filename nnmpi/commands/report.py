@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -120,18 +121,27 @@ def gather(run: Path) -> dict[str, Any]:
             for histogram in stale.histograms
             if stale.total
         ]
-        times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
-        other_s = _mean(trained, "step_s") - sum(times.values())
+        steps = [0, *(record["global_step"] for record in trained)]
+        # a record is a mean over the steps since the one before; a resumed run's may be older
+        weights = [max(now - before, 1) for before, now in pairwise(steps)]
+        times = {
+            label: mean for key, label in PARTS.items() if (mean := _mean(trained, key, weights))
+        }
+        other_s = _mean(trained, "step_s", weights) - sum(times.values())
+        workers = max((record.get("workers", 1) for record in trained), default=1)
         return {
             "head": starts[-1].get("facts", []) if starts else [],
             "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "names": [*PARTS.values()],
+            "whose": "on rank 0" if workers == 1 else f"as a mean over {workers} workers",
             "times": times
             | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
             "parts": [
-                [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)]
-                for part in _cut(trained, MOST_BARS)
+                [part[-1]["global_step"], *(_mean(part, key, weight) for key in PARTS)]
+                for part, weight in zip(
+                    _cut(trained, MOST_BARS), _cut(weights, MOST_BARS), strict=True
+                )
             ],
             "memory": {
                 key.removeprefix(_MEMORY): n
@@ -174,9 +184,13 @@ def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
     return [records[begin : begin + length] for begin in range(0, len(records), length)]
 
 
-def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    values = [record[key] for record in records if record.get(key) is not None]
-    return sum(values) / len(values) if values else 0.0
+def _mean(records: Sequence[Mapping[str, Any]], key: str, weights: Sequence[int]) -> float:
+    values = [
+        (weight, record[key])
+        for record, weight in zip(records, weights, strict=True)
+        if record.get(key) is not None
+    ]
+    return sum(n * value for n, value in values) / sum(n for n, _ in values) if values else 0.0
 
 
 def _options(options: Mapping[str, Any]) -> list[list[str]]:

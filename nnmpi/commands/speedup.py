@@ -45,8 +45,8 @@ nnmpi speedup --ranks 1,2,4 -- --dataset digits --model cnn
 nnmpi speedup --ranks 1,2,4,8,16 --simulate --network alpha_us=50,gbit=1 -- --model mlp
 nnmpi speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 
-The options after -- are the train command's. A run takes 60 steps by default. With --slow on
-simulated ranks a step takes the same time on any number of ranks: then use --weak."""
+The options after -- are the train command's. A run takes 60 steps by default. With --slow ms= a
+step takes the same time on any number of ranks: then use --weak."""
 STEPS = 60
 # Options with which a step may communicate more than one sum of all gradients over all ranks.
 OTHERWISE = {"layout", "pp", "tp", "sp", "zero", "reduction", "sync", "config"}
@@ -120,9 +120,12 @@ def main(words: Sequence[str]) -> str:
         given = read_words(train_words, list(all_options().values()), PROGRAM, DESCRIPTION)
     if taken := given.keys() & {"out", "resume", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out after --")
+    # a step of --slow ms= takes as long on any number of ranks, whatever its share of the batch
+    fixed = "ms=" in str(given.get("slow", "")).replace(" ", "")
     rows: list[Scaled] = []
     for count in options.ranks:
-        rows.append(_compared(_measure(count, train_words, given, options), rows, options.weak))
+        run = _measure(count, train_words, given, options)
+        rows.append(_compared(run, rows, options.weak, fixed))
         print(
             f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s",
             file=sys.stderr,
@@ -134,7 +137,14 @@ def main(words: Sequence[str]) -> str:
             write_json(options.json, numbers)
     if options.plot is not None:
         _draw(figure, rows, options.plot)
-    return _table(rows)
+    more = (
+        [
+            "--slow ms= gives a step the same time on any number of ranks; --weak gives them more work"
+        ]
+        if fixed and not options.weak
+        else []
+    )
+    return "\n".join([_table(rows), *more])
 
 
 def _measure(
@@ -192,12 +202,12 @@ def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
     return price(ALGORITHMS[name], ranks, nbytes, parse_network(given["network"], ranks))
 
 
-def _compared(run: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
-    """Return a run with its speed-up over the first one."""
+def _compared(run: Scaled, before: Sequence[Scaled], weak: bool, fixed: bool) -> Scaled:
+    """Return a run with its speed-up over the first one; `fixed` if its steps do not get shorter."""
     first = before[0] if before else run
     times = run.ranks / first.ranks
     samples = times if weak else 1  # of a step, relative to the first run's
-    predicted_s = first.step_s * samples / times + (run.sum_s if before else 0)
+    predicted_s = first.step_s * (1 if fixed else samples / times) + (run.sum_s if before else 0)
     speedup = samples * first.step_s / run.step_s
     return replace(
         run,

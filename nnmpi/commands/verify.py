@@ -25,7 +25,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import launch_command, read_shared
 from nnmpi.compose.arrange import Arrangement, describe_stages
-from nnmpi.compose.layout import PIPEDREAM, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.norm import has_batch_norm
@@ -130,9 +130,9 @@ def parse(words: Sequence[str]) -> Asked:
         words, sections, SHARED, PROGRAM, DESCRIPTION, DIFFERENT
     )
     require(
-        config.parallel.pipeline != PIPEDREAM,
-        "--pipeline pipedream differs from the serial run by design: it updates with stale"
-        " weights; choose another schedule, such as 1f1b",
+        not build_layout(config).asynchronous,
+        f"--pipeline {config.parallel.pipeline} differs from the serial run by design: it updates"
+        " with stale weights; choose another schedule, such as 1f1b",
     )
     model = config.model.model
     if model in SEQUENCE_MODELS:

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, ClassVar
 from nnmpi.backend.array import namespace
 from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
-from nnmpi.comm.gradients import count_all_reduce
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
@@ -120,7 +119,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
         norm = math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement)
-        count_all_reduce(self.group, *self._meeting)
+        self.group.count_sum(*self._meeting)
         return sums, norm
 
     def update(self, factor: float) -> None:
@@ -191,7 +190,7 @@ class NodeExchange(Exchange):
         """See `Exchange.sum_numbers`; the numbers are summed with the gradients."""
         with self.group.collective("gradients"):
             norm, sums = self._fused.reduce(numbers)
-        count_all_reduce(self.group, *self._meeting)
+        self.group.count_sum(*self._meeting)
         return sums, norm
 
     def update(self, factor: float) -> None:

@@ -5,23 +5,26 @@ Incompatible options are refused when they are given; see `compose.refusals`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain
 from operator import index
 from typing import Literal, TypeAlias
 
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import UsageError, check_int
+from nnmpi.base.errors import NnmpiError, UsageError, check_int
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, ShardingTable
-from nnmpi.schedule.schedule import Home
+from nnmpi.schedule.schedule import Home, Kind, Schedule
 from nnmpi.schedule.schedules import (
     INFERENCE,
     INTERLEAVED,
     SCHEDULES,
-    TURNING,
     Generator,
     home_of,
+    make,
+    named,
     usual_stages,
 )
 
@@ -42,8 +45,10 @@ class Layout:
             from the number of ranks.
         schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v",
             "v-half", "v-min" or "pipedream"; or a function (rank, ranks, microbatches) -> the
-            rank's instructions, which is checked before it runs.
-        virtual_stages: stages per rank, for "interleaved"; "zb-v", "v-half" and "v-min" have 2.
+            rank's instructions, which is checked before it runs. Its instructions alone say whether
+            it updates per microbatch, and which stages a rank has.
+        virtual_stages: stages per rank, for "interleaved" (2 if left at 1); "zb-v", "v-half" and
+            "v-min" have 2.
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each
             stage.
         reduction: "fast", or "fixed" to sum in an order that does not depend on dp (see
@@ -101,6 +106,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Check the options, as far as that needs no model and no ranks."""
+        object.__setattr__(self, "schedule", named(self.schedule))
         if not callable(self.schedule):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
         if self.activation_memory not in (None, LEAST):
@@ -111,16 +117,18 @@ class Layout:
             if getattr(self, name) != getattr(Layout, name):
                 check_int(name, getattr(self, name))
         check_int("state_arrays", self.state_arrays, 0)
-        if self.virtual_stages == 1 and self.schedule in TURNING:
-            object.__setattr__(self, "virtual_stages", usual_stages(self.schedule))
-        if self.schedule != INTERLEAVED and self.virtual_stages not in (
-            1,
-            usual_stages(self.schedule),
-        ):
+        if self._example is not None and not self._example.trains:
+            raise UsageError(
+                f"the schedule {name_of(self.schedule)} has no backward passes, so it would train"
+                " nothing; give each F its B, or I and W"
+            )
+        usual = usual_stages(self.schedule) if self._example is None else self._example.virtual
+        if self.virtual_stages == 1:
+            object.__setattr__(self, "virtual_stages", usual)
+        if self.schedule != INTERLEAVED and self.virtual_stages != usual:
             raise UsageError(
                 f"{self.virtual_stages} virtual stages are for the pipeline schedule interleaved;"
-                f" {name_of(self.schedule)} has {'two' if self.schedule in TURNING else 'one'} per"
-                " rank"
+                f" {name_of(self.schedule)} has {'one' if usual == 1 else 'two'} per rank"
             )
         if self.split != AUTO:
             try:
@@ -203,15 +211,28 @@ class Layout:
         """True if gradients are summed in a fixed order."""
         return self.reduction == FIXED
 
+    @cached_property
+    def _example(self) -> Schedule | None:
+        """A user's schedule for these ranks; None for a name, or if it does not suit them."""
+        if not callable(self.schedule) or self.pp == 1:
+            return None
+        try:
+            return make(self.schedule, self.pp or 2, 2 * (self.pp or 2))
+        except NnmpiError:  # the pass that runs it raises it
+            return None
+
     @property
     def asynchronous(self) -> bool:
         """True if weights are updated after every microbatch, without a flush (pipedream)."""
-        return self.schedule == PIPEDREAM
+        if self._example is None:
+            return self.schedule == PIPEDREAM
+        items = chain.from_iterable(map(self._example.instructions, range(self._example.ranks)))
+        return any(item.kind is Kind.STEP and item.microbatch is not None for item in items)
 
     @property
     def home(self) -> Home:
         """The function (stage, ranks) -> pipeline rank that holds the stage."""
-        return home_of(self.schedule)
+        return home_of(self.schedule) if self._example is None else self._example.home
 
     @property
     def recomputes(self) -> bool:

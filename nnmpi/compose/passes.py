@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
-from math import isfinite, nan
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -36,7 +36,6 @@ from nnmpi.base.shard import split
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, BoundMesh
-from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
 from nnmpi.compose.executor import Executor, PassHandler
@@ -252,8 +251,6 @@ class Passes(PassHandler):
                 report.passed = passed
                 report.staleness = tuple(now.staleness)
                 report.wait_s = passed.wait_s
-                if sent := passed.sent_bytes:
-                    self.world.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
         if self.exchange is not None and not self.updates_per_microbatch:
             self.exchange.finish()

@@ -16,18 +16,16 @@ once with a stand-in for NumPy, and to compile the trace, was tried and dropped:
 steps later, far from their cause.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import is_
+from collections.abc import Callable
 from typing import Any
 
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
-from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Watch
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Module
 
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
 OBSERVED = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
@@ -62,8 +60,7 @@ class Replay(Compiled):
         self._model, self._reason = model, refusal
         self._refused = bool(self._reason)
         self._shapes: set[Any] = set()
-        self._holders: list[Iterable[object]] = []  # iterate over the model's parts
-        self._parts: list[object] | None = None
+        self._watch: Watch | None = None  # of the model
         self._changes = self.replays = 0
 
     def explain(self) -> str:
@@ -91,7 +88,7 @@ class Replay(Compiled):
             run()
             return
         key = (mode.fused, setting(), precision(), *kind)
-        if self._parts is None or not self._is_unchanged():
+        if self._watch is None or not self._watch.is_unchanged():
             run()  # before the inspection: in this pass layers decide which of them are fused
             self._inspect(key)
             return
@@ -131,13 +128,7 @@ class Replay(Compiled):
         elif self._changes > MOST_CHANGES:
             self._reason = "the model changes all the time"
         self._refused = bool(strangers) or self._changes > MOST_CHANGES
-        self._holders = [holder for _, module in modules for holder in _holders(module)]
-        self._parts = list(chain.from_iterable(self._holders))
-
-    def _is_unchanged(self) -> bool:
-        """Return whether the model has the same parts as before."""
-        before, now = self._parts or [], list(chain.from_iterable(self._holders))
-        return len(now) == len(before) and all(map(is_, now, before))
+        self._watch = Watch(self._model)
 
 
 def _is_replayable(module: Module) -> bool:
@@ -155,26 +146,3 @@ def _is_replayable(module: Module) -> bool:
     return "forward" not in local and all(
         is_own(item) or getattr(item, "replayable", False) for item in called
     )
-
-
-def _holders(module: Module) -> Iterator[Iterable[object]]:
-    """Yield iterables over the current parts of a module; each container comes before its items."""
-    attributes = vars(module)
-    yield from ((attributes,), attributes.values())
-    for value in attributes.values():
-        if isinstance(value, list):
-            yield from ((value,), value)
-        elif isinstance(value, dict):
-            yield from ((value,), value.values())
-        elif isinstance(value, Buffer):
-            yield _ArrayOf(value)
-
-
-class _ArrayOf:
-    """Iterates over a buffer's current array."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-
-    def __iter__(self) -> Iterator[object]:
-        return iter((self._buffer.data,))

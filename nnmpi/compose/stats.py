@@ -152,7 +152,7 @@ class Totals:
             else f"predicted {1e3 * predicted_s:.3g} ms"
         )
         arrays = (
-            f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB of"
+            f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MiB of"
             " arrays"
         )
         return (
@@ -203,11 +203,6 @@ class PassReport:
     peak_live: int = 0
     peak_waiting: int = 0
     total_s: float = 0.0
-
-    @property
-    def sent_bytes(self) -> list[int]:
-        """The bytes of each sent array."""
-        return [nbytes for _, lengths in self.sent for nbytes in lengths]
 
 
 @dataclass

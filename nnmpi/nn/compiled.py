@@ -14,22 +14,32 @@
     another shape    gets a recording of its own
 
 A replay repeats the recorded calls on the recorded arrays. Its results are bit for bit those of an
-eager step (of inputs in C order; others are copied to it). Everything that Python computes by
-itself is constant after the recording: a branch, a loop's length, a number, NumPy outside of
-operations. A replay detects new values in the same arrays, frozen parameters, a model initialized
-again, a `DataParallel` made or released, and another number, text or flag in an attribute of a
-module, such as `dropout.p`. It does not detect that a layer, Parameter, buffer or optimizer was
-replaced by another object.
+eager step (of inputs in C order; others are copied to it). What Python computes by itself is
+constant in a recording: a branch, a loop's length, a number, NumPy outside of operations. So before
+each replay everything is compared that Python can compute with (see `Watch`): the inputs, what the
+step closes over, the globals that it names, the attributes of its objects and modules. If anything
+is another object than when the recording began, the step is recorded again. A step that changes
+such a value itself is recorded in every call: right, and slower than an eager step.
 
 On a device a replay makes the same calls of the array library and of nnmpi's kernels, one by one.
 It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each result has its own
 memory as long as the recording exists, so a recorded step needs more memory than an eager one.
 """
 
-from collections.abc import Callable
-from functools import update_wrapper
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, update_wrapper
+from itertools import chain
+from operator import is_
 from threading import RLock
-from types import MethodType
+from types import (
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -39,8 +49,9 @@ from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
-from nnmpi.base.errors import Settled, ShapeError, UsageError
+from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
 from nnmpi.nn.mode import Mode, current, restore
+from nnmpi.nn.module import Buffer, Module
 from nnmpi.tensor.function import grad_enabled, kind_of
 from nnmpi.tensor.operand import values_of, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
@@ -79,17 +90,18 @@ class Compiled(Settled, fixed="pool"):
         """Do one step. A lock lets one thread at a time in.
 
         Args:
-            inputs: arrays and Tensors, passed to the step as Tensors; they are read before this
-                returns. Other hashable values (numbers, strings, tuples of them) are constants of
-                a recording: each value gets its own. Later changes inside them go unnoticed.
+            inputs: arrays and Tensors, passed to the step as Tensors, also within tuples, lists and
+                dictionaries; they are read before this returns. Other hashable values (numbers,
+                strings) are constants of a recording: each value gets its own.
 
         Returns:
             The step's result: None, a Tensor, or tuples, lists and dictionaries of these. The
             Tensors are copies without history in a graph; later steps do not overwrite them.
 
         Raises:
-            UsageError: when the step reads a tensor's number, returns something else, or is called
-                by a compiled step; for an input that is not hashable, or needs a gradient.
+            UsageError: when the step reads a tensor's number, draws random numbers of NumPy's or
+                Python's, uses an iterator, returns something else, or is called by a compiled
+                step; for an input that is not hashable, or needs a gradient.
         """
         if active() is not None:
             raise UsageError(
@@ -98,14 +110,11 @@ class Compiled(Settled, fixed="pool"):
             )
         mode = current()
         if mode.observe is not None:
-            return self._step(*map(_tensor, inputs))  # a replay would not call the modules
+            return self._step(*_mapped(_tensor, inputs))  # a replay would not call the modules
+        memory = None if mode.memory is None else _Same(mode.memory)
         key = (
-            mode.training,
-            mode.fused,
-            grad_enabled(),
-            setting(),
-            precision(),
-            *map(_kind, inputs),
+            *(mode.training, mode.fused, mode.again, mode.weight, memory),
+            *(grad_enabled(), setting(), precision(), *map(_kind, inputs)),
         )
         with self._lock:
             try:
@@ -116,12 +125,14 @@ class Compiled(Settled, fixed="pool"):
                     f"a compiled step got {kinds}; give arrays, Tensors, and values that can be"
                     " compared"
                 ) from None
-            if held is None or not held.recorder.is_valid():
-                return self._record(key, inputs, mode)
+            if held is None or not held.is_valid():
+                return self._record(key, inputs, mode, Watch((self._step, inputs), mode.memory))
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
-    def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
+    def _record(
+        self, key: Any, inputs: tuple[Any, ...], mode: Mode, watch: "Watch | None" = None
+    ) -> Any:
         self._held.pop(key, None)
         is_full = len(self._held) >= MOST_RECORDINGS
         # Return malloc's free memory to the system: replays use the pool instead. Not once the
@@ -132,16 +143,19 @@ class Compiled(Settled, fixed="pool"):
             return_freed_memory()
         recorder = Recorder(self.pool)
         try:
-            buffers = [_input_buffer(x) for x in inputs]
+            buffers = _mapped(_input_buffer, inputs)
             with recorder.running():
                 outputs = _outputs(self._step(*buffers))
-            held = Recording(recorder, buffers, outputs)
+            held = Recording(recorder, buffers, outputs, watch)
+            if watch is not None:
+                watch.refuse_drawn()
         finally:
             restore(mode)
             recorder.copy_loose_grads()
             if not is_full:
                 return_freed_memory()  # held results until they were copied to the pool
-        self._held[key] = held
+        if watch is None or watch.is_unchanged():
+            self._held[key] = held  # otherwise a replay would leave out what the step has changed
         self.calls = len(recorder.calls)
         return held.results()
 
@@ -149,12 +163,24 @@ class Compiled(Settled, fixed="pool"):
 class Recording:
     """A step's recorded calls for certain input shapes, with its input buffers and result."""
 
-    def __init__(self, recorder: Recorder, buffers: list[Any], outputs: Any) -> None:
-        self.recorder, self._outputs = recorder, outputs
+    def __init__(
+        self,
+        recorder: Recorder,
+        buffers: tuple[Any, ...],
+        outputs: Any,
+        watch: "Watch | None" = None,
+    ) -> None:
+        self.recorder, self._outputs, self._watch = recorder, outputs, watch
         self._buffers = [
-            (i, buffer.data) for i, buffer in enumerate(buffers) if isinstance(buffer, Tensor)
+            (i, buffer.data)
+            for i, buffer in enumerate(_leaves(buffers))
+            if isinstance(buffer, Tensor)
         ]
         self._calls: tuple[Call, ...] = tuple(recorder.calls)
+
+    def is_valid(self) -> bool:
+        """True if a replay would do what the step does now."""
+        return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Repeat the calls for these inputs, then restore the mode, which they may change.
@@ -162,8 +188,9 @@ class Recording:
         Raises:
             ShapeError: for an index that does not fit; in a replay no operation checks it.
         """
+        leaves = list(_leaves(inputs))
         for i, buffer in self._buffers:
-            buffer[...] = values_of(inputs[i])
+            buffer[...] = values_of(leaves[i])
         try:
             for call in self._calls:
                 call()
@@ -183,12 +210,11 @@ class Recording:
 def compile(step: Callable[..., Any]) -> Compiled:
     """Return a step that is recorded once per input shape and replayed afterwards.
 
-    The step gets Tensors; reading their values (`item`, comparisons) is an error. Values may change
-    between steps through the arguments, the parameters, `optimizer.lr`, settings of layers (then
-    the step is recorded again), and `nn.training`
-    (entered outside of the step if its `step` changes). Everything else stays as recorded. Dropout,
-    batch normalization, several losses and a `DataParallel` may be in the step. `Worker` compiles
-    by itself.
+    The step gets Tensors; reading their values (`item`, comparisons), and the optimizer's `lr` and
+    `steps`, is an error. Values change between steps without a new recording through arrays, the
+    parameters, the optimizer's settings, and `nn.training` entered outside of the step. Another
+    number, layer or object that the step uses gets a new recording. Dropout, batch normalization,
+    several losses and a `DataParallel` may be in the step. `Worker` compiles by itself.
 
     Raises:
         UsageError: for an object that is not callable.
@@ -228,7 +254,198 @@ def _kind(x: Any) -> Any:
         return type(x), np.asarray(x).tobytes()
     if is_array(array):
         return namespace(array).__name__, array.shape, str(array.dtype)
-    return type(x), tuple(map(_kind, x)) if isinstance(x, tuple) else x
+    if isinstance(x, tuple | list):
+        return type(x), tuple(map(_kind, x))
+    if isinstance(x, dict):
+        return type(x), tuple((name, _kind(item)) for name, item in x.items())
+    return type(x), x
+
+
+class _Same:
+    """A part of a key that equals only itself; it keeps its object, so that no other gets its id."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._thing is other._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+
+class Watch:
+    """The objects that a recorded step can compute with in Python, besides its arrays' values.
+
+        a function                 what it closes over, the globals and modules' names in its code
+        a module, a user's object  its attributes; and its class, if that is a user's
+        tuples, lists, dicts       their items
+        any other                  itself: a number, an array, a Tensor, an optimizer
+
+    Args:
+        root: where the search begins.
+        memory: of `nn.continued`. Its numbers are positions, which replays advance.
+
+    Raises:
+        UsageError: for an iterator, whose next item a replay would not take.
+    """
+
+    def __init__(self, root: Any, memory: dict[str, Any] | None = None) -> None:
+        # each container comes before its items
+        self._holders: list[Iterable[object]] = [] if memory is None else [_Entries(memory)]
+        self._generators: list[Any] = []
+        seen: dict[int, object] = {}
+        waiting = [root]
+        while waiting:
+            item = waiting.pop()
+            if id(item) not in seen:
+                seen[id(item)] = item
+                for holder in self._holders_of(item):
+                    waiting += holder
+                    if not isinstance(holder, tuple | frozenset):  # these always hold the same
+                        self._holders.append(holder)
+        self._parts = list(chain.from_iterable(self._holders))
+        self._drawn = self._draws()
+
+    def is_unchanged(self) -> bool:
+        """True if everything is the same object as when the watch began."""
+        now = list(chain.from_iterable(self._holders))
+        return len(now) == len(self._parts) and all(map(is_, now, self._parts))
+
+    def refuse_drawn(self) -> None:
+        """Refuse a step that has drawn random numbers since the watch began.
+
+        Raises:
+            UsageError: when it has.
+        """
+        if self._draws() != self._drawn:
+            raise UsageError(
+                "random numbers that a compiled step draws itself would always be the first"
+                " step's; draw them outside and give them as an argument, or use nn.Dropout"
+            )
+
+    def _draws(self) -> list[Any]:
+        old = np.random.get_state(legacy=False)
+        states = [repr(item.bit_generator.state) for item in self._generators]
+        return [random.getstate(), old["state"]["key"].tobytes(), old["state"]["pos"], *states]
+
+    def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
+        if isinstance(item, tuple | list | set | frozenset):
+            yield item
+        elif isinstance(item, dict):
+            yield item.values()
+        elif isinstance(item, FunctionType) and not _is_library(item):
+            if item.__closure__:
+                yield _Cells(item.__closure__)
+            yield item.__defaults__ or ()
+            yield tuple((item.__kwdefaults__ or {}).values())
+            names = tuple(_names(item.__code__))
+            yield _Names(item.__globals__, names)
+            for thing in filter(None, map(item.__globals__.get, names)):
+                if isinstance(thing, ModuleType) and not _is_library(thing):
+                    yield _Names(vars(thing), names)
+        elif isinstance(item, MethodType):
+            yield (item.__func__, item.__self__)
+        elif isinstance(item, partial):
+            yield (item.func, item.args, item.keywords)
+        elif isinstance(item, Buffer):
+            yield _Attributes(item, ("data",))
+        elif isinstance(item, np.random.Generator):
+            self._generators.append(item)
+        elif isinstance(item, type):
+            if not _is_library(item):
+                yield vars(item).values()
+        elif hasattr(type(item), "__next__") and _package(type(item)) in ("builtins", "itertools"):
+            raise UsageError(
+                f"a compiled step uses {kind_of(item)}, an iterator, whose next item a replay would"
+                " not take; call next outside of the step and give the item as an argument"
+            )
+        elif (
+            isinstance(item, Module)
+            or _package(type(item)) in _NAMESPACES
+            or not (
+                # an optimizer, also one of the user's, is read anew by each of its updates
+                _is_library(type(item)) or any(map(is_own, type(item).__mro__))
+            )
+        ):
+            yield getattr(item, "__dict__", {}).values()
+            yield type(item).__mro__
+            slots = (
+                name
+                for kind in type(item).__mro__
+                if not _is_library(kind)
+                for name, member in vars(kind).items()
+                if isinstance(member, MemberDescriptorType)
+            )
+            if names := tuple(slots):
+                yield _Attributes(item, names)
+
+
+class _Cells:
+    """Iterates over what a closure's variables hold now, without those not assigned yet."""
+
+    def __init__(self, cells: tuple[Any, ...]) -> None:
+        self._cells = cells
+
+    def __iter__(self) -> Iterator[object]:
+        for cell in self._cells:
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue
+
+
+class _Entries:
+    """Iterates over the values of a dictionary that are no whole numbers."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[object]:
+        return (value for value in self._entries.values() if not isinstance(value, int))
+
+
+class _Names:
+    """Iterates over the current values of some names."""
+
+    def __init__(self, scope: dict[str, Any], names: tuple[str, ...]) -> None:
+        self._scope, self._names = scope, names
+
+    def __iter__(self) -> Iterator[object]:
+        return map(self._scope.get, self._names)
+
+
+class _Attributes:
+    """Iterates over the current values of some attributes of an object."""
+
+    def __init__(self, item: object, names: tuple[str, ...]) -> None:
+        self._item, self._names = item, names
+
+    def __iter__(self) -> Iterator[object]:
+        return iter([getattr(self._item, name, None) for name in self._names])
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function's code, and in functions within."""
+    inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+OWN = "nnmpi"
+_NAMESPACES = ("types", "argparse")
+_LIBRARIES = sys.stdlib_module_names | {OWN, "numpy", "cupy"}
+
+
+def _is_library(thing: Any) -> bool:
+    """Whether a function, class or module is of a library, which holds no values of the step's."""
+    package = _package(thing)
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in _LIBRARIES or "-packages" in file  # site-packages, dist-packages
+
+
+def _package(thing: Any) -> str:
+    name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+    return str(name or "").partition(".")[0]
 
 
 def _tensor(x: Any) -> Any:
@@ -267,8 +484,19 @@ def _copied(x: Tensor) -> Tensor:
     return tensor
 
 
-def _mapped(function: Callable[[Any], Tensor], outputs: Any) -> Any:
-    """Map a function over the leaves of a step's result (dicts, tuples, lists; None stays None)."""
+def _leaves(inputs: Iterable[Any]) -> Iterator[Any]:
+    """Yield the leaves of a step's inputs, in the order of `_mapped`."""
+    for x in inputs:
+        if isinstance(x, tuple | list):
+            yield from _leaves(x)
+        elif isinstance(x, dict):
+            yield from _leaves(x.values())
+        else:
+            yield x
+
+
+def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Map a function over the leaves of dicts, tuples and lists; None stays None."""
     if outputs is None:
         return None
     if isinstance(outputs, dict):

@@ -27,7 +27,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, refuse
 from nnmpi.base.errors import DtypeError, Settled, ShapeError, UsageError, number, raise_missing
 from nnmpi.base.launcher import read_launch
 
@@ -119,6 +119,30 @@ class Arrays(Settled, fixed="groups known_groups"):
         return []
 
 
+class _Followed:
+    """A number that changes between updates: a step that is being recorded cannot use or set it."""
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type[Any]) -> Any:
+        if optimizer is None:
+            return self
+        self._refuse()
+        return vars(optimizer)[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        self._refuse()
+        vars(optimizer)[self._name] = value
+
+    def _refuse(self) -> None:
+        refuse(
+            f"optimizer.{self._name}",
+            "use it outside of the step, such as in `with nn.training(step=optimizer.steps):` around"
+            " the call",
+        )
+
+
 class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elementwise"):
     """Updates the buffers of a storage in place from their gradients.
 
@@ -140,6 +164,8 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
     elementwise: ClassVar[bool] = True
     ranks: Any = None
     run_id: str | None = None
+    lr: Any = _Followed()
+    steps: Any = _Followed()
     if not TYPE_CHECKING:
         __getattr__ = raise_missing
 

@@ -36,7 +36,7 @@ from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
-from nnmpi.comm.gradients import BucketExchange, count_all_reduce
+from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
@@ -268,7 +268,6 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         # number of ranks.
         total = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
-        count_all_reduce(self.group, total.nbytes)
         return total
 
 

@@ -83,8 +83,9 @@ class FixedReduction(Replicas):
             span.parameter.grad = span.parameter.buffer
         for norm, observed in zip(self._norms, self._observed, strict=True):
             self._update_statistics(norm, observed)
-        sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
-        self.group.count(Traffic(0.0, sent_bytes, len(grads), nan))
+        if self.group.size > 1:
+            sent_bytes = sum(grad.nbytes for grad in grads)
+            self.group.count(Traffic(0.0, sent_bytes, len(grads), nan))
 
     def describe(self) -> str:
         """See `Replicas.describe`."""

@@ -23,7 +23,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
+from nnmpi.schedule.schedules import SCHEDULES, make, named, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
 
 PROGRAM = "nnmpi schedule"
@@ -48,7 +48,7 @@ class ScheduleConfig:
     network: str = ""
     """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).
     """
-    bytes: Bytes = Bytes("1MB")
+    bytes: Bytes = Bytes("1MiB")
     """Bytes of a message between two ranks."""
     html: Path | None = None
     """File for an interactive page."""
@@ -67,21 +67,28 @@ def main(words: Sequence[str]) -> str:
         UsageError: for wrong options, or a file that cannot be written.
     """
     (options,) = read_command("", PROGRAM, __doc__ or "", (ScheduleConfig,), words)
-    virtual = options.virtual_stages or usual_stages(options.pipeline)
-    name = load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    name = named(load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)"))
+    virtual = options.virtual_stages or usual_stages(name)
     stages, microbatches = options.stages, options.microbatches
     work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
     announce(work, 2.5e-4 * stages * virtual * microbatches)
     schedule = lower(make(name, stages, microbatches, virtual))
     check(schedule)
-    result = simulate_schedule(schedule, _costs(options, schedule))
-    lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, result, options)]
+    costs = _costs(options, schedule)
+    result = simulate_schedule(schedule, costs)
+    lines = [
+        _title(schedule),
+        "",
+        render(schedule, costs),
+        "",
+        *_figures(schedule, result, options),
+    ]
     if options.svg:
         picture(schedule, result).save(options.svg)
     if options.html:
         beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
         animations = compare(
-            beside | {schedule.name: (name, virtual)},
+            beside | {schedule.name: (name, schedule.virtual)},
             schedule.name,
             stages,
             microbatches,

@@ -94,13 +94,23 @@ class Positions:
         return "\n".join(lines)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, trains: bool = False) -> None:
     """Refuse a wrong lowered schedule.
+
+    Args:
+        schedule: any.
+        trains: whether it must have backward passes.
 
     Raises:
         ScheduleError: naming the fault, with the programs around it.
     """
     positions = Positions(schedule)
+    if trains and not schedule.trains:
+        positions.fail(
+            "there are no backward passes, so it would train nothing; give each F its B, or I and"
+            " W",
+            [],
+        )
     _check_work(schedule, positions)
     _check_order(schedule, positions)
     _check_channels(schedule, positions)

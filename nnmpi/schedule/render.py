@@ -4,7 +4,7 @@ In text, ranks go down and time across, and each cell names its instruction.
 
 Time is counted in units: a forward takes one, a whole backward two and each of its halves one, as
 in the papers' figures, since a backward multiplies twice as many matrices; messages, reductions and
-updates take none. A cell is as wide as its time.
+updates take none, unless `costs` say other times. A cell is as wide as its time.
 
 A page's animation has each rank's computation and its number of saved activations over time:
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.units import format_seconds
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, Instruction, Kind, Schedule
@@ -25,6 +26,7 @@ from nnmpi.schedule.schedules import Generator, make
 from nnmpi.schedule.simulate import Costs, ScheduleRun, Simulation, even_costs, simulate_schedule
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
+MOST_COLUMNS = 512  # of a picture whose forwards are much shorter than the rest
 
 
 WORDS = {
@@ -44,7 +46,7 @@ class _Cell(NamedTuple):
     mark: str
 
 
-def render(schedule: Schedule) -> str:
+def render(schedule: Schedule, costs: Costs | None = None) -> str:
     """Return the grid of a schedule, and a legend; one that only computes is lowered first.
 
         time    0  1  2  3  4  5  6  7  8
@@ -53,31 +55,45 @@ def render(schedule: Schedule) -> str:
 
     With several stages per rank the cells name the stage, too: 2F0 is stage 2, microbatch 0.
 
+    Args:
+        schedule: any.
+        costs: of its instructions; by default a forward takes 1, a backward 2, a message nothing.
+            Cells begin and end at the nearest columns, and have at least one.
+
     Raises:
         ScheduleError: on a deadlock; `check` names its place.
     """
     if schedule.kinds <= COMPUTE | {Kind.STEP}:
         schedule = lower(schedule)
-    run = ScheduleRun(schedule, even_costs(schedule.stages))
+    costs = costs or even_costs(schedule.stages)
+    run = ScheduleRun(schedule, costs)
     if run.stuck:
         raise ScheduleError(
             f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn"
         )
-    columns = int(max(progress.clock_s for progress in run.ranks))
-    times = {
-        span.instruction: (int(span.begin_s), int(span.end_s - span.begin_s)) for span in run.spans
-    }
-    rows = [
-        [_Cell(*times[item], label, mark) for item, label, mark in _labels(schedule, rank)]
-        for rank in range(schedule.ranks)
-    ]
+    end_s = max(progress.clock_s for progress in run.ranks)
+    unit_s = max(costs[Kind.F][0], end_s / MOST_COLUMNS) or 1.0
+    times = {span.instruction: span for span in run.spans}
+    rows: list[list[_Cell]] = []
+    for rank in range(schedule.ranks):
+        rows.append([])
+        at = 0
+        for item, label, mark in _labels(schedule, rank):
+            begin = max(at, round(times[item].begin_s / unit_s))
+            at = max(begin + 1, round(times[item].end_s / unit_s))
+            rows[-1].append(_Cell(begin, at - begin, label, mark))
+    columns = max(round(end_s / unit_s), *(row[-1].begin + row[-1].columns for row in rows if row))
     width = 1 + max(2, len(str(columns - 1)), *(len(cell.label) for row in rows for cell in row))
     head = "".join(str(column).ljust(width) for column in range(columns))
     names = [f"rank {rank}" for rank in range(schedule.ranks)]
     lines = [("time", head), *zip(names, (_line(row, columns, width) for row in rows), strict=True)]
     edge = max(len(name) for name, _ in lines) + 2
     return "\n".join(
-        [*((name.ljust(edge) + line).rstrip() for name, line in lines), "", _legend(schedule)]
+        [
+            *((name.ljust(edge) + line).rstrip() for name, line in lines),
+            "",
+            _legend(schedule, costs, unit_s),
+        ]
     )
 
 
@@ -103,7 +119,7 @@ def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
     return line + _IDLE.ljust(width) * (columns - at)
 
 
-def _legend(schedule: Schedule) -> str:
+def _legend(schedule: Schedule, costs: Costs, unit_s: float) -> str:
     """Return the explanation of the picture's signs."""
     used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
@@ -116,8 +132,24 @@ def _legend(schedule: Schedule) -> str:
     message += [f"{_IDLE} idle"]
     message += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     message += [f"{_UPDATED} update"] * (Kind.STEP in used)
-    wide = "; a backward takes 2, a message none" if Kind.B in used else "; a message takes none"
-    return f"{'    '.join(message)}\nA column is the time of one forward of a stage{wide}."
+    times = [
+        (text, costs[kind][0] / unit_s)
+        for kind, text in ((Kind.B, "a backward"), (Kind.I, "half a backward"))
+        if kind in used and (kind is Kind.B or costs[kind][0] != unit_s)
+    ]
+    times.append(("a message", costs[Kind.SEND_ACT][0] / unit_s))
+    verbs = ["takes ", *[""] * len(times)]
+    told = (
+        f"{what} {verb}{f'{n:.3g}' if n else 'none'}"
+        for (what, n), verb in zip(times, verbs, strict=False)
+    )
+    is_forward = costs[Kind.F][0] == unit_s
+    column = "the time of one forward of a stage" if is_forward else format_seconds(unit_s)
+    is_whole = is_forward and all(n == int(n) for _, n in times)
+    return (
+        f"{'    '.join(message)}\nA column is {column}; {', '.join(told)}"
+        f"{'' if is_whole else '; drawn to the nearest column'}."
+    )
 
 
 # ---- as an animation ----

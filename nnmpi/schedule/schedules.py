@@ -259,6 +259,12 @@ Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 """A name, or a user's function (rank, ranks, microbatches) -> the rank's computation."""
 
 
+def named(schedule: Generator) -> Generator:
+    """Return the name of one of this package's functions; any other schedule as it is."""
+    names = [name for name, rule in SCHEDULES.items() if rule is schedule]
+    return names[0] if names else schedule
+
+
 def usual_stages(name: Generator) -> int:
     """Return the default number of stages on a rank in this schedule."""
     return 2 if name in (INTERLEAVED, *TURNING) else 1
@@ -275,11 +281,12 @@ def make(
     """Return a schedule, computation only; `lower` adds the rest.
 
     Args:
-        name: one of `SCHEDULES`, or a function of your own, for one stage on each rank.
+        name: one of `SCHEDULES`, or a function of your own. Its instructions say how many stages a
+            rank has, and whether they go around or there and back.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank; any number for "interleaved" and "inference", 2 for `TURNING`, 1
-            for all others.
+        virtual: stages per rank, for names; any number for "interleaved" and "inference", 2 for
+            `TURNING`, 1 for all others.
         home: the rank of each stage in "inference"; the other schedules define their own.
 
     Raises:
@@ -290,6 +297,7 @@ def make(
         >>> [" ".join(map(str, program)) for program in schedule.programs]
         ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
     """
+    name = named(name)
     if isinstance(name, str) and name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     for noun, number in (
@@ -304,7 +312,7 @@ def make(
         if isinstance(name, str)
         else ()
     )
-    if not more and virtual != usual_stages(name):
+    if isinstance(name, str) and not more and virtual != usual_stages(name):
         local = "two stages" if usual_stages(name) > 1 else "one stage"
         raise UsageError(
             f"{name_of(name)} has {local} on each rank, not {virtual}; for several choose"
@@ -314,6 +322,8 @@ def make(
     programs = tuple(
         call_user(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks)
     )
+    if callable(name):
+        virtual, home = _stages(programs)
     valid = (range(ranks * virtual), {None, *range(microbatches)})
     for item in chain.from_iterable(programs if callable(name) else ()):
         numbers = zip((item.stage, item.microbatch), valid, strict=True)
@@ -325,3 +335,17 @@ def make(
                 " microbatches"
             )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)
+
+
+def _stages(programs: Sequence[Instructions]) -> tuple[int, Home]:
+    """Return the stages per rank of a user's programs, and their map to ranks.
+
+    If they are no known map's, return one per rank, and `check` names the fault.
+    """
+    ranks = len(programs)
+    found = {(item.stage, rank) for rank in range(ranks) for item in programs[rank]}
+    for virtual in range(2, len(found) // ranks + 1):
+        for home in (around, there_and_back):
+            if found == {(stage, home(stage, ranks)) for stage in range(ranks * virtual)}:
+                return virtual, home
+    return 1, around

@@ -28,8 +28,9 @@ records each call:
         self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
         self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
 
-A subclass without `replayable` is recorded as one call of its `forward` and one of its `backward`.
-A replay calls them again and copies their results into the arrays of the recording.
+Any other subclass, and every subclass outside this package, is recorded as one call of its
+`forward` and one of its `backward`. A replay calls them again and copies their results into the
+arrays of the recording: nobody checks these rules, and a replay of `x * x` would be silently stale.
 """
 
 from __future__ import annotations
@@ -240,6 +241,7 @@ class Function:
         shape, dtype: of the output.
         xp: the module of the input arrays; set before `forward` is called.
         replayable: whether the operation keeps the rules of the module's docstring.
+        by_calls: whether a recording relies on it, as it does for this package's operations only.
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
@@ -262,6 +264,7 @@ class Function:
     )
 
     replayable: ClassVar[bool] = False
+    by_calls: ClassVar[bool] = False
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
 
@@ -275,6 +278,9 @@ class Function:
     saved: tuple[Any, ...]
     shape: Shape
     version: Version | None
+
+    def __init_subclass__(cls) -> None:
+        cls.by_calls = cls.replayable and cls.__module__.startswith("nnmpi.")
 
     @property
     def averages(self) -> bool:
@@ -453,7 +459,7 @@ class Function:
         for x in inputs:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:
                 recorder.record_leaf(x)
-        if not self.replayable:
+        if not self.by_calls:
             return record_whole(recorder, self.forward, values)
         self.xp = recorder.module(self.xp)
         return self.forward(*values)

@@ -128,14 +128,16 @@ class ParallelConfig:
     your own.
     """
     virtual_stages: int = 1
-    """For --pipeline interleaved: stages per rank."""
+    """For --pipeline interleaved: stages per rank; 2 if left at 1."""
     microbatches: int | None = None
     """Microbatches per batch: they pass through the pipeline one after another, and without a
     pipeline they save memory (default: 1; 4 per pipeline rank; with --reduction fixed 16 for any
     layout).
     """
     split: Literal["auto"] | tuple[int, ...] = "auto"
-    """Layers in each pipeline stage, such as 5,4,3. auto: balance measured times."""
+    """Layers in each pipeline stage, such as 5,4,3, which makes the bits repeatable. auto: balance
+    measured times.
+    """
     reduction: Literal["fast", "fixed"] = "fast"
     """fixed: sum the gradients of whole microbatches in an order that does not depend on --dp. Any
     number of replicas then gives the same bits for the same --microbatches.

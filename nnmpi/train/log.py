@@ -155,7 +155,7 @@ class Reporter:
             return f"{totals.targets_per_second:.0f} tokens/s"
         return f"{totals.samples_per_second:.0f} samples/s"
 
-    def _of_tokens(self, totals: Totals, per_second: float) -> dict[str, float]:
+    def _of_tokens(self, totals: Totals, per_second: float | None) -> dict[str, float | None]:
         if not self._tokens:
             return {}
         return {"perplexity": totals.perplexity, "tokens_per_second": per_second}
@@ -258,7 +258,8 @@ class Reporter:
             state: of the evaluated weights.
             report: loss, score and time over the test data.
         """
-        seconds = max(report.wall_s, 1e-9)
+        # no rate without a time: simulated ranks may compute in none
+        per_s = 1 / report.wall_s if report.wall_s else None
         self._write(
             kind,
             state,
@@ -267,9 +268,9 @@ class Reporter:
                 **self.measures(report),
                 "elapsed_s": state.elapsed_s,
                 "runtime": report.wall_s,
-                "samples_per_second": report.samples / seconds,
-                "steps_per_second": self._extent.test_batches / seconds,
-                **self._of_tokens(report, report.targets / seconds),
+                "samples_per_second": per_s and report.samples * per_s,
+                "steps_per_second": per_s and self._extent.test_batches * per_s,
+                **self._of_tokens(report, per_s and report.targets * per_s),
             },
         )
 

@@ -276,6 +276,8 @@ class Loop:
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
+            if self._trainer.reporters > 1:
+                more["workers"] = self._trainer.reporters
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
             lr = self._run.schedule(max(step - 1, 0))

@@ -16,11 +16,13 @@
                   "histogram": [[staleness, count], ...]}, ...]}
     {"kind": "staleness_run", ...}     mean, max, histogram and workers over the run, at the end
 
-Times are rank 0's, in seconds per step. `step_s` lasts from the end of the previous step to the end
-of this one. `wait_s` is the pipeline's bubble: waiting for other stages. While messages were in
-flight, the rank computed for `hidden_s` and waited for `sync_s`; the fitted cost model predicts
-`predicted_sync_s` for them (null without a fit). `comm_bytes` and `comm_calls`, per step, count the
-sums over the ranks. `epoch` counts passes over the data, with a fraction.
+Times are rank 0's, in seconds per step; with "workers" they are means over that many workers.
+`step_s` lasts from the end of the previous step to the end of this one. `wait_s` is the pipeline's
+bubble: waiting for other stages. While messages were in flight, the rank computed for `hidden_s`
+and waited for `sync_s`; the fitted cost model predicts `predicted_sync_s` for them (null without a
+fit). `comm_bytes` and `comm_calls`, per step, count the arrays that rank 0's collectives summed,
+gathered or exchanged, of gradients, statistics, tied weights and numbers, not a pipeline's
+messages. `epoch` counts passes over the data, with a fraction.
 
 Keys that begin with "memory_" are rank 0's peak bytes per purpose, and in total (see
 `memory.ledger`). Activations are measured in the second step, and again with each larger batch;

@@ -90,8 +90,8 @@ def test_ranks_that_share_a_device(pool: Any) -> None:
     with pytest.raises(MemoryError) as caught:
         backend.zeros(total // 4, np.uint8)
     explained = backend.explain(caught.value)
-    assert "Fake device, device 0 has no room for 4 GB more" in str(explained)
-    assert "of its limit of 3.6 GB (90% of" in str(explained)
+    assert "Fake device, device 0 has no room for 4 GiB more" in str(explained)
+    assert "of its limit of 3.6 GiB (90% of" in str(explained)
 
 
 def test_a_limit_of_the_users(pool: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_limit_for_this_run(pool: Any) -> None:
     with pytest.raises(MemoryError) as caught:
         backend.zeros(300 * MIB, np.uint8)
     words = str(backend.explain(caught.value))
-    assert "of its limit of 200 MB (memory_limit)" in words
+    assert "of its limit of 200 MiB (memory_limit)" in words
     assert backend.explain(KeyError("x")) is None
     numpy_backend().limit_memory(1)
 

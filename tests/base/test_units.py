@@ -30,7 +30,7 @@ def test_what_people_write(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "k", "-4", "1e6", "4 x", "64kk", "0.3", "nan", "1 2"])
 def test_what_is_no_size_is_named_with_what_would_work(text: str) -> None:
-    with pytest.raises(UsageError, match="write it like 4, 64k, 1MB") as error:
+    with pytest.raises(UsageError, match="write it like 4, 64k, 1MiB") as error:
         parse_bytes(text)
     assert repr(text) in str(error.value)
 
@@ -39,11 +39,11 @@ def test_names() -> None:
     assert [format_bytes(n) for n in (0, 1000, 1024, 1536, 65536, 2**20, 2**31)] == [
         "0 B",
         "1000 B",
-        "1 KB",
-        "1.5 KB",
-        "64 KB",
-        "1 MB",
-        "2 GB",
+        "1 KiB",
+        "1.5 KiB",
+        "64 KiB",
+        "1 MiB",
+        "2 GiB",
     ]
 
 
@@ -70,3 +70,9 @@ def test_times() -> None:
 )
 def test_times_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_seconds_are_rounded_before_the_unit_is_chosen() -> None:
+    assert format_seconds(0.9996, 3) == "1 s" and format_seconds(0.0009996, 3) == "1 ms"
+    assert format_seconds(120.0, 2) == "120 s" and format_seconds(0.1234567) == "123.5 ms"
+    assert format_seconds(0.0) == "0 us" and format_seconds(2.5e-6) == "2.5 us"

@@ -77,7 +77,7 @@ def test_what_was_measured_to_be_faster_is_taken_and_the_next_ones_are_named() -
     assert choose(4, 4, fit, shared=True).algorithm == NATIVE
     long = choose(2**20, 4, fit, shared=True)
     assert long.algorithm == SHARED
-    assert "for 1 MB, against native 10.6 us" in long.reason
+    assert "for 1 MiB, against native 10.6 us" in long.reason
     assert choose(2**20, 4, fit, shared=False).algorithm == NATIVE  # the array lies elsewhere
     assert choose(2**20, 4, replace(fit, shared=None), shared=True).algorithm == NATIVE
 

@@ -205,7 +205,7 @@ def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.Monke
     assert "messages inside a node, one way: latency 1 us" in text
     assert "messages between nodes, both ways: latency 10 us, 1.000 ns/B" in text
     table = [line.split() for line in message[message.index("") + 1 :]]
-    assert table[0] == ["predicted", "1000", "B", "1", "MB"] and table[1] == [
+    assert table[0] == ["predicted", "1000", "B", "1", "MiB"] and table[1] == [
         "native",
         "5",
         "us",

@@ -232,7 +232,7 @@ NODE: dict[str, Any] = {
         ([{"threads": 4}], ""),
         ([{"load": 7.0}], "its load is 7.0 on 4 cores"),
         ([{"older": "old code"}], "a: old code"),
-        ([{"shm": 1 << 20}] * 2, "/dev/shm has 1 MB free"),
+        ([{"shm": 1 << 20}] * 2, "/dev/shm has 1 MiB free"),
         ([{"shm": None}] * 2, ""),
     ],
 )

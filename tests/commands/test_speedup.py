@@ -35,6 +35,8 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
         == pytest.approx(two["efficiency"] * 2)
         == pytest.approx(5e-3 / two["step_s"] * 2 / times)
     )
+    assert two["predicted"] == pytest.approx(two["speedup"], rel=0.05)  # the columns agree
+    assert ("--weak gives them more work" in table) == (more == "")
     assert table.splitlines()[2].split()[0] == "2" and "</svg>" in picture.read_text()
 
 

@@ -97,6 +97,6 @@ def test_segments_are_put_together_and_told() -> None:
         "differed by 2.5 %",
     ):
         assert words in text
-    assert sent.startswith("3 messages with 2 MB per step")
+    assert sent.startswith("3 messages with 2 MiB per step")
     many = describe_segments(SegmentReport(two, staleness=stale(*[[0]] * (SHOWN_WORKERS + 1))))
     assert many[0].endswith("steps by worker: " + ", ".join(["1"] * SHOWN_WORKERS) + ", ...")

@@ -116,7 +116,7 @@ def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
     assert ending.status == 0, ending.output
     assert "backend:     cupy on Fake device, device 0" in ending.output
     assert (
-        "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GB of memory for each rank"
+        "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GiB of memory for each rank"
         in ending.output
     )
     assert "memory of the device:" in ending.output

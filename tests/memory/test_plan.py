@@ -195,12 +195,12 @@ def test_plans_are_drawn():
 def test_the_command_draws_and_says_what_it_costs():
     """Of equal layers, and of a model that is measured."""
     assert "again" in main(["plan", "--model", "mlp", "--budget", "0%"])
-    assert "moved     14 MB, at 8 MB/s" in main(
+    assert "moved     14 MiB, at 8 MiB/s" in main(
         ["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"]
     )
     text = main(["plan", "--layers", "8", "--budget", "50%"])
     assert (
-        "budget    23.5 MB (24641536 bytes)\n" in text
+        "budget    23.5 MiB (24641536 bytes)\n" in text
         and "K forward and kept (small: again)" in text
     )
     for words, complaint in (

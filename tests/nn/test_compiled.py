@@ -3,8 +3,14 @@ and refuse.
 """
 
 import gc
+import random
 import threading
 import weakref
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -179,12 +185,11 @@ def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
     model = models.mlp([4], 3, [8]).initialize(seed=0)
     used, other = (model[i].weight for i in (1, 3))
     x = Tensor(np.ones((2, 4), "float32"), requires_grad=True) if loose else used
-    recorded = 0
+    recorded = Mock()
 
     @nnmpi.compile
     def step():
-        nonlocal recorded
-        recorded += 1
+        recorded()
         for leaf in (x, other):
             leaf.grad = None
         (x * x).sum().backward()
@@ -194,7 +199,7 @@ def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
         step()
         np.testing.assert_array_equal(x.grad, 2 * x.data)
         assert other.grad is None
-    assert recorded == 1
+    recorded.assert_called_once()
 
 
 def test_operations_of_ones_own():
@@ -435,3 +440,285 @@ def test_memory_goes_with_its_recording():
         assert recorder() is None
     finally:
         gc.enable()
+
+
+# ---- what a recording freezes: followed, or refused ----
+
+
+class Pair(NamedTuple):
+    """A batch."""
+
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: Pair(x, y),
+        lambda x, y: (2.0, ("name", [{"x": x}, {"y": (y,)}])),
+        lambda x, y: {"x": x, "more": [y, None, 3]},
+        lambda x, y: (Tensor(x), y),
+    ],
+)
+def test_arrays_within_inputs_are_read_anew(wrap):
+    """Also from nested ones, of which each structure has one recording."""
+
+    def leaves(item):
+        if isinstance(item, dict):
+            item = list(item.values())
+        if isinstance(item, tuple | list):
+            return [leaf for part in item for leaf in leaves(part)]
+        return [item] if isinstance(item, Tensor) else []
+
+    def step(batch):
+        x, y = leaves(batch)
+        return (x * y).sum()
+
+    compiled = nnmpi.compile(step)
+    for value in (1, 2, 3):
+        array = np.full((2, 3), value, "float32")
+        assert compiled(wrap(array, array + 1)).item() == 6 * value * (value + 1)
+    assert compiled.recordings == 1
+    assert compiled(wrap(array[:1], array[:1])).item() == 27 and compiled.recordings == 2
+
+
+FACTOR = 1.0
+
+
+class Settings:
+    """Numbers of a step's."""
+
+    factor = 1.0
+
+
+class Slots:
+    """A number in a slot."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        self.factor = 1.0
+
+
+class Scaled(nn.Module):
+    """A layer with a number."""
+
+    def __init__(self):
+        self.factor = 1.0
+        self.factors = {"inner": [1.0]}
+
+    def forward(self, x):
+        return x * self.factor * self.factors["inner"][0]
+
+
+def closures():
+    """Return, by name, pairs of a step and a function that sets what it multiplies by."""
+    global_ = globals()
+    table, listed, spaced, slotted = {"factor": 1.0}, [1.0], SimpleNamespace(factor=1.0), Slots()
+    layer, local = Scaled(), Settings()
+    layers = [nn.Sequential(Scaled())]
+
+    def by_default(x, settings=table):
+        return x * settings["factor"]
+
+    def outer(x):
+        def inner():
+            return FACTOR
+
+        return x * inner()
+
+    def local_number():
+        factor = 1.0
+
+        def set_factor(value):
+            nonlocal factor
+            factor = value
+
+        return (lambda x: x * factor), set_factor
+
+    def replaced(value):
+        layers[0].replace("0", Scaled())
+        layers[0][0].factor = value
+
+    class Stepper:
+        factor = 1.0
+
+        def step(self, x):
+            return x * self.factor
+
+    stepper = Stepper()
+    return {
+        "global": (lambda x: x * FACTOR, lambda value: global_.update(FACTOR=value)),
+        "global of an inner function": (outer, lambda value: global_.update(FACTOR=value)),
+        "local": local_number(),
+        "dict": (lambda x: x * table["factor"], lambda value: table.update(factor=value)),
+        "default": (by_default, lambda value: table.update(factor=value)),
+        "list": (lambda x: x * listed[0], lambda value: listed.__setitem__(0, value)),
+        "namespace": (lambda x: x * spaced.factor, lambda value: setattr(spaced, "factor", value)),
+        "slot": (lambda x: x * slotted.factor, lambda value: setattr(slotted, "factor", value)),
+        "class": (lambda x: x * Settings.factor, lambda value: setattr(Settings, "factor", value)),
+        "object": (lambda x: x * local.factor, lambda value: setattr(local, "factor", value)),
+        "method": (stepper.step, lambda value: setattr(stepper, "factor", value)),
+        "partial": (partial(by_default, settings=table), lambda value: table.update(factor=value)),
+        "module": (lambda x: layer(x), lambda value: setattr(layer, "factor", value)),
+        "module's dict": (
+            lambda x: layer(x),
+            lambda value: layer.factors["inner"].__setitem__(0, value),
+        ),
+        "replaced layer": (lambda x: layers[0](x), replaced),
+    }
+
+
+@pytest.mark.parametrize("name", closures())
+def test_what_a_step_closes_over_is_followed(name):
+    step, set_factor = closures()[name]
+    compiled = nnmpi.compile(step)
+    try:
+        for factor in (1.0, 3.0, 5.0, 3.0):
+            set_factor(factor)
+            for _ in range(2):
+                assert compiled(np.ones(3)).data[0] == factor
+            assert compiled.recordings == 1
+    finally:
+        set_factor(1.0)
+
+
+def test_what_a_step_itself_changes_is_followed():
+    """It is then recorded in every call."""
+    scale, seen = 1.0, []
+
+    @nnmpi.compile
+    def step(x):
+        nonlocal scale
+        scale *= 2
+        seen.append(scale)
+        with nn.training(step=len(seen)):
+            return x * scale
+
+    assert [step(np.ones(2)).data[0] for _ in range(4)] == [2, 4, 8, 16]
+    assert seen == [2, 4, 8, 16]
+
+
+def test_the_step_of_a_training_block_inside_is_followed_or_refused():
+    model = nn.Sequential(nn.Dropout(0.5)).initialize(seed=0)
+    optimizer = optim.SGD(nn.Linear(2, 2).initialize(seed=0).storage, lr=0.1)
+    ones, number = np.ones((8, 8), "float32"), 0
+
+    def dropped(x, step=None):
+        with nn.training(step=number if step is None else step):
+            return model(x)
+
+    inside = nnmpi.compile(dropped)
+    masks = set()
+    for number in range(3):  # noqa: B007 - the step reads it
+        for step in (None, number + 10):
+            result = inside(ones, step)
+            np.testing.assert_array_equal(result.data, dropped(Tensor(ones), step).data)
+            masks.add(result.data.tobytes())
+    assert len(masks) == 6
+
+    def by_optimizer(x):
+        with nn.training(step=optimizer.steps):
+            return model(x)
+
+    with pytest.raises(UsageError, match=r"optimizer\.steps inside a compiled step would always"):
+        nnmpi.compile(by_optimizer)(ones)
+    assert by_optimizer(Tensor(ones)).shape == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["lr", "steps"])
+def test_settings_of_the_optimizer_are_refused_inside(name):
+    """And followed from outside."""
+    model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0)
+    optimizer = optim.SGD(model.storage, lr=0.5)
+
+    def set_it(x):
+        setattr(optimizer, name, 2)
+        return x
+
+    for step in (lambda x: x * getattr(optimizer, name), set_it):
+        before = getattr(optimizer, name)
+        with pytest.raises(UsageError, match=rf"optimizer\.{name} inside a compiled step"):
+            nnmpi.compile(step)(np.ones(2))
+        assert getattr(optimizer, name) == before
+
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: RNG.normal(), lambda: np.random.rand(), lambda: random.random()],  # noqa: NPY002, S311
+)
+def test_random_numbers_of_a_step_are_refused(draw):
+    step = nnmpi.compile(lambda x: x * float(draw()))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="would always be the first step's; draw them outside"):
+            step(np.ones(2))
+
+
+@pytest.mark.parametrize("items", [iter([1.0, 2.0]), (n for n in (1.0, 2.0)), count()])
+def test_iterators_of_a_step_are_refused(items):
+    with pytest.raises(UsageError, match="call next outside of the step"):
+        nnmpi.compile(lambda x: x * next(items))(np.ones(2))
+
+
+class Bent(Function):
+    """Leaves the dialect of recordings in three ways, and promises that it does not."""
+
+    replayable = True
+
+    def forward(self, x):
+        y = self.xp.linalg.norm(x, axis=0, keepdims=True) + x * x
+        y += 1
+        self.saved = (x, y)
+        return y
+
+    def backward(self, grad):
+        x, y = self.saved
+        return (2 * x * grad / y.max(),)
+
+
+def test_operations_of_ones_own_that_promise_too_much_are_right():
+    leaf = Tensor(np.ones((2, 3)), requires_grad=True)
+
+    def step(x):
+        leaf.grad = None
+        y = Bent()(leaf * x).sum()
+        y.backward()
+        return y
+
+    compiled = nnmpi.compile(step)
+    for factor in (1.0, 3.0, 5.0):
+        x = Tensor(np.arange(6.0).reshape(2, 3) * factor)
+        right, grad = step(x).item(), leaf.grad
+        assert compiled(x).item() == right
+        np.testing.assert_array_equal(leaf.grad, grad)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.gpt(11, context=16, features=16, layers=1, heads=2),
+        nn.Sequential(nn.Embedding(11, 6), nn.LSTM(6, 5), nn.Linear(5, 11)),
+    ],
+    ids=["gpt", "lstm"],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_texts_do_not_leak_into_one_another(model, again):
+    """With dictionaries of their own, or with one that is cleared."""
+    model.initialize(seed=1)
+    compiled, kept = nnmpi.compile(lambda tokens: model(tokens)), {}
+
+    def text(run, tokens, memory):
+        with nnmpi.no_grad(), nn.continued(memory):
+            return [run(np.array([item])).data.copy() for item in tokens]
+
+    for tokens in ([[1], [7], [2]], [[4], [7], [3]], [[1, 2], [7], [7], [5]], [[4, 5], [7], [1]]):
+        kept.clear()
+        ours = text(compiled, tokens, kept if again else {})
+        for mine, right in zip(ours, text(model, tokens, {}), strict=True):
+            np.testing.assert_array_equal(mine, right)

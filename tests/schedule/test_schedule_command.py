@@ -76,3 +76,34 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
 def test_mistakes(words: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         main(words.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "grid", "legend", "bubble"),
+    [
+        (
+            "--backward-ms 5",
+            "rank 1  .  F0 B0------------ F1 B1------------|.  .  .  .  .",
+            "a backward takes 5, a message none.",
+            "33.3 %",
+        ),
+        (
+            "--network alpha_us=0,gbit=8 --bytes 976.5625k",  # 1 ms a message
+            "rank 1  .  .  F0 B0--- F1 B1---|.  .  .",
+            "a backward takes 2, a message 1.",
+            "45.5 %",
+        ),
+        (
+            "--network alpha_us=500,gbit=8000",
+            "rank 1  .  .  F0 B0--- F1 B1---|.  .",
+            "a backward takes 2, a message 0.501; drawn to the nearest column.",
+            "40.0 %",
+        ),
+    ],
+)
+def test_the_grid_has_the_times_of_the_figures(
+    more: str, grid: str, legend: str, bubble: str
+) -> None:
+    text = main(f"--pipeline 1f1b --stages 2 --microbatches 2 {more}".split())
+    assert grid in text.splitlines(), text
+    assert legend in text and bubble in text, text

@@ -151,7 +151,7 @@ def test_communication_is_told_per_step_beside_its_prediction() -> None:
     totals = Totals(steps=10, sync_s=0.3, hidden_s=0.1, comm_bytes=20 * 2**20, comm_calls=25)
     assert (
         totals.communication()
-        == "communication per step: 2.5 calls, 2 MB of arrays; exposed 30.00 ms, hidden by"
+        == "communication per step: 2.5 calls, 2 MiB of arrays; exposed 30.00 ms, hidden by"
         " computing 10.00 ms (25 %); no fit to predict it by"
     )
     known = totals.plus(Totals(steps=10, predicted_s=0.05, predicted_steps=10))

@@ -331,7 +331,7 @@ def test_a_model_above_the_limit_is_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(
         DeviceError,
-        match=r"^rank 0 needs .* more than the limit of 1 KB; spread the model over at least",
+        match=r"^rank 0 needs .* more than the limit of 1 KiB; spread the model over at least",
     ):
         # a device would keep the limit for the tests to come
         train("--memory-limit 1KiB --backend numpy")

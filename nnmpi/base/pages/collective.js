@@ -293,7 +293,7 @@ PAGE.append(
   el(
     "section",
     { class: "card", style: "margin-top:1rem" },
-    el("h2", {}, "Cost by buffer size: formulas of messages above 4 KB"),
+    el("h2", {}, "Cost by buffer size: formulas of messages above 4 KiB"),
     costs,
     crossings,
     table,

@@ -53,9 +53,9 @@ const seconds = (s) =>
       ]);
 const bytes = (n) =>
   short(n, [
-    ["GB", 2 ** 30],
-    ["MB", 2 ** 20],
-    ["KB", 2 ** 10],
+    ["GiB", 2 ** 30],
+    ["MiB", 2 ** 20],
+    ["KiB", 2 ** 10],
     ["B", 1],
   ]);
 const bits = (n) =>

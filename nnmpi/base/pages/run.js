@@ -1,6 +1,6 @@
 // DATA: {head: [[name, text]], results, times: {part: seconds}, memory: {kind: bytes}, evaluation,
 //   charts: [{title, accuracy, along, lines: [{name, points}]}], options: [[option, value]], commands,
-//   names: of a step's parts, parts: [[step, seconds of each]],
+//   names: of a step's parts, whose: the times are, parts: [[step, seconds of each]],
 //   staleness: {heights: [worker][staleness], mean, max}}
 
 const COLOURS = ["#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"]; // legible in both themes
@@ -144,7 +144,7 @@ function show() {
   if (all)
     grid.append(
       card(
-        "Where a step's time went on rank 0",
+        `Where a step's time went ${DATA.whose}`,
         barsOf(DATA.times, (value) => `${seconds(value)}, ${((100 * value) / all).toFixed(0)} %`),
       ),
     );

@@ -420,10 +420,7 @@ class Scheduler:
 
 def _since(rank: SimulatedRank) -> str:
     step = getattr(rank.world, "step", None)
-    return (
-        f"since {rank.clock_s:.6g} s, in its call"
-        f" {rank.calls}{'' if step is None else f' and step {step}'}"
-    )
+    return f"since {rank.clock_s:.6g} s{'' if step is None else f', in step {step}'}"
 
 
 def _at(lines: Lines) -> str:

@@ -615,7 +615,7 @@ class SimulatedComm:
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
         request = self._open(
-            f"{signature[0]} (collective {number} of its communicator)", memory, writes=True
+            f"{signature[0]} (collective {number + 1} of its communicator)", memory, writes=True
         )
         call = board.calls.setdefault(
             (self._number, number), CollectiveCall(signature, (local.number, request.lines))

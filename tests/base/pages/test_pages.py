@@ -129,7 +129,7 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
     """
     crossings, server, undrawn, long, tiny = look(ring, script, tmp_path)["told"]
     machine = Machine.uniform(1e-5, 8e-10)
-    result = re.search(r"ring and tree cross at ([\d.]+) KB", crossings)
+    result = re.search(r"ring and tree cross at ([\d.]+) KiB", crossings)
     assert result
     around = [round(float(result[1]) * 1024 * part / 64) * 64 for part in (0.9, 1.1)]
     ring_s, tree_s = (
@@ -219,7 +219,7 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         file.read_text(), script, tmp_path, width, dark
     )["told"]
     this = re.search(
-        r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* recomputed: (\d+)\nmoved +([\d.]+ MB)", printed
+        r"this plan ([\d.]+ MiB) .*, ([\d.]+ s), .* recomputed: (\d+)\nmoved +([\d.]+ MiB)", printed
     )
     assert this and first.startswith(f"{this[2]}, at most {this[1]} of ")
     assert first.endswith(f"; {this[3]} layer recomputed, {this[4]} moved")
@@ -228,9 +228,9 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
         early.startswith("action 2 of ")
         and "O0 (layer 0): its offloading begins; clock 1 s" in early
     )
-    assert saved.startswith("18 s, at most 30 MB of ") and saved.endswith("; 0 layers recomputed")
+    assert saved.startswith("18 s, at most 30 MiB of ") and saved.endswith("; 0 layers recomputed")
     assert end.startswith("action 17 of 17, B0")
-    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith(
+    assert re.search(r"least +([\d.]+ MiB)", printed)[1] in least and not least.endswith(
         "; 0 layers recomputed"
     )  # type: ignore[index]
 

@@ -115,6 +115,23 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     ]
 
 
+def test_windows_count_by_their_steps_and_the_title_says_whose_times_they_are(run: Path) -> None:
+    """20 steps of 30 ms in windows of 10, 8 and 2 steps."""
+    file = run / "metrics.jsonl"
+    lines = [
+        {"kind": "train", "global_step": step, "epoch": 1.0, "loss": 1.0, "step_s": step_s}
+        | {"compute_s": compute_s, "sync_s": step_s - compute_s, "input_s": 0.0, "wait_s": 0.0}
+        for step, step_s, compute_s in ((10, 0.02, 0.01), (18, 0.03, 0.02), (20, 0.08, 0.04))
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = gather(run)
+    assert result["times"] == pytest.approx({"compute": 0.017, "synchronization": 0.013})
+    assert sum(result["times"].values()) == pytest.approx(0.6 / 20)
+    assert result["whose"] == "on rank 0"
+    file.write_text("".join(json.dumps(line | {"workers": 4}) + "\n" for line in lines))
+    assert gather(run)["whose"] == "as a mean over 4 workers"
+
+
 def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None:
     """Parts of a step that were there; accuracies by the errors that are left; which class was
     taken for which.
@@ -200,7 +217,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert {
         "The run",
         "Where a step's time went on rank 0",
-        "Memory of rank 0: at most 4 KB",
+        "Memory of rank 0: at most 4 KiB",
         "Loss",
     } <= set(headings)
     assert {
@@ -211,7 +228,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
         "layoutdp 2, 2 ranks on 1 node (here)" in rows
         and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     )
-    assert "compute3 ms, 60 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
+    assert "compute3 ms, 60 %" in rows and "optimizer3 KiB" in rows and "--lr0.25" in rows
     assert charts == 4 and fills == 5
 
 

@@ -1,0 +1,114 @@
+"""Schedules of a layout: what they do is what their instructions say, whatever their name."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import data, models, optim
+from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.comm.group import Group
+from nnmpi.commands.verify import main as verify
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.schedule import schedules
+from nnmpi.schedule.check import check
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.schedule import Instruction, Kind
+from tests.harness.refusals import caught
+
+TRAINING = [name for name in schedules.SCHEDULES if name != "inference"]
+
+
+def losses(group: Group, schedule: Any) -> list[float]:
+    """Return a few steps' losses."""
+    layout = Layout(
+        pp=2, schedule=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
+    )
+    where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
+    model = where.model.initialize(seed=0)
+    worker = Worker(model, optim.SGD(model.storage, lr=0.5), group, arrangement=where)
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype("f")
+    samples = data.Dataset("rows", x, np.arange(8) % 3, 3)
+    loader = data.Loader(
+        samples, 8, rank=where.data_rank, world=where.data_ranks, microbatches=4, shuffle=False
+    )
+    return [worker.step(batch).loss for epoch in range(3) for batch in loader.epoch(epoch)]
+
+
+def stages(schedule: Any) -> int:
+    return Layout(pp=2, schedule=schedule).virtual_stages
+
+
+def copied(name: str) -> Callable[[int, int, int], list[Instruction]]:
+    """Return a user's function with the instructions of one of the package's."""
+    more = (2,) if name == "interleaved" else ()
+    return lambda rank, ranks, microbatches: list(
+        schedules.SCHEDULES[name](rank, ranks, microbatches, *more)
+    )
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_function_is_what_its_instructions_are(group: Group, name: str) -> None:
+    """The package's own as functions, and copies of them by a user, behave as the names do."""
+    right = losses(group, name)
+    assert losses(group, schedules.SCHEDULES[name]) == right
+    assert losses(group, copied(name)) == right
+    layout = Layout(pp=2, schedule=copied(name))
+    assert layout.asynchronous == (name == "pipedream")
+    assert layout.home is Layout(pp=2, schedule=name).home
+
+
+def test_interleaved_is_interleaved() -> None:
+    layout = Layout(pp=2, schedule="interleaved")
+    assert layout.virtual_stages == 2 and Layout(schedule="interleaved").virtual_stages == 2
+    assert Layout(pp=2, schedule="interleaved", virtual_stages=3).virtual_stages == 3
+    made = schedules.make(layout.schedule, 2, 4, layout.virtual_stages)
+    assert {item.stage for item in chain.from_iterable(made.programs)} == {0, 1, 2, 3}
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+def test_too_few_layers_for_interleaved_are_refused(group: Group) -> None:
+    x = np.zeros((1, 6), "float32")
+    layout = Layout(pp=2, schedule="interleaved")
+    error = caught(lambda: nnmpi.arrange(models.mlp((6,), 3, hidden=[]), group, layout, x))
+    assert "fewer than 4 stages" in str(error)
+
+
+def forward_only(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
+    return [Kind.F.at(rank, m) for m in range(microbatches)]
+
+
+def late(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
+    """A schedule that forgets its backward passes for some numbers of microbatches only."""
+    both = (Kind.F, Kind.B) if microbatches != 3 else (Kind.F,)
+    return [kind.at(rank, m) for m in range(microbatches) for kind in both]
+
+
+def test_training_needs_backward_passes() -> None:
+    for pp in (None, 2, 3):
+        with pytest.raises(UsageError, match="forward_only has no backward passes, so it would"):
+            Layout(pp=pp, schedule=forward_only)
+    with pytest.raises(UsageError, match=r"schedule 'inference' is unknown"):
+        Layout(pp=2, schedule=schedules.inference)
+    made = lower(schedules.make(late, 2, 3))
+    check(made)
+    with pytest.raises(ScheduleError, match="there are no backward passes, so it would train"):
+        check(made, trains=True)
+
+
+@pytest.mark.parametrize("schedule", ["forward_only", "pipedream"])
+def test_verify_refuses_by_instructions(schedule: str) -> None:
+    name = (
+        f"{__name__}:{schedule}"
+        if schedule != "pipedream"
+        else "nnmpi.schedule.schedules:pipedream"
+    )
+    words = f"--model mlp --shape 6 --pp 2 --pipeline {name}".split()
+    sentence = "no backward passes" if schedule != "pipedream" else "stale weights"
+    with pytest.raises(UsageError, match=sentence):
+        nnmpi.simulate(lambda group: verify(words, group), 2)
