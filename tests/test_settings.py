@@ -123,7 +123,7 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nnmpi.Numerics: (lambda kind: kind(), ""),
     nnmpi.GradientExchange: (lambda kind: kind(), ""),
     nnmpi.Sync: (lambda kind: kind(), ""),
-    nnmpi.Group: (lambda kind: kind(alone().comm), "fit"),
+    nnmpi.Group: (lambda kind: kind(alone().comm), "fit turns"),
     nnmpi.Worker: (trained, ""),
     nnmpi.AsynchronousWorker: (lambda kind: trained(kind, nnmpi.Sync("local")), "steps"),
     # what the passes of a Worker write

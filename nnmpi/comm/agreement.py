@@ -123,6 +123,11 @@ class Communicator(Settled, fixed="comm rank size"):
         text = np.frombuffer(encoded, np.uint8)
         lengths = np.empty(self.size, np.int64)
         self.comm.allgather(np.array([text.size], np.int64), lengths)
+        if lengths.min() < 0:  # of a rank that is in a backward pass: see `tensor.turns`
+            raise CommError(
+                "some ranks are in the backward pass of a collective, and others in another"
+                " collective; call collectives and backward in the same order on all ranks"
+            )
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
         full, ends = texts.tobytes(), np.cumsum(lengths).tolist()

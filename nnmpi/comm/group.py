@@ -5,11 +5,11 @@ code for one another, and a mistake in one cannot reach the messages of another.
 is collective unless it says otherwise: all ranks of the group call it, in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from itertools import accumulate
-from math import nan
+from itertools import accumulate, product
+from math import nan, prod
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +18,8 @@ import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Shape, is_array, namespace
 from nnmpi.backend.precision import is_low
-from nnmpi.base.errors import DeviceError, DtypeError, ShapeError, UsageError
-from nnmpi.comm.agreement import Communicator, require_equal
+from nnmpi.base.errors import CommError, DeviceError, DtypeError, NnmpiError, ShapeError, UsageError
+from nnmpi.comm.agreement import Communicator, agree, require_equal
 from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
     AUTO,
@@ -74,6 +74,7 @@ class Group(Communicator):
 
     Attributes:
         fit: the measured fit by which "auto" chooses (see `fit.Fit`); None for a rule of thumb.
+        turns: of its operations in graphs (see `tensor.turns`); None before the first one.
 
     Example:
         >>> def program(group):
@@ -89,6 +90,7 @@ class Group(Communicator):
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
         self._compared: set[Collective] = set()  # users' collectives, equal on all ranks
+        self.turns: Any = None
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks with its own message context and shared memory."""
@@ -300,7 +302,7 @@ class Group(Communicator):
     ) -> None:
         with self.collective(operation):
             if check:
-                self.check_same(array)
+                self.check_same(array, operation)
             self.bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _proved(self, collective: Collective) -> Sequence[Step]:
@@ -336,34 +338,54 @@ class Group(Communicator):
         shared = memory is not None and memory.locate(array) is not None
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
-    def check_same(self, array: CommBuffer) -> None:
+    def check_same(self, array: CommBuffer, call: str = ALL_REDUCE.name) -> None:
         """Raise unless all ranks have an array of the same length and dtype that can be summed.
+
+        Args:
+            call: the collective that the array is for, the same on all ranks.
+
+        Raises:
+            CommError, ShapeError, DtypeError: see `_check_call`.
+        """
+        self._check_call(call, _describe(array), lambda: check_buffer(array, low=True))
+
+    def _check_call(self, call: str, arrays: str, check: Callable[[], object]) -> None:
+        """Raise unless all ranks make the same call on the same arrays. Collective.
 
         MPI itself does not notice different arrays: it hangs, or mixes up bytes.
 
+        Args:
+            call, arrays: as text.
+            check: raises if this rank's arrays are unsuitable.
+
         Raises:
-            CommError: on all ranks; names each array and its ranks.
-            ShapeError, DtypeError: on all ranks, when all have the same unsuitable array.
+            CommError: on all ranks; names each call and its ranks.
+            NnmpiError: of `check`, on all ranks, when some have unsuitable arrays.
         """
-        wrong = ""
+        wrong: NnmpiError | None = None
         try:
-            check_buffer(array, low=True)
-        except (ShapeError, DtypeError) as error:
-            wrong = str(error)
-        local = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
+            check()
+        except NnmpiError as error:
+            wrong = error
+        digest = blake2b(f"{call}: {arrays} {wrong}".encode(), digest_size=16).digest()
         by_rank = np.empty((self.size, 2), np.int64)
-        self.comm.allgather(local, by_rank)  # 16 bytes per rank; the texts below only on failure
-        if (by_rank == by_rank[0]).all() and by_rank[0, 0] >= 0:
-            return
-        problem = "a collective needs the same array on every rank, but these differ"
-        require_equal(
-            self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem
-        )
-        check_buffer(array, low=True)
+        # 16 bytes per rank; the texts only on failure
+        self.comm.allgather(np.frombuffer(digest, np.int64).copy(), by_rank)
+        if (by_rank != by_rank[0]).any():
+            problems = (
+                "the ranks are in different collectives",
+                "a collective needs the same array on every rank, but these differ",
+            )
+            agree(self, wrong)
+            require_equal(self, [call, arrays], lambda number: problems[number])
+        if wrong is not None:
+            raise wrong
 
     # ---- parts of any lengths; device arrays go through host memory ----
 
-    def all_gather_v(self, local: CommBuffer, counts: Sequence[int]) -> list[CommBuffer]:
+    def all_gather_v(
+        self, local: CommBuffer, counts: Sequence[int], check: bool = True
+    ) -> list[CommBuffer]:
         """Return every rank's part, in rank order, on every rank. Collective.
 
             counts (3, 1, 2)       rank 0  a a a          a a a b c c     all ranks
@@ -371,13 +393,15 @@ class Group(Communicator):
                                    rank 2  c c
 
         Args:
-            local: (counts[rank],) this rank's part.
+            local: (counts[rank],) this rank's part; of one dtype on all ranks.
             counts: every rank's length, the same on all ranks; a part may be empty.
+            check: as in `all_reduce`, of the counts and dtypes.
 
         Raises:
             ShapeError: when this rank's part has another length, or is not 1-D and contiguous.
+            CommError: with `check`, on all ranks, when counts or dtypes differ.
         """
-        self._check_length(local, counts[self.rank])
+        self._check_parts(ALL_GATHER.name, local, counts, counts[self.rank], check)
         everything = room_like(local, sum(counts))
         sizes = [count * local.itemsize for count in counts]
         self.comm.allgatherv(as_bytes(to_host(local)), as_bytes(everything), sizes)
@@ -385,20 +409,25 @@ class Group(Communicator):
         full = from_host(everything, namespace(local))
         return [full[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
-    def reduce_scatter_v(self, parts: CommBuffer, counts: Sequence[int]) -> CommBuffer:
+    def reduce_scatter_v(
+        self, parts: CommBuffer, counts: Sequence[int], check: bool = True
+    ) -> CommBuffer:
         """Return this rank's part of the sum over the ranks. Collective.
 
         Args:
             parts: (sum of counts,) this rank's contribution to every rank's part, in rank order.
                 float16 and bfloat16 are added in float32.
             counts: every rank's length, the same on all ranks; a part may be empty.
+            check: as in `all_reduce`, of the counts and dtypes.
 
         Raises:
             ShapeError: when `parts` has another length, or is not 1-D and contiguous.
+            CommError: with `check`, on all ranks, when counts or dtypes differ.
         """
-        self._check_length(parts, sum(counts))
+        self._check_parts(REDUCE_SCATTER.name, parts, counts, sum(counts), check)
         if is_low(parts.dtype):
-            return self.reduce_scatter_v(parts.astype(np.float32), counts).astype(parts.dtype)
+            wide = parts.astype(np.float32)
+            return self.reduce_scatter_v(wide, counts, check=False).astype(parts.dtype)
         local = room_like(parts, counts[self.rank])
         self.comm.reduce_scatter(to_host(parts), local, list(counts))
         return from_host(local, namespace(parts))
@@ -409,6 +438,7 @@ class Group(Communicator):
         shapes: Sequence[Shape],
         name: str = "all-to-all",
         category: str = COLLECTIVE,
+        check: bool = True,
     ) -> list[CommBuffer]:
         """Send each rank its array; return the received ones, of the given shapes. Collective.
 
@@ -419,7 +449,13 @@ class Group(Communicator):
             parts: the array for each rank, of any shape; this rank's own is returned itself.
             shapes: the shape of the array from each rank.
             name, category: of the exchange in a timeline.
+            check: compare the shapes and dtypes of both ends first, by an exchange of values.
+
+        Raises:
+            CommError: with `check`, on all ranks, when two ends differ.
         """
+        if check:
+            self._check_ends(parts, shapes)
         xp, steps = namespace(parts[0]), pairwise(self.rank, self.size)
         sends = [
             (step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None
@@ -435,6 +471,33 @@ class Group(Communicator):
             )
         return received
 
+    def _check_ends(self, parts: Sequence[CommBuffer], shapes: Sequence[Shape]) -> None:
+        """Raise on all ranks unless each part is what its receiver expects. Collective."""
+        sent = [_form(part.shape, part.dtype) for part in parts]
+        awaited = [_form(shape, parts[0].dtype) for shape in shapes if parts]
+        by_rank = self.gather([sent, awaited])
+        for rank, lists in enumerate(by_rank):
+            if any(len(item) != self.size for item in lists):
+                raise CommError(
+                    f"rank {rank} gives {len(lists[0])} parts and {len(lists[1])} shapes to an"
+                    f" all-to-all of {self.size} ranks; give one for each"
+                )
+        for (rank, (parts_sent, _)), (to, (_, expected)) in product(enumerate(by_rank), repeat=2):
+            if parts_sent[to] != expected[rank]:
+                raise CommError(
+                    f"rank {rank} sends {parts_sent[to]} to rank {to}, which expects"
+                    f" {expected[rank]}; give both ends the same shape and dtype"
+                )
+
+    def _check_parts(
+        self, call: str, array: CommBuffer, counts: Sequence[int], length: int, check: bool
+    ) -> None:
+        if not check:
+            return self._check_length(array, length)
+        dtype = getattr(array, "dtype", type(array).__name__)
+        arrays = f"{list(counts)} elements of {dtype}"
+        return self._check_call(call, arrays, lambda: self._check_length(array, length))
+
     def _check_length(self, array: CommBuffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:
             raise ShapeError(
@@ -444,33 +507,51 @@ class Group(Communicator):
 
     # ---- values ----
 
-    def broadcast(self, array: CommBuffer, root: int = 0) -> None:
+    def broadcast(self, array: CommBuffer, root: int = 0, check: bool = True) -> None:
         """Replace the array on every rank by root's values.
 
         Args:
             array: any shape, C-contiguous, any dtype but object; shape and dtype the same on all
                 ranks.
             root: the source's rank.
+            check: as in `all_reduce`, of the shapes and dtypes.
 
         Raises:
             ShapeError: for an array with gaps, or a read-only one.
             DtypeError: for an object array, or no array.
             UsageError: for a root that is none of the ranks.
+            CommError: with `check`, on all ranks, when their arrays or roots differ.
         """
-        self.check_root(root)
+        if check:
+            form = f"{np.shape(array)} " if np.ndim(array) != 1 else ""
+            self._check_call(
+                f"{BROADCAST.name} from rank {root}",
+                f"{form}{_describe(array)}",
+                lambda: self._check_broadcast(array, root),
+            )
+        else:
+            self._check_broadcast(array, root)
         if is_device(array):
             flat = as_bytes(array)
             host = to_host(flat)
-            self.broadcast(host, root)
+            self.broadcast(host, root, check=False)
             return put(host, flat)
+        for piece in pieces(as_bytes(array)):
+            self.comm.broadcast(piece, root)
+        return None
+
+    def _check_broadcast(self, array: CommBuffer, root: int) -> None:
+        self.check_root(root)
         if not is_array(array):
             raise DtypeError(
                 f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends"
                 " other values"
             )
-        for piece in pieces(as_bytes(check_contiguous(array))):
-            self.comm.broadcast(piece, root)
-        return None
+        check_contiguous(array)
+
+
+def _form(shape: Shape, dtype: Any) -> str:
+    return f"{tuple(map(int, shape))} of {dtype}" if prod(shape) else "nothing"
 
 
 def _describe(array: Any) -> str:

@@ -145,7 +145,7 @@ class ModelPart(Module):
         self.layers = tuple(layers)
         self._joined = join_layers(layers)
         self._full = list(model.named_parameters())
-        self._names = {id(parameter): name for name, parameter in self._full}
+        self._names = {parameter: name for name, parameter in self._full}
 
     def children(self) -> NamedModules:
         """Yield the layers' modules with their full names, once per layer that calls them."""
@@ -155,7 +155,7 @@ class ModelPart(Module):
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters by their full names, including those shared with other parts."""
         for _, parameter in super().named_parameters():
-            yield self._names[id(parameter)], parameter
+            yield self._names[parameter], parameter
 
     def full_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the full model's parameters. See `Module.full_parameters`."""

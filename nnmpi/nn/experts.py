@@ -13,6 +13,7 @@ from nnmpi.ops.experts import Experts, Gate
 from nnmpi.tensor.operand import in_float32
 from nnmpi.tensor.parameter import LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.turns import in_turn, turns_of
 
 
 class MixtureOfExperts(Module):
@@ -102,7 +103,9 @@ class MixtureOfExperts(Module):
         function = Experts(
             self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None)
         )
-        return in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
+        inputs = x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2
+        turns = None if self.ranks is None else turns_of(self.ranks)
+        return in_turn(turns, function, *inputs, apply=in_float32)
 
 
 def _weight(shared: bool) -> float | None:

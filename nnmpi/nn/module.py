@@ -325,9 +325,11 @@ class Module(Settled):
             buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         self.storage.seed = seed
+        everything = dict(self.full_parameters())
+        self.storage.is_stage = len(everything) > len(parameters)
         if group is not None:
             self.storage.known_groups |= {
-                group(name, parameter) for name, parameter in self.full_parameters()
+                group(name, parameter) for name, parameter in everything.items()
             }
         return self
 
@@ -418,13 +420,17 @@ class Module(Settled):
 
     def _state_entries(self) -> dict[str, Any]:
         """Return all parameters and buffers by name; refuse a model with sharded values."""
-        storage = vars(self).get("storage")
-        if storage is not None and not storage.is_whole:
+        storage, entries = vars(self).get("storage"), self.entries()
+        if (
+            (storage is not None and not storage.is_whole)
+            or any(entry.region is not None for entry in entries.values())
+            or any(name not in entries for name, _ in self.full_parameters())
+        ):
             raise UsageError(
                 "each rank has only part of this model's parameters; gather them with"
                 " Worker.state() or ShardedDataParallel.gather_model()"
             )
-        return self.entries()
+        return entries
 
     def get(self, path: str) -> Module:
         """Return the module of that full name.

@@ -35,13 +35,14 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import record_call, refuse
-from nnmpi.base.errors import CommError, ShapeError
+from nnmpi.base.errors import CommError, ShapeError, name_ranks
 from nnmpi.base.shard import Region, split
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Function, Grads, grad_enabled
 from nnmpi.tensor.placement import LengthsPlacement, Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.turns import Turns, in_turn, turns_of
 
 CATEGORY = "tensor"  # of these collectives' events in a timeline
 
@@ -108,7 +109,7 @@ class _Regions:
         if not getattr(local.flags, "writeable", True):  # broadcast; MPI needs a writable buffer
             local = local.copy()
         with self.group.collective("all-gather", None, CATEGORY, full.nbytes):
-            parts = self.group.all_gather_v(local, self.counts)
+            parts = self.group.all_gather_v(local, self.counts, check=False)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(full, values)
         return full
@@ -127,7 +128,7 @@ class _Regions:
         """Return this rank's shard of the sum over the ranks."""
         flat = namespace(full).concatenate([region.take(full).reshape(-1) for region in self.parts])
         with self.group.collective("reduce-scatter", None, CATEGORY, flat.nbytes):
-            local = self.group.reduce_scatter_v(flat, self.counts)
+            local = self.group.reduce_scatter_v(flat, self.counts, check=False)
         return local.reshape(self.local.local_shape)
 
 
@@ -210,7 +211,9 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
     return full if bias is None else full + bias
 
 
-def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor:
+def redistribute(
+    way: str, x: Any, group: Group, placement: Placement, turns: Turns | None = None
+) -> Tensor:
     """Shard, gather or reduce an activation, by a row of `ADJOINTS`.
 
     Args:
@@ -218,6 +221,7 @@ def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor
         x: a tensor or array.
         group: the ranks.
         placement: of the shards. If it is replicated, each rank's shard is the full activation.
+        turns: of the group, if the ranks may use the result differently (see `tensor.turns`).
 
     Raises:
         ShapeError: when the shape of x does not fit the placement.
@@ -225,7 +229,9 @@ def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor
     x = x if isinstance(x, Tensor) else Tensor(x)
     if group.size == 1 or (placement.is_replicated and way != "gather_summing_grads"):
         return x
-    return copy(x, group) if placement.is_replicated else Redistribute(way, group, placement)(x)
+    if placement.is_replicated:
+        return copy(x, group)
+    return in_turn(turns, Redistribute(way, group, placement), x)
 
 
 scatter, gather = partial(redistribute, "scatter"), partial(redistribute, "gather")
@@ -262,7 +268,7 @@ class AllToAll(Function):
         before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
         parts = namespace(x).split(x, np.cumsum(sends[:-1]).tolist(), self.axis)
         shapes = [(*before, count, *after) for count in receives]
-        received = self.group.all_to_all_v(parts, shapes, category=CATEGORY)
+        received = self.group.all_to_all_v(parts, shapes, category=CATEGORY, check=False)
         return namespace(x).concatenate(received, axis=self.axis)
 
 
@@ -273,21 +279,23 @@ def _agreed(
     axis: int | None,
     lengths: Sequence[int] | None = None,
     cut: bool = False,
-) -> tuple[Tensor, list[list[int]]]:
+) -> tuple[Tensor, list[list[int]], Turns]:
     """Check that the ranks call the same collective; exchange their lengths along the axis.
 
-    Returns the tensor, and per rank its length along the axis, or the lengths of its parts if
-    `cut`. Collective. A replay repeats the check, since a rank with new shapes records while the
-    others replay.
+    Returns the tensor; per rank its length along the axis, or the lengths of its parts if `cut`;
+    and the group's turns. The tensor needs a gradient if any rank's does. Collective. A replay
+    repeats the check, since a rank with new shapes records while the others replay.
 
     Raises:
         CommError: on all ranks, when operations, axes, dtypes or the lengths of other axes differ;
-            when a replay has other lengths than its recording.
+            when a replay has other lengths than its recording; when some ranks compute without
+            gradients and another needs one.
         ShapeError: on all ranks, when a rank lacks the axis, or the lengths do not add up to the
             tensor's.
         UsageError: for lengths in a recorded step.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
+    needed = x.requires_grad if grad_enabled() else None
     if lengths is not None:
         refuse(f"{name}'s list of lengths")
     fault, what, local, rest = "", [name, str(x.dtype)], [0], list(x.shape)
@@ -307,8 +315,8 @@ def _agreed(
             " and whole numbers"
         )
 
-    def exchange_lengths() -> list[list[int]]:
-        gathered = group.gather([fault, [*what, *rest], local, known])
+    def exchange_lengths() -> tuple[list[list[int]], bool]:
+        gathered = group.gather([fault, [*what, *rest], local, known, needed])
         for rank_fault in filter(None, (item[0] for item in gathered)):
             raise ShapeError(rank_fault)
         problems = (
@@ -320,6 +328,13 @@ def _agreed(
             lambda number: problems[number > 0],
             "make the same call on all ranks",
         )
+        wishes = [item[4] for item in gathered]
+        if True in wishes and None in wishes:
+            raise CommError(
+                f"{name} is under nnmpi.no_grad() on {name_ranks([r for r, w in enumerate(wishes) if w is None])}, but"
+                f" {name_ranks([r for r, w in enumerate(wishes) if w])} needs a gradient from it; make the same"
+                " call on all ranks"
+            )
         now = [item[2] for item in gathered]
         for before in (item[3] for item in gathered):
             if before not in ([], now):
@@ -328,16 +343,18 @@ def _agreed(
                     f" ranks have {now}; give each call the same, or do not compile this step"
                 )
         known[:] = now
-        return now
+        return now, True in wishes
 
-    by_rank = record_call(exchange_lengths)
+    by_rank, is_needed = record_call(exchange_lengths)
+    if is_needed and not x.requires_grad:  # its result needs one, for the other ranks' inputs
+        x = Tensor(x.data, requires_grad=True)
     for rank, (full, *parts) in enumerate(by_rank if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(
                 f"lengths {parts} do not split rank {rank}'s {full} over {group.size} ranks; give"
                 f" {group.size} lengths that add up to {full}"
             )
-    return x, [item[cut:] for item in by_rank]
+    return x, [item[cut:] for item in by_rank], turns_of(group)
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
@@ -359,8 +376,8 @@ def all_reduce(x: Any, group: Group) -> Tensor:
     Raises:
         CommError: on all ranks, when shapes or dtypes differ.
     """
-    x, _ = _agreed("all_reduce", x, group, None)
-    return x if group.size == 1 else RankSum(group, True, True)(x)
+    x, _, turns = _agreed("all_reduce", x, group, None)
+    return x if group.size == 1 else in_turn(turns, RankSum(group, True, True), x)
 
 
 def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
@@ -374,13 +391,9 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
     Raises:
         CommError, ShapeError: on all ranks, when tensors do not fit together.
     """
-    x, lengths = _agreed("all_gather", x, group, axis)
-    return redistribute(
-        "gather_summing_grads",
-        x,
-        group,
-        LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim),
-    )
+    x, lengths, turns = _agreed("all_gather", x, group, axis)
+    placement = LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim)
+    return redistribute("gather_summing_grads", x, group, placement, turns)
 
 
 def reduce_scatter(
@@ -397,9 +410,10 @@ def reduce_scatter(
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, by_rank = _agreed("reduce_scatter", x, group, axis, lengths, True)
+    x, by_rank, turns = _agreed("reduce_scatter", x, group, axis, lengths, True)
     refuse_different(by_rank, "the ranks' lengths differ", "give all ranks the same")
-    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(by_rank[0], axis % x.ndim))
+    placement = LengthsPlacement.of(by_rank[0], axis % x.ndim)
+    return redistribute("reduce_scatter", x, group, placement, turns)
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
@@ -421,15 +435,11 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, by_rank = _agreed("all_to_all", x, group, axis, lengths, True)
+    x, by_rank, turns = _agreed("all_to_all", x, group, axis, lengths, True)
     if group.size == 1:
         return x
-    return AllToAll(
-        group,
-        by_rank[group.rank],
-        [item[group.rank] for item in by_rank],
-        axis % x.ndim,
-    )(x)
+    receives = [item[group.rank] for item in by_rank]
+    return in_turn(turns, AllToAll(group, by_rank[group.rank], receives, axis % x.ndim), x)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.turns import in_turn
 
 AllReduce: TypeAlias = Callable[[Array], Array]
 Count: TypeAlias = "float | Array"  # a 0-d array over ranks on a device: the host need not wait
@@ -606,6 +607,7 @@ def batch_norm(
         scale, shift: (channels,).
         all_reduce: sums a float64 array over the ranks and returns the sum. Every rank must call
             it, even without rows: twice in forward and, if x needs a gradient, once in backward.
+            With an attribute `turns` (see `tensor.turns`) not every rank's loss must use the result.
         observe: called as observe(mean, variance, elements) in every pass, also in replays of a
             compiled step.
 
@@ -619,7 +621,8 @@ def batch_norm(
     """
     _check("batch_norm", x, scale, shift)
     function = BatchNormFunction(number("eps", eps), all_reduce, observe)
-    y = in_float32(function, x, scale, shift)
+    turns = getattr(all_reduce, "turns", None) if x.requires_grad else None
+    y = in_turn(turns, function, x, scale, shift, apply=in_float32)
     statistics = function.statistics
     del function.statistics  # the tape should hold only what backward needs
     return y, *statistics

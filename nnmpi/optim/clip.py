@@ -70,11 +70,20 @@ def trusted(total: float) -> bool:
 def global_norm(grads: Sequence[Array]) -> float:
     """Return the Euclidean norm of all gradients together; 0.0 for none.
 
-    For sharded gradients (the `storage.grads` of ZeRO) it is the norm over all ranks, and the call
-    is collective.
+    For the `storage.grads` of a sharded model (ZeRO, tensor or expert parallelism) it is the norm
+    over all ranks, and the call is collective.
+
+    Raises:
+        UsageError: for the gradients of a pipeline's stages.
     """
-    squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
-    return math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
+    by_ranks = getattr(grads, "by_ranks", None)  # of a storage's gradients
+    total = 0.0
+    for groups, parts in ({(): grads} if by_ranks is None else by_ranks()).items():
+        squares = sum_of_squares(parts)
+        for group in groups:
+            squares = group.sum_floats([squares])[0]
+        total += squares
+    return math.sqrt(total)
 
 
 def coefficient(norm: float, max_norm: float) -> float:
@@ -113,12 +122,12 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     Args:
         grads: model.parameters(), whose gradients are first completed, with zeros for unused
             parameters; or arrays, such as model.storage.grads after its `finish_gradients`.
-            Sharded gradients (ZeRO) are this rank's shards; the call is then collective, and the
-            norm is over all ranks.
+            Those of a sharded model (ZeRO, tensor or expert parallelism) are this rank's shards;
+            the call is then collective, and the norm is over all ranks.
         max_norm: above 0.
 
     Raises:
-        UsageError: see `coefficient`.
+        UsageError: see `coefficient` and `global_norm`.
     """
     if hasattr(grads, "storage"):
         grads.storage.finish_gradients()

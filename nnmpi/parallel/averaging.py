@@ -277,7 +277,7 @@ def average(arrays: Iterable[Array], group: Group, weight: float) -> float:
     for array in arrays:
         local = namespace(array).ascontiguousarray(array).reshape(-1)
         base = local.copy()
-        group.broadcast(base)
+        group.broadcast(base, check=False)
         mean = local - base
         mean *= weight
         group.all_reduce(mean, SUM, check=False)

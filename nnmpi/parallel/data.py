@@ -43,6 +43,24 @@ from nnmpi.parallel.replication import broadcast_state, check_equal, check_free,
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.turns import turns_of
+
+
+class StatisticsSum:
+    """The sum of a layer's statistics over the ranks that share each batch.
+
+    Three small sums per layer and step are the price of results that do not depend on the number of
+    ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.turns = group, turns_of(group)
+
+    def __call__(self, array: Array) -> Array:
+        total = namespace(array).ascontiguousarray(array)
+        self._group.all_reduce(total.reshape(-1), check=False)
+        return total
+
 
 CHECKED = 4  # the ranks compare this many different numbers of samples: a mistake is in the first
 _GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
@@ -91,7 +109,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         if group.size > 1 and self.shares_batches:
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
-                    module.all_reduce = self._sum_statistics
+                    module.all_reduce = StatisticsSum(group)
 
     def __call__(self, *_: object) -> NoReturn:
         raise UsageError("a strategy computes nothing; call its model, as before")
@@ -262,13 +280,6 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         """
         if self.released:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
-
-    def _sum_statistics(self, array: Array) -> Array:
-        # Three small sums per layer and step: the price of results that do not depend on the
-        # number of ranks.
-        total = namespace(array).ascontiguousarray(array)
-        self.group.all_reduce(total.reshape(-1), check=False)
-        return total
 
 
 class DataParallel(Replicas, fixed="exchange"):

@@ -36,6 +36,6 @@ def share_experts(model: Module, group: Group) -> None:
         for name in ("w1", "b1", "w2", "b2"):
             full = getattr(module, name)
             region = Region(full.shape, 0, owned.start, owned.stop)
-            part = type(full)(region.local_shape, full.init, region)
+            part = type(full)(region.local_shape, full.init, region, group)
             part.requires_grad, part.rank_local = full.requires_grad, True
             module.set_child(name, part)

@@ -226,7 +226,9 @@ class ShardedArray:
         """Return the full array, on every rank. Collective."""
         xp = namespace(self.values)
         local = xp.ascontiguousarray(self.values)
-        return xp.concatenate(self.ranks.all_gather_v(local, self.counts)).reshape(self.shape)
+        return xp.concatenate(self.ranks.all_gather_v(local, self.counts, check=False)).reshape(
+            self.shape
+        )
 
     def put(self, full: Array) -> None:
         """Write this rank's elements of a full array."""
@@ -389,7 +391,7 @@ class ModelState:
         if everywhere:
             for name, spec in self.specs().items():
                 array = result.setdefault(name, np.empty(spec.shape, spec.dtype))
-                self._group.broadcast(array)
+                self._group.broadcast(array, check=False)
         return result
 
     def _shard_maps(self) -> dict[str, ShardMap]:

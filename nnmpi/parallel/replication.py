@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.base.errors import UsageError, expect
+from nnmpi.base.errors import LayoutError, UsageError, expect
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
@@ -28,9 +28,20 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
 
     Raises:
         CommError: on all ranks, naming the first parameter that differs.
+        LayoutError: when the ranks hold shards of one parameter, and not copies.
     """
     if group.size == 1:
         return
+    members = set(group.comm.members)
+    for p in (span.parameter for span in storage.spans):
+        others = set() if p.ranks is None else set(p.ranks.comm.members)
+        # the ranks that share batches have a shard of experts each, all others have copies
+        if others != members if p.rank_local else len(others & members) > 1:
+            raise LayoutError(
+                f"{p.name} is sharded over {'other' if p.rank_local else 'these'} ranks, which cannot"
+                " be replicas; give the ranks with the same shards, where.mesh.replicas of"
+                " where = nnmpi.arrange(...)"
+            )
     dtypes = [str(array.dtype) for array in storage.data]
     spans = [(span.parameter, dtypes[span.buffer]) for span in storage.spans]
     parameters = [

@@ -435,7 +435,7 @@ class PushPull:
     def broadcast(self, arrays: Sequence[Array]) -> None:
         """Give all ranks the server's arrays. Collective."""
         for array in arrays:
-            self._group.broadcast(array)
+            self._group.broadcast(array, check=False)
 
     def free(self) -> None:
         """Free the communicator, between two segments. Collective."""

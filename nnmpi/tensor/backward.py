@@ -3,17 +3,20 @@
     forward    x --> [Mul] --> [Add] --> [Sum] --> loss  the tape is the list Mul, Add, Sum
     backward   x <-- [Mul] <-- [Add] <-- [Sum] <-- 1     the walk goes from its end to its beginning
 
-Execution order is a topological order, so nothing is sorted and nothing recurses: a graph of a
-million operations is a loop over a list. A graph's first operation starts its tape. When two graphs
-meet, the shorter tape is appended to the longer one; neither depends on the other, so any order
-between them is valid. Only tensors reference the tape, operations never do. So there are no
-reference cycles, and a graph is freed with its last tensor.
+Execution order is a topological order, so nothing recurses: a graph of a million operations is a
+loop over a list. A graph's first operation starts its tape. When two graphs meet, the shorter tape
+is appended to the longer one, and a backward pass first sorts such a tape by the operations'
+numbers. Neither graph depends on the other, so any order would give right gradients on one rank;
+but ranks that begin the same collectives in the forward pass must begin them in one order in the
+backward pass, too. Only tensors reference the tape, operations never do. So there are no reference
+cycles, and a graph is freed with its last tensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,12 +24,23 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.recording import active, record_call
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.function import Function, Grads, Variable, kind_of, record_whole, unbroadcast
+from nnmpi.tensor.function import (
+    Function,
+    Grads,
+    Tape,
+    Variable,
+    kind_of,
+    record_whole,
+    unbroadcast,
+)
+from nnmpi.tensor.turns import Turn, find_turns
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
     "nnmpi_watching", default=None
 )
 """An observer of each graph's operations, called before backward, while all saved arrays exist."""
+
+_inside: ContextVar[bool] = ContextVar("nnmpi_inside", default=False)  # whether a pass is running
 
 
 class Deferred:
@@ -100,66 +114,112 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     recorder = active()
     plain = np if type(seed) is np.ndarray else namespace(seed)
     xp = plain if recorder is None else recorder.module(plain)
-    if root.node is None or root.tape is None:  # a leaf: no operations to walk back along
+    start = root.node
+    if start is None or root.tape is None:  # a leaf: no operations to walk back along
         root.add_grad(seed, xp)
         if root.hook is not None:
             record_call(root.hook, root)
-        return
-    tape = root.tape.find()
-    nodes = tape.nodes
-    if (watcher := watching.get()) is not None:
-        watcher(nodes)
-    # The loss is nearly always the newest operation. Newer operations belong to other results and
-    # are skipped.
-    last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
+        tape, nodes, last = Tape(), list[Function](), -1
+    else:
+        tape = root.tape.find()
+        nodes = tape.ordered()
+        if (watcher := watching.get()) is not None:
+            watcher(nodes)
+        # The loss is nearly always the newest operation. Newer operations belong to other results
+        # and are skipped.
+        last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)
+        start.grad = seed
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
             "a backward pass in halves supports neither hooks nor recording nor retain_graph; run"
             " a full one"
         )
-    finals = _final_uses(nodes[: last + 1]) if tape.hooked else None
-    root.node.grad = seed
+    # a pass within another one, as of a layer that is recomputed, leaves the others' operations
+    inside, newer = _inside.get(), nodes[last + 1 :]
+    stops = find_turns(start, nodes if inside else None)
+    turns = [] if inside else list(dict.fromkeys(turn.turns for turn in stops.values()))
+    if stops:
+        nodes = _with(nodes[: last + 1], stops)
+        last = len(nodes) - 1
+    roots = {*stops} if start is None else {start, *stops}
+    finals = _final_uses(nodes[: last + 1], roots) if tape.hooked else None
+    token = _inside.set(True)
     try:
-        for i in range(last, -1, -1):
-            node = nodes[i]
-            grad = node.grad
-            # None: the root does not depend on this operation, or only through inputs that need no
-            # gradient
-            if grad is not None:
-                node.grad = None
-                if node.version is not None and node.version.count != node.version_read:
-                    _check_unchanged(node)
-                if deferred is not None:
-                    grads = deferred.backward(node, grad)
-                elif recorder is None or node.by_calls:
-                    grads = node.backward(grad)
-                else:
-                    buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
-                    grads = record_whole(
-                        recorder, partial(_again, node, node.edges), (grad,), buffers
+        while last >= 0 or turns:
+            missed: Function | None = None  # an operation that only other ranks' losses use
+            for i in range(last, -1, -1):
+                node = nodes[i]
+                if stops and node in stops:
+                    missed, is_used = stops[node].agree(node.grad is not None)
+                    if missed is not None:
+                        break
+                    del stops[node]
+                    if is_used and node.grad is None:
+                        node.own_grad(xp)  # zeros
+                grad = node.grad
+                # None: the root does not depend on this operation, or only through inputs that need
+                # no gradient
+                if grad is not None:
+                    node.grad = None
+                    if node.version is not None and node.version.count != node.version_read:
+                        _check_unchanged(node)
+                    if deferred is not None:
+                        grads = deferred.backward(node, grad)
+                    elif recorder is None or node.by_calls:
+                        grads = node.backward(grad)
+                    else:
+                        buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
+                        grads = record_whole(
+                            recorder, partial(_again, node, node.edges), (grad,), buffers
+                        )
+                    grad = None  # freed before _pass_on allocates
+                    _pass_on(node, grads, xp)
+                    if not (retain or (deferred is not None and deferred.holds(node))):
+                        node.release()
+                        if recorder is not None and not node.by_calls:
+                            # each replay's forward saves arrays anew, so each replay releases them
+                            recorder.record(node.release)
+                if finals is not None:
+                    # outside the `if` above: the hook is due even if no gradient reached this node
+                    for leaf in finals.get(node, ()):
+                        if leaf.hook is not None and leaf.grad is not None:
+                            record_call(leaf.hook, leaf)
+            last = -1
+            while missed is None and turns:
+                missed, _ = Turn(turns[0]).agree(False)
+                if missed is None:
+                    turns.pop(0).forget(start)
+            if missed is not None:
+                if finals is not None and missed not in roots:
+                    raise GraphError(
+                        "another rank's loss uses the result of a collective that this rank called"
+                        " after its loss; compute the loss last on every rank"
                     )
-                grad = None  # freed before _pass_on allocates
-                _pass_on(node, grads, xp)
-                if not (retain or (deferred is not None and deferred.holds(node))):
-                    node.release()
-                    if recorder is not None and not node.by_calls:
-                        # each replay's forward saves arrays anew, so each replay releases them
-                        recorder.record(node.release)
-            if finals is not None:
-                # outside the `if` above: the hook is due even if no gradient reached this node
-                for leaf in finals.get(node, ()):
-                    if leaf.hook is not None and leaf.grad is not None:
-                        record_call(leaf.hook, leaf)
+                nodes = _with(nodes, [missed])
+                last = nodes.index(missed)
+                stops.pop(missed, None)
+                missed.own_grad(xp)
     except BaseException:
         # A later pass over the same graph must not add to this pass's partial sums.
-        for node in nodes[: last + 1]:
+        for node in nodes:
             node.grad = None
         raise
     finally:
+        _inside.reset(token)
         if not retain:
             # deferred operations still have edges, but no later pass may run them
-            unused = nodes if deferred is None else nodes[last + 1 :]
+            unused = tape.nodes if deferred is None else newer
             tape.nodes = [node for node in unused if node.edges is not None]
+
+
+def _with(nodes: list[Function], others: Iterable[Function]) -> list[Function]:
+    """Return the operations and others with all that these depend on, in order."""
+    found, pending = set(nodes), list(others)
+    for node in pending:
+        if node not in found and node.edges is not None:
+            found.add(node)
+            pending += [edge for edge in node.edges if isinstance(edge, Function)]
+    return nodes if len(found) == len(nodes) else sorted(found, key=attrgetter("number"))
 
 
 def _check_unchanged(node: Function) -> None:
@@ -189,8 +249,8 @@ def leaves_of(root: Variable) -> set[Variable]:
     """Return the leaves that a backward pass from `root` would give gradients to."""
     if root.tape is None or root.node is None:
         return set()
-    nodes = root.tape.find().nodes
-    finals = _final_uses(nodes[: _position(nodes, root.node) + 1])
+    nodes = root.tape.find().ordered()
+    finals = _final_uses(nodes[: _position(nodes, root.node) + 1], {root.node})
     return {leaf for leaves in finals.values() for leaf in leaves}
 
 
@@ -201,14 +261,14 @@ def _position(nodes: list[Function], node: Function) -> int:
     raise _used_up()
 
 
-def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
+def _final_uses(nodes: list[Function], roots: set[Function]) -> dict[Function, list[Variable]]:
     """Return, per operation, the leaves whose gradient is final after its backward.
 
-    The root is nodes[-1]. Walking back, the last operation to add to a leaf's gradient is the first
-    one that used the leaf. Operations that the root does not depend on run no backward, so they do
+    Walking back, the last operation to add to a leaf's gradient is the first
+    one that used the leaf. Operations that no root does depend on run no backward, so they do
     not count.
     """
-    reached = {nodes[-1]}
+    reached = set(roots)
     first_use: dict[Variable, Function] = {}
     for node in reversed(nodes):
         if node not in reached or node.edges is None:

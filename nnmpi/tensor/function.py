@@ -38,6 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
@@ -186,13 +188,18 @@ class Variable:
                 recorder.loose.append((self, target))
 
 
-class Tape:
-    """The operations of one graph, oldest first."""
+_numbers = count()  # of recorded operations; simulated ranks share it, and each compares its own
+_number = attrgetter("number")
 
-    __slots__ = ("hooked", "joined", "nodes", "warning")
+
+class Tape:
+    """The operations of one graph, oldest first once they are `ordered`."""
+
+    __slots__ = ("hooked", "joined", "mixed", "nodes", "warning")
 
     def __init__(self) -> None:
         self.nodes: list[Function] = []
+        self.mixed = False  # whether another tape was appended since `ordered`
         self.hooked = False  # whether some leaf has a gradient hook
         self.joined: Tape | None = None  # the tape that this one was appended to
         self.warning: str | None = None  # shown to users who call `Tensor.backward`
@@ -206,6 +213,13 @@ class Tape:
             tape = tape.joined
         return tape
 
+    def ordered(self) -> list[Function]:
+        """Return the operations in the order in which they were recorded."""
+        if self.mixed:  # runs in order, which a sort merges
+            self.nodes.sort(key=_number)
+            self.mixed = False
+        return self.nodes
+
 
 def join(a: Tape, b: Tape) -> Tape:
     """Return the tape that holds the operations of both."""
@@ -216,7 +230,7 @@ def join(a: Tape, b: Tape) -> Tape:
         # copy the shorter list: each operation is then moved at most log2(n) times in all
         a, b = b, a
     a.nodes.extend(b.nodes)
-    a.hooked = a.hooked or b.hooked
+    a.mixed, a.hooked = True, a.hooked or b.hooked
     a.warning = a.warning or b.warning
     b.nodes, b.joined = [], a
     return a
@@ -231,6 +245,7 @@ class Function:
     """One application of an operation. Subclasses define `forward` and `backward`.
 
     Attributes:
+        number: its place in the order of recording.
         needs: per input, whether it needs a gradient; set before `forward`. All False under
             `no_grad`.
         saved: the values that backward reads, set by `forward`, freed by the backward pass. Store
@@ -255,6 +270,7 @@ class Function:
         "edges",
         "grad",
         "needs",
+        "number",
         "owns_grad",
         "saved",
         "shape",
@@ -275,6 +291,7 @@ class Function:
     grad: Array | None
     owns_grad: bool
     needs: tuple[bool, ...]
+    number: int
     saved: tuple[Any, ...]
     shape: Shape
     version: Version | None
@@ -498,6 +515,7 @@ class Function:
         if hooked:
             tape.hooked = True
         tape.nodes.append(self)
+        self.number = next(_numbers)
         self.edges, self.grad, self.owns_grad = tuple(edges), None, False
         self.version, self.version_read = version, 0 if version is None else version.count
         data = result.data

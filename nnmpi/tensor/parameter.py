@@ -11,11 +11,12 @@ shared memory the ranks of a node read one another's gradients. Each parameter b
 of 64 bytes; the gaps hold zeros.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, TypeAlias
+from weakref import ref
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class Parameter(Tensor):
         declared: the shape, known before there are values.
         init: draws its initial values: init(generator, shape) -> array.
         region: the shard's position in a larger parameter; None for a full parameter.
+        ranks: the group that holds the other shards; None for a full parameter.
         rank_local: whether each data-parallel rank has a different shard, as of experts. Its
             gradient is complete on its owner and is not summed over the ranks.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
@@ -66,19 +68,24 @@ class Parameter(Tensor):
         init: draws its initial values; zeros by default.
         region: makes the parameter a shard of this region. `shape` is then the shard's; its values
             are the shard of the full parameter's initial values.
+        ranks: the group that holds the other shards.
 
     Raises:
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("rank_local", "declared", "guard", "init", "name", "region", "version")
+    __slots__ = ("rank_local", "declared", "guard", "init", "name", "ranks", "region", "version")
 
     is_table: ClassVar[bool] = False
     guard: Callable[[], None] | None
     version: Version | None
 
     def __init__(
-        self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None
+        self,
+        shape: Shape | Array,
+        init: Initializer | None = None,
+        region: Region | None = None,
+        ranks: Any = None,
     ) -> None:
         if init is not None and not callable(init):
             raise UsageError(f"init is {init!r}; give a function, such as nn.Normal(0.02)")
@@ -93,7 +100,7 @@ class Parameter(Tensor):
             )
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
-        self.name, self.region, self.rank_local = "", region, False
+        self.name, self.region, self.ranks, self.rank_local = "", region, ranks, False
         self.requires_grad = True
         self._unbind()
 
@@ -109,7 +116,16 @@ class Parameter(Tensor):
                 "a model in a Worker or a strategy cannot be copied or pickled; call its release()"
                 " first, or build the model again and use load_state"
             )
-        saved = ("rank_local", "declared", "init", "name", "region", "requires_grad", "data")
+        saved = (
+            "rank_local",
+            "declared",
+            "init",
+            "name",
+            "ranks",
+            "region",
+            "requires_grad",
+            "data",
+        )
         return {name: getattr(self, name) for name in saved if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +205,33 @@ class Span:
     stop: int
 
 
-class FlatStorage(Settled, fixed="spans groups apart dtype version"):
+class FlatGradients(list[Array]):
+    """A storage's flat gradients, the arguments of a norm and of clipping."""
+
+    def __init__(self, arrays: Iterable[Array], storage: "FlatStorage") -> None:
+        super().__init__(arrays)
+        self._storage = ref(storage)  # no cycle: the arrays are freed with the storage
+
+    def by_ranks(self) -> dict[tuple[Any, ...], list[Array]]:
+        """Return the gradients by the groups of ranks that hold further parts of them."""
+        storage = self._storage()
+        if storage is None or not storage.is_sharded:
+            ranks = None if storage is None else storage.ranks
+            return {() if ranks is None else (ranks,): self}
+        if storage.is_stage:
+            raise UsageError(
+                "each rank has only its stages' gradients; nnmpi.Worker(..., clip=1.0) takes the"
+                " norm over the pipeline"
+            )
+        found: dict[tuple[Any, ...], list[Array]] = {}
+        for span, _, grad in storage.held():
+            groups = (storage.ranks, span.parameter.ranks)
+            parts = found.setdefault(tuple(group for group in groups if group is not None), [])
+            parts += [] if grad is None else [grad.reshape(-1)]
+        return found
+
+
+class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     """The flat arrays of a model and the location of each parameter in them.
 
     Args:
@@ -216,9 +258,12 @@ class FlatStorage(Settled, fixed="spans groups apart dtype version"):
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
         version: the version counter of the parameters.
+        ranks: the group that shards these arrays (ZeRO); None if each rank has all of them.
+        is_stage: whether these are the parameters of some stages of a pipeline.
     """
 
-    seed = 0
+    seed, is_stage = 0, False
+    ranks: Any = None
 
     def __init__(
         self,
@@ -268,6 +313,20 @@ class FlatStorage(Settled, fixed="spans groups apart dtype version"):
             parameter.name = name
             self._views.append(self._bind(span))
             self.write(span, value)
+
+    @property
+    def grads(self) -> list[Array]:
+        """This rank's flat gradients."""
+        return self._own_grads
+
+    @grads.setter
+    def grads(self, arrays: Iterable[Array]) -> None:
+        self._own_grads = FlatGradients(arrays, self)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold other parameters of the model, or other shards of them."""
+        return self.is_stage or any(span.parameter.ranks is not None for span in self.spans)
 
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Allocate
@@ -410,7 +469,8 @@ class FlatStorage(Settled, fixed="spans groups apart dtype version"):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copy and pickle build a new storage around the copied parameters."""
         groups = {span.parameter.name: self.groups[span.buffer] for span in self.spans}
-        return _rebuild, ([span.parameter for span in self.spans], groups)
+        parameters = [span.parameter for span in self.spans]
+        return _rebuild, (parameters, groups), {"is_stage": self.is_stage}
 
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
         """Return a parameter's slice of arrays laid out like `data`, in its shape."""

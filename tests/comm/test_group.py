@@ -1,6 +1,7 @@
 """What a group does besides sums: values, arrays, groups from groups."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
+from tests.harness.refusals import told
 
 VALUES = [
     None,
@@ -97,6 +99,67 @@ def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
     for send in group.broadcast, group.share:
         with pytest.raises(UsageError, match="root 99 is none of"):
             send(np.zeros(3), 99)
+
+
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "broadcast dtype": (
+        lambda group, odd: group.broadcast(np.zeros(3, "int64" if odd else "float64")),
+        "3 elements of int64",
+    ),
+    "broadcast byte order": (
+        lambda group, odd: group.broadcast(np.zeros(3, ">f8" if odd else "float64")),
+        "3 elements of >f8",
+    ),
+    "broadcast shape": (
+        lambda group, odd: group.broadcast(np.zeros((3, 2) if odd else (2, 3))),
+        "(3, 2) 6 elements of float64",
+    ),
+    "broadcast root": (
+        lambda group, odd: group.broadcast(np.zeros(3), int(odd)),
+        "broadcast from rank 1",
+    ),
+    "all_gather_v dtype": (
+        lambda group, odd: group.all_gather_v(
+            np.zeros(1, "int64" if odd else "float64"), [1] * group.size
+        ),
+        "elements of int64",
+    ),
+    "all_gather_v counts": (
+        lambda group, odd: group.all_gather_v(np.zeros(1 + odd), [1 + odd] * group.size),
+        "rank 1 has [2, 2",
+    ),
+    "reduce_scatter_v dtype": (
+        lambda group, odd: group.reduce_scatter_v(
+            np.zeros(group.size, "int64" if odd else "float64"), [1] * group.size
+        ),
+        "elements of int64",
+    ),
+    "all_to_all_v dtype": (
+        lambda group, odd: group.all_to_all_v(
+            [np.zeros(2, "int64" if odd else "float64")] * group.size, [(2,)] * group.size
+        ),
+        "sends (2,) of float64 to rank 1, which expects (2,) of int64",
+    ),
+    "all_to_all_v shape": (
+        lambda group, odd: group.all_to_all_v(
+            [np.zeros(2 + odd)] * group.size, [(2 + odd,)] * group.size
+        ),
+        "sends (2,) of float64 to rank 1, which expects (3,) of float64",
+    ),
+    "another collective": (
+        lambda group, odd: (group.all_reduce if odd else group.broadcast)(np.zeros(3)),
+        "the ranks are in different collectives: rank",
+    ),
+}
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_arrays_are_refused_on_all_ranks(group: Group, what: str) -> None:
+    """Their bytes would be read as another dtype or shape."""
+    call, words = DIFFERENT[what]
+    text = told(CommError, lambda: call(group, group.rank == 1))
+    assert all(words in item for item in group.gather(text)), text
 
 
 @pytest.mark.both_worlds

@@ -36,7 +36,10 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
     where.model.initialize(seed=4)
     full = deep().initialize(seed=4).state()
     parts = group.gather(
-        {name: [float(v) for v in value.reshape(-1)] for name, value in where.model.state().items()}
+        {
+            name: [float(v) for v in entry.data.reshape(-1)]
+            for name, entry in where.model.entries().items()
+        }
     )
     result = {name: values for part in parts for name, values in part.items()}
     right = result.keys() == full.keys() and all(

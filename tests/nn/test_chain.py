@@ -2,13 +2,14 @@
 are refused.
 """
 
+import copy
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import models
+from nnmpi import models, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
@@ -81,8 +82,23 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     layers = open_chain(built)
     result: dict[str, Array] = {}
     for stage in (layers[:2], layers[2:5], layers[5:]):
-        result |= ModelPart(built, stage).initialize(seed=3).state()
+        entries = ModelPart(built, stage).initialize(seed=3).entries()
+        result |= {name: entry.data for name, entry in entries.items()}
     np.testing.assert_equal(result, expected)
+
+
+def test_a_part_is_copied_and_is_not_taken_for_the_whole() -> None:
+    layers = open_chain(model := models.mlp((8,), 10))
+    stage = ModelPart(model, layers[:2]).initialize(seed=3)
+    twin = copy.deepcopy(stage)
+    for ours, theirs in zip(stage.named_parameters(), twin.named_parameters(), strict=True):
+        assert ours[0] == theirs[0] and ours[1] is not theirs[1]
+        assert np.array_equal(ours[1].data, theirs[1].data)
+    for call in (stage.state, lambda: stage.load_state({})):
+        with pytest.raises(UsageError, match="only part of this model's parameters"):
+            call()
+    with pytest.raises(UsageError, match="takes the norm over the pipeline"):
+        optim.clip_by_global_norm(twin.parameters(), 1.0)
 
 
 def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:

@@ -6,6 +6,7 @@ The public ones are held against central differences, too.
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -313,3 +314,123 @@ def test_a_compiled_step_agrees_each_time(group: Group) -> None:
     assert "list of lengths inside a compiled step" in told(
         UsageError, lambda: dealt(Tensor(np.ones(group.size)))
     )
+
+
+def leaves(rank: int) -> list[Array]:
+    return [10.0**k * (1.0 + rank + np.arange(2.0)) for k in range(3)]
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_ranks_run_collectives_backward_in_the_order_of_the_forward_pass(group: Group) -> None:
+    """Whatever lies between them: rank 0 has a longer graph after the first one, and joins the two
+    the other way round.
+    """
+    x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
+    a, b = ops.all_reduce(x, group), ops.all_reduce(y, group)
+    first, second = (a * a).sum(), (b * b).sum()
+    loss = second + first if group.rank else ((a.exp() * 0).sum() + first) + second
+    loss.backward()
+    for leaf, result in ((x, a), (y, b)):
+        assert leaf.grad is not None
+        right = bool((leaf.grad == 2 * group.size * result.data).all())
+        assert all(group.gather(right))
+
+
+USES = {
+    "one each": lambda rank, a, b, x: [a, b][rank % 2],
+    "one or none": lambda rank, a, b, x: [a, b, x][rank % 3],
+    "only the first rank": lambda rank, a, b, x: x if rank else b,
+    "of the result of another": lambda rank, a, b, x: ops.tanh(b) if rank else a,
+}
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_result_that_a_rank_does_not_use_gets_zeros(
+    group: Group, kind: str, use: str, is_early: bool
+) -> None:
+    """And the others the gradient of the sum of all losses, also of a loss computed before the
+    second collective; and results may be dropped.
+    """
+    call = getattr(ops, kind)
+
+    def loss(x: Tensor) -> Tensor:
+        a = call(x, group)
+        early = (a * a).sum()
+        b = call(ops.tanh(a[:1]) if use == "of the result of another" else x * x, group)
+        chosen = USES[use](group.rank, a, b, x)
+        return early if is_early and chosen is a else (chosen * chosen).sum()
+
+    x = Tensor(np.linspace(0.1, 0.5, group.size) * (1 + group.rank), requires_grad=True)
+    loss(x).backward()
+    for rank in range(group.size):
+        for i in range(group.size):
+            sides = []
+            for step in (1e-6, -1e-6):
+                moved = x.data.copy()
+                moved[i] += step * (rank == group.rank)
+                with nnmpi.no_grad():
+                    sides.append(group.sum_floats([loss(Tensor(moved)).item()])[0])
+            numeric = (sides[0] - sides[1]) / 2e-6
+            right = rank != group.rank or abs(x.grad[i] - numeric) < 1e-5 * (1 + abs(numeric))
+            assert all(group.gather(bool(right)))
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_passes_that_leave_results_to_others(group: Group) -> None:
+    """Losses of one forward pass each, the newer one first; and both twice."""
+    x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
+    a = ops.all_reduce(x, group)
+    first = (a * a).sum()
+    b = ops.all_reduce(y, group)
+    second = (b * b).sum()
+    for _ in range(2):
+        second.backward(retain_graph=True)
+        first.backward(retain_graph=True)
+    assert x.grad is not None and y.grad is not None
+    right = np.array_equal(x.grad, 4 * group.size * a.data)
+    right = right and np.array_equal(y.grad, 4 * group.size * b.data)
+    assert all(group.gather(right))
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_ranks_that_need_no_gradient_help_the_others(group: Group) -> None:
+    x = Tensor([1.0 + group.rank], requires_grad=group.rank == 0)
+    y = ops.all_reduce(x, group)
+    (y * y).backward()
+    assert all(group.gather(group.rank > 0 or x.grad.tolist() == [2 * group.size * y.item()]))
+    with nullcontext() if group.rank else nnmpi.no_grad():
+        text = told(CommError, lambda: ops.all_reduce(Tensor([1.0], requires_grad=True), group))
+    assert all("is under nnmpi.no_grad() on rank 0" in item for item in group.gather(text))
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_a_compiled_step_may_use_other_results_on_each_rank(group: Group) -> None:
+    x, y, _ = (Tensor(item, requires_grad=True) for item in leaves(group.rank))
+
+    @nnmpi.compile
+    def step() -> Tensor:
+        x.grad = y.grad = None
+        a, b = ops.all_reduce(x, group), ops.all_reduce(y, group)
+        loss = ((b * b) if group.rank else (a * a)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        step()
+        sums = [ops.all_reduce(item.data, group).data for item in (x, y)]
+        right = np.array_equal(x.grad, 2 * sums[0])
+        right = right and np.array_equal(y.grad, 2 * (group.size - 1) * sums[1])
+        assert all(group.gather(right))
+        x.data += 1.0
+
+
+@pytest.mark.simulated
+def test_a_rank_that_forgets_its_backward_pass_is_told(group: Group) -> None:
+    x = Tensor([1.0], requires_grad=True)
+    loss = ops.all_reduce(x, group)
+    if group.size > 1:
+        text = told(CommError, lambda: ops.all_reduce(x, group) if group.rank else loss.backward())
+        assert "in the backward pass of a collective, and others in another" in text

@@ -1,5 +1,7 @@
 """What DataParallel and Worker do beside the contract: checks, errors, and what they report."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
@@ -14,7 +17,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.tensor import Tensor
+from nnmpi.tensor import Tensor, concatenate
 from tests.harness.refusals import caught
 from tests.worker_options import grouped
 
@@ -178,3 +181,52 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
     with nn.training(), pytest.raises(UsageError, match="runs twice in one microbatch"):
         model(np.ones((3, 2), np.float32))
     fixed.release()
+
+
+class Towers(nn.Module):
+    """Two towers, of which a rank uses the one that its rows choose; the first works row by row."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.o = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+        self.norms = [nn.BatchNorm(4), nn.BatchNorm(4)]
+
+    def forward(self, x: Any) -> Any:
+        rows = [ops.tanh(self.a(x[i : i + 1])) for i in range(len(x))]
+        a, b = self.norms[0](concatenate(rows)), self.norms[1](self.b(x))
+        chosen = np.asarray(x.data)[:, 0] > 0
+        if chosen.all():
+            return self.o(a)
+        if not chosen.any():
+            return self.o(b)
+        weights = chosen[:, None].astype("float64")
+        return self.o(a * weights + b * (1 - weights))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["worker", "loop", "overlap"])
+def test_batch_normalization_of_which_a_rank_uses_no_result(ranks: int, kind: str) -> None:
+    """Its share of the others' gradient is zeros, also in a step that is replayed."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 6)), rng.integers(0, 3, 7)
+    x[:, 0] = (1, 1, 1, 1, -1, -1, -1)
+
+    def program(group: Group) -> list[float]:
+        model = Towers().initialize(seed=0, dtype="float64")
+        sgd = optim.SGD(model.storage, lr=0.5)
+        cuts = {1: [0, 7], 2: [0, 4, 7], 3: [0, 4, 6, 7]}[group.size]
+        rows = slice(*cuts[group.rank : group.rank + 2])
+        if kind == "worker":
+            worker = Worker(model, sgd, group)
+            return [worker.step(x[rows], y[rows]).grad_norm for _ in range(5)]
+        parallel, norms = DataParallel(model, group, "ring", overlap=kind == "overlap"), []
+        for step in range(5):
+            with nn.training(step=step):
+                loss = ops.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            model.zero_grad()
+            parallel.backward(loss, 7)
+            norms.append(optim.global_norm(model.storage.grads))
+            sgd.step()
+        return norms
+
+    (right,) = simulate(program, 1)
+    np.testing.assert_allclose(simulate(program, ranks), [right] * ranks, rtol=1e-9)

@@ -14,7 +14,7 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import CommError, NnmpiError, UsageError, name_ranks
+from nnmpi.base.errors import CommError, LayoutError, NnmpiError, UsageError, name_ranks
 from nnmpi.base.shard import part
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -546,4 +546,94 @@ def test_a_stage_alone_computes_nothing() -> None:
         where.model.initialize()(np.ones((2, 5), "float32"))
 
     with pytest.raises(UsageError, match="only some of the model's layers; compute through"):
+        simulate(program, 2)
+
+
+class Mixed(nn.Module):
+    """A model with experts, of which `i` and `o` are on every rank."""
+
+    def __init__(self) -> None:
+        self.i, self.e, self.o = nn.Linear(6, 8), nn.MixtureOfExperts(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.o(self.e(self.i(x)))
+
+
+def _columns() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    model.sharding = {"0": nn.Sharding.COLUMN, "2": nn.Sharding.ROW}
+    return model
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, is_mixed",
+    [
+        (2, Layout(tp=2), False),
+        (3, Layout(tp=3), False),
+        (4, Layout(dp=2, tp=2), False),
+        (4, Layout(dp=2, tp=2, zero=1), False),
+        (4, Layout(dp=2, tp=2, zero=3), False),
+        (2, Layout(expert_parallel=True), True),
+        (3, Layout(expert_parallel=True), True),
+    ],
+)
+def test_clipping_takes_the_norm_of_the_whole_model(
+    ranks: int, layout: Layout, is_mixed: bool
+) -> None:
+    """On every rank, in a loop of one's own; so replicated weights stay equal."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 5, 6)), rng.integers(0, 3, (6, 5))
+
+    def program(group: Group) -> tuple[list[float], bytes]:
+        chosen = Layout() if group.size == 1 else layout
+        built = Mixed() if is_mixed else _columns()
+        where = arrange(built, group, chosen, sample=x[:1], dtype="float64")
+        model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+        replicas = where.mesh.replicas
+        make = ShardedDataParallel if chosen.zero else DataParallel
+        parallel, sgd = make(model, replicas), optim.SGD(model.storage, lr=0.5)
+        rows, norms = part(6, replicas.size, replicas.rank), []
+        here = slice(rows.start, rows.stop)
+        for step in range(3):
+            with nn.training(step=step, first_row=rows.start, weight=1 / 30):
+                loss = ops.cross_entropy(model(x[here]), y[here], reduction="sum")
+            model.zero_grad()
+            parallel.backward(loss, 30)
+            norms.append(optim.clip_by_global_norm(model.parameters(), 0.05))
+            norms.append(optim.global_norm(model.storage.grads))
+            sgd.step()
+        whole = [] if chosen.zero else [p.data for p in model.parameters() if p.ranks is None]
+        return norms, b"".join(item.tobytes() for item in whole)
+
+    ((right, _),) = simulate(program, 1)
+    results = simulate(program, ranks)
+    np.testing.assert_allclose([norms for norms, _ in results], [right] * ranks, rtol=1e-10)
+    assert len({weights for _, weights in results}) == 1
+
+
+@pytest.mark.parametrize("make", [DataParallel, partial(ShardedDataParallel, stage=1)])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, tp=2)])
+def test_shards_are_no_replicas(layout: Layout, make: Any) -> None:
+    """Rank 0's would overwrite the others'."""
+
+    def program(group: Group) -> None:
+        where = arrange(_columns(), group, layout)
+        make(where.model.initialize(seed=0), group)
+
+    with pytest.raises(LayoutError, match="0.weight is sharded over .* where.mesh.replicas"):
+        simulate(program, (layout.dp or 1) * 2)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(expert_parallel=True)])
+def test_a_part_of_a_model_is_not_taken_for_the_whole(layout: Layout) -> None:
+    def program(group: Group) -> None:
+        built = Mixed() if layout.expert_parallel else _columns()
+        where = arrange(built, group, layout, sample=np.zeros((1, 6), "float32"))
+        model = where.model.initialize(seed=0)
+        if layout.pp != 2:
+            with pytest.raises(CommError, match="cannot be copied"):
+                copy.deepcopy(model)
+        model.state()
+
+    with pytest.raises(UsageError, match=r"only part of this model's parameters; gather them"):
         simulate(program, 2)

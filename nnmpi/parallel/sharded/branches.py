@@ -55,7 +55,7 @@ class FromRank(Function):
         xp = namespace(inputs[0] if value is None else value)
         y = xp.empty(self._shape, self._dtype) if value is None else xp.ascontiguousarray(value)
         with self.group.collective("broadcast", None, CATEGORY, y.nbytes):
-            self.group.broadcast(y, self.root)
+            self.group.broadcast(y, self.root, check=False)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:

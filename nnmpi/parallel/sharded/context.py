@@ -82,7 +82,7 @@ class ParameterSharder:
         if isinstance(full, Buffer):
             return Buffer(region.local_shape, full.value, region)
         if full not in self._cut and full.region is None:
-            part = self._cut[full] = Parameter(region.local_shape, full.init, region)
+            part = self._cut[full] = Parameter(region.local_shape, full.init, region, self.group)
             part.requires_grad = full.requires_grad
         part = self._cut.get(full, full)
         if part.region != region:

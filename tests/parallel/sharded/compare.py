@@ -49,7 +49,8 @@ def train(
         optimizer.step()
     with no_grad():
         result = model(Tensor(x)).numpy()
-    return losses, gradients, model.state(), result
+    values = {name: entry.data.copy() for name, entry in model.entries().items()}
+    return losses, gradients, values, result
 
 
 def regions(model: Module) -> dict[str, Any]:
@@ -131,7 +132,9 @@ def check_same_bits(group: Group, model: Module) -> None:
     """Fail on all ranks unless what is not cut has the same bits on all ranks."""
     where = regions(model)
     local = {
-        name: array.tobytes().hex() for name, array in model.state().items() if where[name] is None
+        name: entry.data.tobytes().hex()
+        for name, entry in model.entries().items()
+        if where[name] is None
     }
     local |= {
         f"gradient of {name}": np.array(p.grad).tobytes().hex()
