@@ -271,7 +271,7 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
             "device",
             (
                 f"{device['tflops']:g} TFLOP/s x {device['efficiency']:g} ({device['why']}),"
-                f" {device['memory_gb']} GB"
+                f" {device['memory_gb']} GiB"
             ),
         ),
         (
