@@ -157,14 +157,14 @@ def load_pretrained(model: Module, folder: Path) -> None:
                 f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to its"
                 " embedding can be read"
             )
-        model.storage.meet()
+        model.storage.version.meet()
         for span in model.storage.spans:
             parameter, full = span.parameter, stored.get_tensor(names[span.parameter.name])
             part = full if parameter.region is None else parameter.region.take(full)
             model.storage.write(
                 span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
             )
-        model.storage.meet()
+        model.storage.version.meet()
 
 
 def save_pretrained(

@@ -22,10 +22,11 @@ Initializers, called as init(generator, shape), draw the initial values of a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, ClassVar, Self, TypeAlias
+from weakref import ref
 
 import numpy as np
 
@@ -67,6 +68,18 @@ class _Draws(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         drawn = self._parameters[name].draw(stream(self._seed, "init", name))
         return self._backend.asarray(np.asarray(drawn, self.dtype))
+
+
+class _Check:
+    """Compares a model with its storage; without a cycle, so that both are freed at once."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = ref(model)
+
+    def __call__(self) -> None:
+        model = self._model()
+        if model is not None:
+            model.check_stored()
 
 
 class Buffer:
@@ -321,10 +334,12 @@ class Module(Settled):
         self.name_modules()
         parameters = dict(self.named_parameters())
         values = _Draws(parameters, seed, np.dtype(dtype), backend)
+        kept = self._values_of_parts(values)
         for _, buffer in self.named_buffers():
-            buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
+            if buffer not in kept:
+                buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
-        self.storage.seed = seed
+        self.storage.seed, self.storage.check = seed, _Check(self)
         everything = dict(self.full_parameters())
         self.storage.is_stage = len(everything) > len(parameters)
         if group is not None:
@@ -332,6 +347,28 @@ class Module(Settled):
                 group(name, parameter) for name, parameter in everything.items()
             }
         return self
+
+    def _stored_parts(self) -> Iterator[tuple[Module, FlatStorage]]:
+        """Yield the parts that were initialized or loaded alone, with their storage."""
+        for _, part in self.named_modules():
+            storage = vars(part).get("storage") if part is not self else None
+            # not one that the storage of a larger model has taken over
+            if storage and all(span.parameter.version is storage.version for span in storage.spans):
+                yield part, storage
+
+    def _values_of_parts(self, values: dict[str, Array]) -> set[Buffer]:
+        """Keep the values of parts that were initialized or loaded alone; return their buffers."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        kept: set[Buffer] = set()
+        for part, storage in [*self._stored_parts()]:
+            kept |= {buffer for _, buffer in part.named_buffers()}
+            values |= {
+                names[id(span.parameter)]: span.parameter.data
+                for span in storage.spans
+                if id(span.parameter) in names
+            }
+            del part.storage
+        return kept
 
     def _refuse_hidden(self) -> None:
         """Refuse modules and parameters in a dictionary or a nested list: they would not be
@@ -353,6 +390,20 @@ class Module(Settled):
         """Set the full names of this module and its descendants; `initialize` calls this."""
         for path, module in self.named_modules():
             module.path = path
+
+    def check_stored(self) -> None:
+        """Refuse parameters that are not in the model's storage: they would not be trained.
+
+        Raises:
+            UsageError: naming the first.
+        """
+        stored = {span.parameter for span in self.storage.spans}
+        for name, parameter in self.named_parameters():
+            if parameter not in stored:
+                raise UsageError(
+                    f"{name!r} is not in the model's storage: its module was added later; call"
+                    " model.initialize() again, which draws all values anew, and load kept ones"
+                )
 
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
@@ -383,7 +434,8 @@ class Module(Settled):
             raise CheckpointError(
                 f"the state is a {type(state).__name__}; give arrays by name, as state() does"
             )
-        if "storage" not in vars(self) and state:
+        drawn = any(hasattr(parameter, "data") for parameter in self.parameters())
+        if not drawn and "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
             # allocates the storage; the values drawn here are all overwritten below
             self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")
@@ -408,13 +460,15 @@ class Module(Settled):
                     f"{name} is {actual} in the state, but {expected} in the model; to convert"
                     " PyTorch's order of axes, see nnmpi.models.torch_weights"
                 )
-        meet = self.storage.meet if entries else int
-        meet()  # ranks that share these values may still read them
+        found = {getattr(entry, "version", None) for entry in entries.values()}
+        versions = [version for version in found if version is not None]
+        for version in versions:
+            version.meet()  # ranks that share these values may still read them
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
-        meet()
-        if entries:
-            self.storage.version.count += 1
+        for version in versions:
+            version.count += 1
+            version.meet()
 
     state_dict, load_state_dict = state, load_state  # PyTorch's names
 
@@ -508,8 +562,44 @@ class ModelParameters(list[Parameter]):
 
         PyTorch's models draw their values when they are built, so its programs never call
         `initialize`.
+
+        Raises:
+            UsageError: for parameters that have values in another storage.
         """
-        return (self._model if "storage" in vars(self._model) else self._model.initialize()).storage
+        if self._is_part():
+            raise UsageError(
+                "these parameters have values in another model's storage, which would be drawn"
+                " again; give the parameters() of the model that was initialized or loaded (and"
+                " freeze others by requires_grad = False), or initialize the new model and copy"
+                " them by state() and load_state"
+            )
+        if "storage" not in vars(self._model):
+            self._model.initialize()
+        self._model.check_stored()
+        return self._model.storage
+
+    def gradients(self) -> Sequence[Array]:
+        """Return the gradients: a model's flat ones, completed by zeros, or a part's own.
+
+        Raises:
+            UsageError: for a sharded part, whose norm needs the other ranks.
+        """
+        if not self._is_part():
+            self.storage.finish_gradients()
+            return self.storage.grads
+        if any(parameter.ranks is not None for parameter in self):
+            raise UsageError(
+                "this part of a model is sharded over ranks; give the model's parameters()"
+            )
+        return [parameter.grad for parameter in self if parameter.grad is not None]
+
+    def _is_part(self) -> bool:
+        """Return whether parameters have values in the storage of a larger model."""
+        if "storage" in vars(self._model):
+            return False
+        parts = [storage for _, storage in self._model._stored_parts()]
+        own = {span.parameter for storage in parts for span in storage.spans}
+        return any(hasattr(parameter, "data") and parameter not in own for parameter in self)
 
 
 def _describe(path: str, module: Module) -> tuple[str, str, str]:

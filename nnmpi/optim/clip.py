@@ -121,17 +121,16 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
 
     Args:
         grads: model.parameters(), whose gradients are first completed, with zeros for unused
-            parameters; or arrays, such as model.storage.grads after its `finish_gradients`.
-            Those of a sharded model (ZeRO, tensor or expert parallelism) are this rank's shards;
-            the call is then collective, and the norm is over all ranks.
+            parameters, or those of a part; or arrays, such as model.storage.grads after its
+            `finish_gradients`. Those of a sharded model (ZeRO, tensor or expert parallelism) are
+            this rank's shards; the call is then collective, and the norm is over all ranks.
         max_norm: above 0.
 
     Raises:
         UsageError: see `coefficient` and `global_norm`.
     """
-    if hasattr(grads, "storage"):
-        grads.storage.finish_gradients()
-        grads = grads.storage.grads
+    if hasattr(grads, "gradients"):
+        grads = grads.gradients()
     if not all(map(is_array, grads)):
         raise UsageError("clip_by_global_norm takes model.parameters(), or arrays of gradients")
     return record_call(_clip, grads, max_norm)

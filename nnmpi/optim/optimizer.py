@@ -199,6 +199,8 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
                 " lr={'default': 0.1}"
             )
         _check(storage)
+        if check := getattr(storage, "check", None):
+            check()
         self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
         if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
             raise UsageError(

@@ -276,10 +276,11 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         """Refuse to continue after `release`, when each rank would use its own gradients.
 
         Raises:
-            UsageError: after `release`.
+            UsageError: after `release`; for a model that got other parameters.
         """
         if self.released:
             raise UsageError("this DataParallel (or its worker) was released; make a new one")
+        self.storage.check_tree()
 
 
 class DataParallel(Replicas, fixed="exchange"):

@@ -110,7 +110,7 @@ class FusedUpdate:
                 new[...] = old
         memory.barrier()
         storage.move(data, grads)
-        storage.node_shared, storage.meet = True, memory.barrier
+        storage.node_shared, storage.version.meet = True, memory.barrier
         following = iter(arrays[len(data) :])
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
@@ -187,7 +187,7 @@ class FusedUpdate:
         storage, memory = self.storage, self.memory
         data = [array.copy() for array in storage.data]
         storage.move(data, [np.zeros_like(array) for array in storage.grads])
-        storage.node_shared, storage.meet = False, int
+        storage.node_shared, storage.version.meet = False, int
         self.optimizer.move(np.zeros)
         memory.barrier()  # no rank writes while another still reads
         memory.free()

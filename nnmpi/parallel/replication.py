@@ -65,13 +65,7 @@ def check_free(model: Module, group: Group, zero: bool = False) -> None:
     """
     call = "DataParallel or ShardedDataParallel with (model, group)"
     expect(call, (model, Module), (group, Group))
-    stored = {span.parameter for span in model.storage.spans}
-    strange = [name for name, parameter in model.named_parameters() if parameter not in stored]
-    if strange:
-        raise UsageError(
-            f"{strange[0]!r} is not in the model's storage: its module was added later; call"
-            " model.initialize() again"
-        )
+    model.check_stored()
     model.storage.finish_gradients()
     parameters = [span.parameter for span in model.storage.spans]
     if any(item.hook is not None or item.guard is not None for item in parameters):
@@ -96,7 +90,7 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
         group.broadcast(values)
         if values is not array:
             array[...] = values
-    model.storage.meet()  # no rank may write to shared parameters before all have copied
+    model.storage.version.meet()  # no rank may write to shared parameters before all have copied
 
 
 def check_replicas(model: Module, group: Group) -> None:

@@ -94,10 +94,14 @@ class Version:
 
     Backward compares it with its value at the forward pass to detect overwritten saved parameters.
     One counter per storage is enough: an optimizer updates all parameters at once.
+
+    Attributes:
+        meet: waits for the ranks that share the values, if there are any.
     """
 
     arrays: Sequence[Array] = ()
     count = 0
+    meet: Callable[[], object] = int
 
 
 class Variable:

@@ -77,6 +77,7 @@ class Parameter(Tensor):
     __slots__ = ("rank_local", "declared", "guard", "init", "name", "ranks", "region", "version")
 
     is_table: ClassVar[bool] = False
+    made: ClassVar[int] = 0  # how many there have been: a tree that grows needs new ones
     guard: Callable[[], None] | None
     version: Version | None
 
@@ -98,6 +99,7 @@ class Parameter(Tensor):
             raise ShapeError(
                 f"a parameter of shape {shape} is not a region of shape {region.local_shape}"
             )
+        Parameter.made += 1
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
         self.name, self.region, self.ranks, self.rank_local = "", region, ranks, False
@@ -252,7 +254,6 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         spans: the location of each parameter, in registration order.
         moves: how many times `move` replaced the arrays.
         node_shared: whether other ranks write to `data` too (see `parallel.fused`).
-        meet: waits for the ranks that share `data`, if there are any.
         seed: of the initial values.
         distributed: whether a strategy has replicated or sharded these values over ranks.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
@@ -260,10 +261,13 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         version: the version counter of the parameters.
         ranks: the group that shards these arrays (ZeRO); None if each rank has all of them.
         is_stage: whether these are the parameters of some stages of a pipeline.
+        check: refuses a model with other parameters than these; None without a model.
     """
 
     seed, is_stage = 0, False
     ranks: Any = None
+    check: Callable[[], None] | None = None
+    _checked = 0
 
     def __init__(
         self,
@@ -278,7 +282,6 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         self.grads: list[Array] = []
         self.moves = 0
         self.node_shared = False
-        self.meet: Callable[[], object] = int
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
         self.version = Version()
@@ -343,6 +346,7 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     def write(self, span: Span, value: Array) -> None:
         """Copy values of a parameter's shape into the storage."""
         span.parameter.data[...] = value
+        self.version.count += 1
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
         """Bind a parameter to its slices of the flat arrays, without gradient; return the views."""
@@ -406,8 +410,21 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
             0,
         )
 
+    def check_tree(self) -> None:
+        """Refuse the model if it has got other parameters, which would not be trained.
+
+        Only if any parameter was made since the last look, so a step may call it.
+
+        Raises:
+            UsageError: naming the first.
+        """
+        if self._checked != Parameter.made and self.check is not None:
+            self.check()
+            self._checked = Parameter.made
+
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
+        self.check_tree()
         record_call(self._clear_grads)
         recorder = active()
         if recorder is not None:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import CheckpointError, UsageError
+import nnmpi
+from nnmpi import nn, optim
+from nnmpi.base.errors import CheckpointError, GraphError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, ConvTranspose2d
@@ -167,3 +169,93 @@ def test_states_that_do_not_fit(change, words):
     with pytest.raises(CheckpointError, match=words):
         made.load_state({name: values for name, values in state.items() if values is not None})
     np.testing.assert_equal(made.state(), before)
+
+
+def _tree():
+    """Return an initialized model whose values are all 0.25."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).initialize(seed=5)
+    model.load_state({name: np.full_like(x, 0.25) for name, x in model.state().items()})
+    return model
+
+
+def test_a_part_is_never_drawn_again():
+    model = _tree()
+    part = model.layers[0]
+    for use in (
+        lambda: optim.SGD(part.parameters(), lr=0.1),
+        lambda: optim.SGD(nn.Sequential(part, nn.Linear(3, 4)).parameters(), lr=0.1),
+    ):
+        with pytest.raises(UsageError, match="another model's storage"):
+            use()
+    assert all((x == 0.25).all() for x in model.state().values())
+
+
+def test_a_part_is_clipped_alone():
+    model = _tree()
+    (model(np.ones((4, 3), "float32")) ** 2.0).sum().backward()
+    part, grads = model.layers[0], model.storage.grads
+    other = model.layers[1].parameters()[0].grad.copy()
+    norm = np.sqrt(sum((x.grad**2).sum() for x in part.parameters()))
+    assert optim.clip_by_global_norm(part.parameters(), 0.1) == pytest.approx(norm, rel=1e-5)
+    assert optim.global_norm([x.grad for x in part.parameters()]) == pytest.approx(0.1, rel=1e-5)
+    assert (model.layers[1].parameters()[0].grad == other).all() and grads is model.storage.grads
+
+
+@pytest.mark.parametrize("later", [lambda model: model.initialize(seed=7), lambda model: None])
+def test_a_part_that_was_loaded_alone_keeps_its_values_in_a_model(later):
+    backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4))
+    backbone.load_state(
+        {name: np.full_like(x, 2) for name, x in backbone.initialize().state().items()}
+    )
+    model = nn.Sequential(backbone, nn.Linear(4, 2))
+    later(model)
+    optim.SGD(model.parameters(), lr=0.1)
+    assert all((x == 2).all() for name, x in model.state().items() if name.startswith("0."))
+    assert (model.layers[1].weight.data != 0).any()
+    model.initialize(seed=1)  # all of it is the model's by now
+    assert not (model.layers[0].layers[0].weight.data == 2).all()
+
+
+def test_a_layer_replaced_or_added_under_a_worker_is_refused():
+    def program(group):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).initialize()
+        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
+        x, y = np.ones((4, 3), "float32"), np.zeros(4, int)
+        worker.step(x, y)
+        model.layers[1] = nn.Linear(4, 2).initialize()
+        with pytest.raises(UsageError, match="'1.weight' is not in the model's storage"):
+            worker.step(x, y)
+
+    nnmpi.simulate(program, 1)
+
+
+def test_a_loaded_part_stays_in_the_model():
+    model = _tree()
+    part = model.layers[0]
+    loss = model(np.ones((4, 3), "float32")).sum()
+    part.load_state({name: np.full_like(x, 0.5) for name, x in part.state().items()})
+    with pytest.raises(GraphError):
+        loss.backward()
+    assert model.parameters().storage is model.storage
+    assert (model.storage.spans[0].parameter.data == 0.5).all()
+
+
+def test_a_layer_added_after_initialize_is_refused_by_optimizer_and_zero_grad():
+    model = _tree()
+    model.set_child("1", nn.Linear(3, 4).initialize(seed=1))
+    for use in (
+        lambda: optim.SGD(model.parameters(), lr=0.1),
+        lambda: optim.SGD(model.storage, lr=0.1),
+        model.zero_grad,
+    ):
+        with pytest.raises(UsageError, match="added later"):
+            use()
+
+
+def test_a_write_to_the_storage_between_the_passes_is_noticed():
+    model = _tree()
+    loss = (model(np.ones((4, 3), "float32")) ** 2.0).sum()
+    for span in model.storage.spans:
+        model.storage.write(span, span.parameter.data * 0)
+    with pytest.raises(GraphError):
+        loss.backward()

@@ -195,6 +195,7 @@ class ShardedStorage(FlatStorage):
         else:
             local, in_parameter = self._part(span)
             self.data[span.buffer][local] = value.reshape(-1)[in_parameter]
+            self.version.count += 1
 
     def _part(self, span: Span) -> tuple[slice, slice]:
         """Return this rank's part of a parameter as two slices: of its own array, and of the flat
@@ -402,7 +403,7 @@ class ShardedStorage(FlatStorage):
         for full, item, local in zip(data, self.slices, self.data, strict=True):
             full[item] = local
         memory.barrier()
-        self.meet = memory.barrier
+        self.version.meet = memory.barrier
         self._node = NodeSum(
             grads, memory, owns=self.slices, totals=None if self.stage == 1 else self.grads
         )
@@ -487,7 +488,7 @@ class ShardedStorage(FlatStorage):
             else:
                 data = [full.copy() for full in self._data]
             self._settle(data, grads)
-            self.meet = int
+            self.version.meet = int
             node.memory.barrier()  # no rank unmaps memory that another still reads
             node.memory.free()
         if self._group is not None:
