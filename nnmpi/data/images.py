@@ -172,7 +172,14 @@ def _records(name: str, content: bytes) -> Dataset:
     )
 
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".tga"),
+    *(".pgm", ".ppm", ".pbm", ".pnm"),
+)
+TRAIN = "train", "training"
+# Names of a held-out part, in any capitals; the first that a folder has is used.
+HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
+WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
 
 def open_image(file: Path) -> Any:
@@ -189,33 +196,78 @@ def open_image(file: Path) -> Any:
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
-    """Return an image resized to `shape`: (height, width, channels), with 1 or 3 channels."""
+    """Return an image resized to `shape`: (height, width, channels), with 1 or 3 channels.
+
+    16 bits become 8: 0 stays black, 65535 white.
+
+    Raises:
+        DataError: for a file that is no image, or whose pixels have no largest value.
+    """
     with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+        if WIDE.fullmatch(image.mode):
+            wide = np.asarray(image).astype(np.int64)
+            if wide.min() < 0 or wide.max() > 65535:
+                raise DataError(
+                    f"{file} has pixels from {wide.min()} to {wide.max()}; save it with 8 or 16"
+                    " bits, or give the arrays in an .npz"
+                )
+            # Pillow's own conversion cuts off above 255: nearly every pixel would be white
+            image = _from_bytes(((wide + 128) // 257).astype(np.uint8))
+        elif image.mode == "F":
+            raise DataError(
+                f"{file} has floating-point pixels, whose white is unknown; save it with 8 or 16"
+                " bits, or give the arrays in an .npz"
+            )
         plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
         return np.asarray(plain).reshape(shape)
 
 
-def find_classes(folder: Path) -> dict[str, list[Path]]:
-    """Return {subfolder: its image files}, both sorted; subfolders without images are left out."""
+def _from_bytes(pixels: NDArray[np.uint8]) -> Any:
+    return importlib.import_module("PIL.Image").fromarray(pixels)
+
+
+def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Path]]:
+    """Return {subfolder: its image files}, both sorted, or nothing if no subfolder has images.
+
+    Hidden subfolders, those that archives of macOS have, and `besides` are no classes.
+
+    Raises:
+        DataError: if some subfolders have images and others have none.
+    """
     result = {
         item.name: sorted(file for file in item.iterdir() if file.suffix.lower() in SUFFIXES)
         for item in sorted(folder.iterdir())
-        if item.is_dir()
+        if item.is_dir() and item != besides and not item.name.startswith((".", "__"))
     }
-    return {name: files for name, files in result.items() if files}
+    empty = [name for name, files in result.items() if not files]
+    if len(empty) == len(result):
+        return {}
+    if empty:
+        raise DataError(
+            f"{folder / empty[0]} has no images, but other folders beside it have; remove it, or"
+            f" put its images there ({', '.join(SUFFIXES)})"
+        )
+    return result
+
+
+def _find_part(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the subfolder with the first of these names that there is, in any capitals."""
+    found = {item.name.lower(): item for item in sorted(folder.iterdir()) if item.is_dir()}
+    return next((found[name] for name in names if name in found), None)
 
 
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
     """Return the parts of a folder CLASS/*.png or train/CLASS/*.png: uint8, scale 1/255.
 
+    Beside train/, the held-out part is the first of HELD_OUT that there is.
+
     Returns None for a folder without such images. All images are resized to the median height and
     width of the training images. They are gray if all training images are, else RGB.
     """
-    local = folder / "train"
-    train = find_classes(local if local.is_dir() else folder)
-    test = next(
-        (find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None
-    )
+    local = _find_part(folder, TRAIN)
+    held_out = _find_part(folder, HELD_OUT)
+    test = find_classes(held_out) if held_out else None
+    train = find_classes(local or folder, held_out if test else None)
     if not train:
         return None
     sizes, modes = [], set()
@@ -224,7 +276,8 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
             sizes.append(image.size)
             modes.add(image.mode)
     width, height = np.median(sizes, axis=0).astype(int).tolist()
-    shape = height, width, 1 if modes <= {"1", "L"} else 3
+    is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for mode in modes)
+    shape = height, width, 1 if is_gray else 3
 
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         if strange := classes.keys() - train.keys():

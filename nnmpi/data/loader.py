@@ -196,6 +196,11 @@ class Loader(Settled):
             raise UsageError(
                 f"rank {self.rank!r} of {self.world} ranks does not exist; ranks count from 0"
             )
+        if self.transform is not None and dataset.is_tokens:
+            raise UsageError(
+                "a transform changes numbers or images, and the samples are tokens, so it would"
+                " never be called; change the texts before they are encoded, and leave it out"
+            )
         if self.whole_microbatches and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} cannot be combined with whole microbatches, which go"
@@ -309,7 +314,7 @@ class Loader(Settled):
     @property
     def _steps(self) -> list[Transform]:
         """The transforms, in order."""
-        return [] if self.transform is None or self.dataset.is_tokens else steps_of(self.transform)
+        return [] if self.transform is None else steps_of(self.transform)
 
     @property
     def _takes_long(self) -> bool:

@@ -38,6 +38,7 @@ from nnmpi.data.dataset import TOKEN_TYPES, Dataset, LabelKind, as_float32, chec
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 BOOLS = {"True": "1", "False": "0"}  # features, as pandas writes them
+MOST_CLASSES = 20  # a table may have this many, however short it is
 HINT = (
     "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by"
     " predicts='quantities')"
@@ -208,6 +209,11 @@ def to_dataset(
         for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
+    if not class_names and len(names) > max(MOST_CLASSES, len(table.labels) // 2):
+        raise DataError(
+            f"{table.path}: the labels are {len(names)} different ones in {len(table.labels)} rows,"
+            f" nearly a class for each row; give another column as the target; {HINT}"
+        )
     class_of = {item: number for number, item in enumerate(names)}
     if unknown := [label for label in table.labels if spelled[label] not in class_of]:
         raise DataError(

@@ -324,7 +324,7 @@ def test_the_folder_says_how_it_came_about(
         in (latest / "console.txt").read_text()
     )
     starts = [json.loads(line) for line in (latest / "starts.jsonl").read_text().splitlines()]
-    assert [(start["ranks"], start["command"][3:]) for start in starts] == [
+    assert [(start["ranks"], start["command"][2:]) for start in starts] == [
         (2, words.split()),
         (1, ["--resume", "runs/latest", "--quiet"]),
     ]

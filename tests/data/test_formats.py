@@ -517,3 +517,47 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
     (tmp_path / "plain/cat/1.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"cat/1\.png.*cannot be read as an image"):
         load(str(tmp_path / "plain"))
+
+
+def test_images_of_16_bits_keep_their_values(tmp_path: Path) -> None:
+    """Pillow alone makes everything above 255 white."""
+    images = pytest.importorskip("PIL.Image")
+    for name, value in {"dim": 2570, "bright": 65535}.items():
+        for i, ending in enumerate(("png", "tif", "pgm")):
+            (tmp_path / name).mkdir(exist_ok=True)
+            file = tmp_path / name / f"{i}.{ending}"
+            images.fromarray(np.full((4, 4), value, np.uint16)).save(file)
+    parts = load(str(tmp_path), test_fraction=0.3)
+    x = np.concatenate([part.x for part in parts])
+    assert x.shape == (6, 4, 4, 1) and parts[0].class_names == ("bright", "dim")
+    assert sorted({*x.flatten().tolist()}) == [10, 255]
+    images.fromarray(np.full((4, 4), 70000, np.int32)).save(tmp_path / "dim" / "3.tif")
+    with pytest.raises(DataError, match=r"3\.tif has pixels from 70000 to 70000; save it with 8"):
+        load(str(tmp_path))
+    images.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "dim" / "3.tif")
+    with pytest.raises(DataError, match="floating-point pixels, whose white is unknown"):
+        load(str(tmp_path))
+
+
+def test_every_folder_beside_classes_is_one_or_is_named(tmp_path: Path) -> None:
+    drawn(tmp_path, {"cat": 10, "dog": 200, ".cache": 1, "__MACOSX": 1}, (4, 4))
+    assert load(str(tmp_path))[0].class_names == ("cat", "dog")
+    (tmp_path / "owl/more").mkdir(parents=True)
+    with pytest.raises(DataError, match="owl has no images, but other folders beside it have"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Test", "valid", "Validation", "eval", "dev", "holdout"])
+def test_a_held_out_part_has_any_usual_name(name: str, tmp_path: Path) -> None:
+    drawn(tmp_path / "Train", {"cat": 10, "dog": 200}, (4, 4))
+    drawn(tmp_path / name, {"cat": 10, "dog": 200}, (4, 4))
+    assert [len(part) for part in load(str(tmp_path))] == [6, 6]
+
+
+def test_labels_that_are_a_class_for_each_row_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cars.csv"
+    file.write_text("mpg,name\n" + "".join(f"{i % 9},car {i}\n" for i in range(50)))
+    with pytest.raises(DataError, match="50 different ones in 50 rows, nearly a class for each"):
+        load(str(file))
+    file.write_text("mpg,name\n" + "".join(f"{i % 9},car {i % 20}\n" for i in range(50)))
+    assert load(str(file))[0].classes == 20
