@@ -22,6 +22,8 @@ from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.run import TrainingRun
 
+LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
+
 
 def header(run: TrainingRun) -> list[tuple[str, str]]:
     """Return the header's lines as (name, text); starts.jsonl holds them, too. Collective."""
@@ -76,10 +78,16 @@ def _samples(samples: Samples) -> str:
             f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes}"
             f" ({samples.tokenizer.name})"
         )
-    targets = (
-        samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
-    )
-    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
+    targets, large = f"{samples.classes} classes", ""
+    if isinstance(samples, Dataset):
+        targets = samples.describe_targets()
+        largest = abs(samples.y).max(initial=0.0) if samples.predicts == "quantities" else 0.0
+        if largest > LARGE_TARGET:
+            large = (
+                f" up to {largest:.4g}, which are not normalized: divide such large ones by their"
+                f" standard deviation, {samples.y.std():.4g}, or they are hardly learned"
+            )
+    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}{large}"
 
 
 def blas() -> str:
