@@ -314,18 +314,22 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
     arrangement = replace(full_model, layers=layers, cuts=cuts, costs=costs)
-    part = ModelPart(model, list(chain.from_iterable(arrangement.stages.values())))
-    if ranks > 1:
-        part.forward = _refuse_part  # type: ignore[assignment]
+    part = (StagesPart if ranks > 1 else ModelPart)(
+        model, list(chain.from_iterable(arrangement.stages.values()))
+    )
     ties = _tie(full_model, part, _shared_parameters(arrangement))
     return replace(arrangement, model=part, ties=ties)
 
 
-def _refuse_part(*_: Any) -> NoReturn:
-    raise UsageError(
-        "this rank has only some of the model's layers; compute through the whole pipeline with"
-        " worker.step, worker.evaluate or compose.Inference"
-    )
+class StagesPart(ModelPart):
+    """The layers of a rank of a pipeline, which alone compute nothing."""
+
+    def forward(self, *_: Any) -> NoReturn:
+        """Refuse."""
+        raise UsageError(
+            "this rank has only some of the model's layers; compute through the whole pipeline with"
+            " worker.step, worker.evaluate or compose.Inference"
+        )
 
 
 def _choose(

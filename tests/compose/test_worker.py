@@ -263,7 +263,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
 )
 def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     def main(group: Group) -> None:
-        step(make(group, Layout()), np.zeros((2, 6)))
+        step(make(group, Layout()), SAMPLE)
 
     with pytest.raises((UsageError, ShapeError), match=text):
         nnmpi.simulate(main, ranks=1)

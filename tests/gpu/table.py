@@ -226,6 +226,7 @@ TABLE: list[Sample] = [
     ),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
+    layer("ops.rms_norm", "one axis", ops.rms_norm, [(ROWS, COLUMNS), (COLUMNS,)]),
     layer(
         "ops.batch_norm",
         "rows",

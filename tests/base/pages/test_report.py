@@ -18,9 +18,8 @@ from tests.base.pages.browser import look
 pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]
 WORKER = {"worker": 0, "steps": 3, "mean": 1.0, "max": 2, "histogram": [[0, 1], [1, 1], [2, 1]]}
 COMMAND = [
-    "python",
-    "-m",
-    "nnmpi.train",
+    "nnmpi",
+    "train",
     "--model",
     "mlp",
     "--hidden",
