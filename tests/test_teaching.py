@@ -35,7 +35,7 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
             (tmp_path / name).symlink_to(folder / name)
     for program in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
         (tmp_path / "ring.py").write_text(program)
-    commands = re.findall(r"^    ((?:nnmpi|python examples).*?)(?:  +#.*)?$", text, re.MULTILINE)
+    commands = re.findall(r"^    ((?:nnmpi \w|python examples).*?)(?:  +#.*)?$", text, re.MULTILINE)
     assert len(commands) >= 3
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` is this one
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}

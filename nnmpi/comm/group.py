@@ -118,6 +118,8 @@ class Group(Communicator):
         """Free the communicators; MPI libraries have a limited number. Shared arrays stay."""
         if self._memory is not None:
             self._memory.close()
+        if self.turns is not None:
+            self.turns.close()
         super().free()
 
     # ---- sums ----

@@ -240,7 +240,7 @@ class Executor:
         if recomputes:
             part = ModelPart(arrangement.model, arrangement.stages[number])
             run = partial(repeatable, part, {}, run)
-        return Stage(run, self._caller.mode, is_last, recomputes)
+        return Stage(run, self._caller.mode, is_last, recomputes, is_cut=True)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
         """Return the chain with inputs marked as this rank's positions of sequences.

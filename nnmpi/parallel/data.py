@@ -261,7 +261,8 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         for span in self.storage.spans:
             span.parameter.guard = span.parameter.hook = None
         for _, module in self.model.named_modules():
-            if hasattr(module, "all_reduce"):
+            if getattr(module, "all_reduce", None) is not None:
+                turns_of(self.group).close()
                 module.all_reduce = None
 
     def _check_pass(self) -> None:

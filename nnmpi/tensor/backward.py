@@ -33,14 +33,12 @@ from nnmpi.tensor.function import (
     record_whole,
     unbroadcast,
 )
-from nnmpi.tensor.turns import Turn, find_turns
+from nnmpi.tensor.turns import Turn, find_turns, inside_pass
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
     "nnmpi_watching", default=None
 )
 """An observer of each graph's operations, called before backward, while all saved arrays exist."""
-
-_inside: ContextVar[bool] = ContextVar("nnmpi_inside", default=False)  # whether a pass is running
 
 
 class Deferred:
@@ -135,7 +133,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             " a full one"
         )
     # a pass within another one, as of a layer that is recomputed, leaves the others' operations
-    inside, newer = _inside.get(), nodes[last + 1 :]
+    inside, newer = inside_pass.get(), nodes[last + 1 :]
     stops = find_turns(start, nodes if inside else None)
     turns = [] if inside else list(dict.fromkeys(turn.turns for turn in stops.values()))
     if stops:
@@ -143,7 +141,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         last = len(nodes) - 1
     roots = {*stops} if start is None else {start, *stops}
     finals = _final_uses(nodes[: last + 1], roots) if tape.hooked else None
-    token = _inside.set(True)
+    token = inside_pass.set(True)
     try:
         while last >= 0 or turns:
             missed: Function | None = None  # an operation that only other ranks' losses use
@@ -205,7 +203,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             node.grad = None
         raise
     finally:
-        _inside.reset(token)
+        inside_pass.reset(token)
         if not retain:
             # deferred operations still have edges, but no later pass may run them
             unused = tape.nodes if deferred is None else newer

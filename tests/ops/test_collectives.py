@@ -434,3 +434,16 @@ def test_a_rank_that_forgets_its_backward_pass_is_told(group: Group) -> None:
     if group.size > 1:
         text = told(CommError, lambda: ops.all_reduce(x, group) if group.rank else loss.backward())
         assert "in the backward pass of a collective, and others in another" in text
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_a_group_that_is_freed_leaves_no_turns(group: Group) -> None:
+    """A result that was never used would otherwise be met at, on a communicator that is gone."""
+    other = group.duplicate()
+    x = Tensor(np.ones(3), requires_grad=True)
+    unused = ops.all_reduce(x, other)
+    other.free()
+    y = Tensor(np.ones(3), requires_grad=True)
+    (y * 2.0).sum().backward()
+    np.testing.assert_array_equal(y.grad, np.full(3, 2.0))
+    assert unused.requires_grad

@@ -10,7 +10,7 @@ An uncut model is a program of one stage. A stage sends nothing and does not dep
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import CommonRoot
 from nnmpi.tensor.operand import values_or_refuse
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.turns import graph_alone
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Outputs: TypeAlias = tuple[list[Tensor], bool]
@@ -69,6 +70,7 @@ class Stage:
         scope: (microbatch, again) -> the mode for its forward; `again` for a recomputation.
         is_last: whether the outputs are the model's, and go to no other stage.
         recompute: whether only a microbatch's input is kept, and the rest computed again.
+        is_cut: whether it is one of several stages.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Stage:
         scope: Callable[[int, bool], AbstractContextManager[Any]],
         is_last: bool = True,
         recompute: bool = False,
+        is_cut: bool = False,
     ) -> None:
+        self._alone = graph_alone if is_cut else nullcontext
         self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
@@ -108,7 +112,7 @@ class Stage:
             values: the stage's input.
             keep: whether a backward will follow.
         """
-        with self._scope(microbatch, False):
+        with self._alone(), self._scope(microbatch, False):
             leaves = [
                 Tensor(array, requires_grad=need)
                 for array, need in zip(values.arrays, values.needs, strict=True)
@@ -136,7 +140,7 @@ class Stage:
         """
         flight = self._in_flight.pop(microbatch)
         if self._recompute:
-            with self._scope(microbatch, True):
+            with self._alone(), self._scope(microbatch, True):
                 flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
         outputs, flight.outputs = flight.outputs, None
         assert outputs is not None
@@ -144,10 +148,11 @@ class Stage:
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
         differentiable = outputs if self._is_last else [y for y in outputs if y.requires_grad]
-        if len(differentiable) == 1:
-            differentiable[0].backward(grads[0], deferred=deferred)
-        elif differentiable:
-            CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
+        with self._alone():
+            if len(differentiable) == 1:
+                differentiable[0].backward(grads[0], deferred=deferred)
+            elif differentiable:
+                CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
         grads_back = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
