@@ -280,6 +280,7 @@ def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.host_only("it writes to arrays that NumPy can lock")
 def test_what_is_done_to_weights_between_two_runs_survives(
     group: Group, options: dict[str, Any]
 ) -> None:

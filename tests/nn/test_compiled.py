@@ -463,6 +463,7 @@ class Pair(NamedTuple):
         lambda x, y: (Tensor(x), y),
     ],
 )
+@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
 def test_arrays_within_inputs_are_read_anew(wrap):
     """Also from nested ones, of which each structure has one recording."""
 
@@ -682,6 +683,7 @@ class Bent(Function):
         return (2 * x * grad / y.max(),)
 
 
+@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
 def test_operations_of_ones_own_that_promise_too_much_are_right():
     leaf = Tensor(np.ones((2, 3)), requires_grad=True)
 
