@@ -19,7 +19,14 @@ from nnmpi.base.errors import ShapeError
 from tests.device.library import FOLDER, load
 
 BFLOAT16 = bfloat16()
-USED = "create set_stream set_workspace set_math_mode gemm_ex gemm_strided_batched_ex".split()
+USED = [
+    "create",
+    "set_stream",
+    "set_workspace",
+    "set_math_mode",
+    "gemm_ex",
+    "gemm_strided_batched_ex",
+]
 
 
 def bindings() -> Any:
