@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from threading import local
 from types import ModuleType
 from typing import Any
 
@@ -37,7 +38,7 @@ _CAPTURE_ERRORS = range(900, 911)
 
 
 class GraphMemory:
-    """The stream and the memory in which steps are captured.
+    """The memory in which steps are captured.
 
     The memory is a pool that takes its blocks from CuPy's default pool: there it counts, and the
     limit applies to it.
@@ -49,7 +50,6 @@ class GraphMemory:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
         self._pool = xp.cuda.MemoryPool(xp.get_default_memory_pool().malloc)
-        self._stream = xp.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
 
     @property
     def size_bytes(self) -> int:
@@ -58,9 +58,24 @@ class GraphMemory:
 
     @contextmanager
     def inside(self) -> Iterator[Any]:
-        """Queue the block's work on this stream, with results in this memory."""
-        with self.xp.cuda.using_allocator(self._pool.malloc), self._stream:
-            yield self._stream
+        """Queue the block's work on the thread's stream for captures, with results in this memory."""
+        with self.xp.cuda.using_allocator(self._pool.malloc), stream_of(self.xp) as stream:
+            yield stream
+
+
+_streams = local()
+
+
+def stream_of(xp: ModuleType) -> Any:
+    """Return this thread's stream for captures on its current device.
+
+    The default stream cannot be captured. There is one for all steps, since cuBLAS keeps a workspace
+    for each stream.
+    """
+    name = f"stream{xp.cuda.runtime.getDevice()}"
+    if not hasattr(_streams, name):
+        setattr(_streams, name, xp.cuda.Stream(non_blocking=True))
+    return getattr(_streams, name)
 
 
 class Segment:
