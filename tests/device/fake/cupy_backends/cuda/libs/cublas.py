@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cupy import _streams
+from cupy import _capture
 from cupy._address import bytes_at
 from cupy.cuda import memory
 
@@ -63,18 +63,21 @@ def _multiply(name: str, g: dict[str, int]) -> None:
     given, result = _TYPES[g["Atype"]], _TYPES[g["Ctype"]]
     wide = np.dtype("f8" if given.itemsize == 8 else "f4")
     alpha, beta = (bytes_at(g[item], wide.itemsize).view(wide)[0] for item in ("alpha", "beta"))
-    _streams.settle()
-    for i in range(g["batchCount"]):
-        a = _matrix(g["A"], i * g["strideA"], given, rows_a, columns_a, g["lda"]).astype(wide)
-        b = _matrix(g["B"], i * g["strideB"], given, rows_b, columns_b, g["ldb"]).astype(wide)
-        c = _matrix(g["C"], i * g["strideC"], result, g["m"], g["n"], g["ldc"])
-        if g["computeType"] == TF32:
-            a, b = (
-                ((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
-                for x in (a, b)
-            )
-        product = alpha * ((a.T if g["transa"] else a) @ (b.T if g["transb"] else b))
-        c[...] = product if beta == 0 else product + beta * c.astype(product.dtype)
+
+    def compute() -> None:
+        for i in range(g["batchCount"]):
+            a = _matrix(g["A"], i * g["strideA"], given, rows_a, columns_a, g["lda"]).astype(wide)
+            b = _matrix(g["B"], i * g["strideB"], given, rows_b, columns_b, g["ldb"]).astype(wide)
+            c = _matrix(g["C"], i * g["strideC"], result, g["m"], g["n"], g["ldc"])
+            if g["computeType"] == TF32:
+                a, b = (
+                    ((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
+                    for x in (a, b)
+                )
+            product = alpha * ((a.T if g["transa"] else a) @ (b.T if g["transb"] else b))
+            c[...] = product if beta == 0 else product + beta * c.astype(product.dtype)
+
+    _capture.submit(compute, g["A"], g["B"], g["C"])
 
 
 def _matrix(
