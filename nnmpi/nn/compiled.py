@@ -22,8 +22,8 @@ is another object than when the recording began, the step is recorded again. A s
 such a value itself is recorded in every call: right, and slower than an eager step.
 
 On a device a replay makes the same calls of the array library and of nnmpi's kernels, one by one.
-It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each result has its own
-memory as long as the recording exists, so a recorded step needs more memory than an eager one.
+It is no CUDA graph. There each result has its own memory as long as the recording exists, so a
+recorded step needs more memory than an eager one.
 """
 
 import random
