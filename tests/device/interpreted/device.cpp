@@ -12,6 +12,7 @@
 #include <link.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <thread>
 
@@ -321,6 +323,29 @@ void ptx::remember(uint64_t address, size_t size) {
 API int device_enqueue(void* stream, std::function<void()> work) {
     LOCKED;
     return enqueue(stream, std::move(work));
+}
+// Sorts rows, and says where each value was; equal ones keep their order, NaN comes last.
+template <class T> void sort_rows(T* values, int64_t* places, size_t rows, size_t n) {
+    for (; rows--; values += n, places += n) {
+        std::iota(places, places + n, 0);
+        std::stable_sort(places, places + n, [=](int64_t a, int64_t b) { return values[a] < values[b] || (values[b] != values[b] && values[a] == values[a]); });
+        std::vector<T> sorted(n);
+        for (size_t i = 0; i < n; ++i) sorted[i] = values[places[i]];
+        std::copy(sorted.begin(), sorted.end(), values);
+    }
+}
+API int device_sort(char kind, int bytes, void* values, int64_t* places, size_t rows, size_t n, void* stream) {
+    LOCKED;
+    auto as = [=]<class T>(T) {
+        return enqueue(stream, [=] {
+            look(values, rows * n * sizeof(T));
+            look(places, rows * n * sizeof(int64_t));
+            sort_rows((T*)values, places, rows, n);
+        });
+    };
+    if (kind == 'f') return bytes == 2 ? as((_Float16)0) : bytes == 4 ? as(0.0f) : as(0.0);
+    if (kind == 'i') return bytes == 1 ? as((int8_t)0) : bytes == 2 ? as((int16_t)0) : bytes == 4 ? as((int32_t)0) : as((int64_t)0);
+    return bytes == 1 ? as((uint8_t)0) : bytes == 2 ? as((uint16_t)0) : bytes == 4 ? as((uint32_t)0) : as((uint64_t)0);
 }
 API bool device_has(const void* at, uint64_t size) { return on_device(at, size); }
 API void device_fail(int code, const char* why) { throw ptx::Error{code, why}; }
