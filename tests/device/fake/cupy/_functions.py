@@ -102,8 +102,6 @@ EMPTY = {"empty", "empty_like"}
 UPLOADS = {"array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray"}
 # Those whose result has as many elements as the values say: CuPy waits for the number.
 COUNTS = {"nonzero", "flatnonzero", "argwhere", "unique", "compress", "extract", "bincount"}
-# Those that CuPy computes with cuBLAS.
-PRODUCTS = {"einsum", "tensordot"}
 # Names that are NumPy's own and have nothing to do with a device.
 HOST = {
     "result_type",
@@ -168,8 +166,6 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             args = args[:agreed]
             out = kwargs.get("out")
         first = args[0] if args else None
-        if name in PRODUCTS:
-            _refuse_products(args)
         if name in COUNTS:
             _streams.reads_host()
         if name in UPLOADS and type(first) is not ndarray:
@@ -222,8 +218,6 @@ def _matmul(name: str, function: Any) -> Any:
         for item in (left, right):
             if type(item) is not ndarray:
                 raise TypeError(f"Unsupported type {type(item)}")
-        if name == "matmul" or left.ndim + right.ndim > 2:
-            _refuse_products((left, right))
         if max(left.ndim, right.ndim) > 2 and "bfloat16" in (left.dtype.name, right.dtype.name):
             raise TypeError("CuPy's batched matmul takes no bfloat16")
         out = kwargs.pop("out", None)
@@ -248,15 +242,6 @@ def _matmul(name: str, function: Any) -> Any:
         return out
 
     return call
-
-
-def _refuse_products(values: Any) -> None:
-    """Raise CuPy's error for products of floating-point matrices in a capture."""
-    kinds = [value.dtype.kind for value in values if type(value) is ndarray]
-    if _streams.is_tracing() and len(kinds) > 1 and not {*kinds} <= {*"biu"}:
-        raise NotImplementedError(
-            "calling cuBLAS API during stream capture is currently unsupported"
-        )
 
 
 def product(function: Any, left: Any, right: Any) -> Any:
