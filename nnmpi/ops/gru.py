@@ -92,19 +92,17 @@ def _step(
     Args:
         xp: the arrays' module.
         g: (n, 3 features), x W + b; overwritten by the gates r, z, n.
-        product: (n, 3 features), h R; overwritten.
+        product: (n, 3 features), h R.
         bias_n: (features,).
         inner: (n, features), out: h R_n + bias_n.
         h, new_h: (n, features), before the step, and out: after it.
     """
-    two = 2 * h.shape[1]
-    opened, new = g[:, :two], g[:, two:]
-    xp.multiply(xp.add(opened, product[:, :two], out=opened), 0.5, out=opened)
-    xp.multiply(xp.add(xp.tanh(opened, out=opened), 1, out=opened), 0.5, out=opened)
-    xp.add(product[:, two:], bias_n, out=inner)
-    xp.add(new, xp.multiply(opened[:, : two // 2], inner, out=new_h), out=new)
-    xp.subtract(h, xp.tanh(new, out=new), out=new_h)
-    xp.add(new, xp.multiply(opened[:, two // 2 :], new_h, out=new_h), out=new_h)
+    (r, z, new), (more_r, more_z, more) = (xp.split(item, 3, axis=1) for item in (g, product))
+    for gate, argument in ((r, r + more_r), (z, z + more_z)):
+        gate[...] = 0.5 + 0.5 * xp.tanh(0.5 * argument)  # a sigmoid
+    inner[...] = more + bias_n
+    new[...] = xp.tanh(new + r * inner)
+    new_h[...] = new + z * (h - new)
 
 
 def _step_grad(
@@ -128,19 +126,14 @@ def _step_grad(
         to_h: (n, features), the gradient of h from later steps; overwritten by that of h before the
             step, without what the product adds.
     """
-    n = h.shape[1]
-    r, z, new = g[:, :n], g[:, n : 2 * n], g[:, 2 * n :]
-    total = xp.add(to_h, grad)
-    xp.multiply(total, z, out=to_h)
-    to_n = xp.multiply(xp.subtract(total, to_h), xp.subtract(1, xp.multiply(new, new)))
-    opened = to_gates[:, : 2 * n]
-    xp.multiply(xp.subtract(1, g[:, : 2 * n]), g[:, : 2 * n], out=opened)
-    to_r, to_z = opened[:, :n], opened[:, n:]
-    xp.multiply(to_r, xp.multiply(to_n, inner), out=to_r)
-    xp.multiply(to_z, xp.multiply(xp.subtract(h, new), total), out=to_z)
-    to_gates[:, 2 * n :] = to_n
-    to_product[:, : 2 * n] = opened
-    xp.multiply(to_n, r, out=to_product[:, 2 * n :])
+    r, z, new = xp.split(g, 3, axis=1)
+    total = to_h + grad
+    to_new = total * (1 - z) * (1 - new * new)
+    to_r, to_z = to_new * inner * r * (1 - r), total * (h - new) * z * (1 - z)
+    for target, last in ((to_gates, to_new), (to_product, to_new * r)):
+        for part, value in zip(xp.split(target, 3, axis=1), (to_r, to_z, last), strict=True):
+            part[...] = value
+    to_h[...] = total * z
 
 
 def gru(
@@ -153,7 +146,7 @@ def gru(
 ) -> Tensor:
     """Return h over time of a GRU layer (Cho et al., 2014), in the form of cuDNN and PyTorch.
 
-    Mixed precision computes in float32.
+    Mixed precision computes in float32, a device's products in tf32.
 
     Args:
         x: (batch, time, in).

@@ -40,6 +40,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_for
+from nnmpi.backend.recording import refuse
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
@@ -360,7 +361,7 @@ def lstm(
     """Return h over time of an LSTM layer (Hochreiter and Schmidhuber, 1997).
 
     Padding is not read, and h is 0 there: a sequence has the same result with or without padding,
-    alone or in a batch. Mixed precision computes in float32.
+    alone or in a batch. Mixed precision computes in float32, a device's products in tf32.
 
     Args:
         x: (batch, time, in).
@@ -379,6 +380,8 @@ def lstm(
     Raises:
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
+        UsageError: for lengths in a compiled step on a device: their numbers decide which rows a
+            step's kernels read, and would be copied from the host.
     """
     may_meet("lstm", require_floating("lstm", x), weight, recurrent, bias, *state or ())
     features = recurrent.shape[0]
@@ -394,6 +397,8 @@ def lstm(
             raise ShapeError(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
+    if lengths is not None and type(x.data) is not np.ndarray:
+        refuse("the lengths of an lstm on a device", "leave them out, or do not compile this step")
     inputs = x, weight, recurrent, bias, *(state or (None, None))
     return in_float32(LSTMFunction(reverse, ends), *inputs, _checked(lengths, x.shape))
 

@@ -48,6 +48,11 @@ def load() -> None:
         cupy.cuda.set_allocator(None)
 
 
+def enqueued() -> int:
+    """Return how many kernels, products, copies and fills have been put into streams so far."""
+    return ctypes.CDLL(None).device_enqueued()
+
+
 def _argsort(dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]) -> None:
     """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the
     values too.

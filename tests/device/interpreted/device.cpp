@@ -159,7 +159,9 @@ void meet_default(Stream* s) {
 void run_what_is_ready(Stream* s) {
     while (!s->queue.empty() && (!s->queue.front().other || s->queue.front().other->done >= s->queue.front().place)) advance(s, s->done + 1);
 }
+uint64_t enqueued;  // kernels, products, copies and fills, of all streams
 void enqueue(void* handle, std::function<void()> work) {
+    ++enqueued;
     Stream* s = stream_of(handle);
     meet_default(s);
     push(s, {std::move(work)});
@@ -204,6 +206,7 @@ void ptx::remember(uint64_t address, size_t size) {
 
 // ---------------------------------------------------------------- for the library of products
 
+API uint64_t device_enqueued() { return enqueued; }
 API void device_enqueue(void* stream, std::function<void()> work) {
     LOCKED;
     enqueue(stream, std::move(work));
