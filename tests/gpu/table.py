@@ -226,7 +226,21 @@ TABLE: list[Sample] = [
     ),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
+    *(
+        layer(
+            "ops.group_norm",
+            name,
+            partial(ops.group_norm, groups=groups),
+            [(*size, channels), (channels,), (channels,)],
+        )
+        for name, groups, size, channels in (
+            ("each channel", 7, (3, 5, 11), 7),
+            ("all channels", 1, (3, 1500), 40),
+            ("rows", 2, (65,), 130),
+        )
+    ),
     layer("ops.rms_norm", "one axis", ops.rms_norm, [(ROWS, COLUMNS), (COLUMNS,)]),
+    *(layer("ops.rms_norm", f"rows of {n}", ops.rms_norm, [(3, n), (n,)]) for n in (2, 1033, 9001)),
     layer(
         "ops.batch_norm",
         "rows",
@@ -235,6 +249,16 @@ TABLE: list[Sample] = [
     ),
     layer(
         "ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]
+    ),
+    # of one block and of several, in packs and one by one, and of one channel
+    *(
+        layer(
+            "ops.batch_norm",
+            f"{rows} rows of {n}",
+            lambda *x: ops.batch_norm(*x)[0],
+            [(rows, n), (n,), (n,)],
+        )
+        for rows, n in ((5003, 1), (2003, 16), (1501, 9), (3, 4099))
     ),
     layer(
         "ops.conv_transpose2d",
