@@ -15,6 +15,8 @@ from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept
 
 COPY_AXES = 6  # as in copy.cu
+# In the order of activation.cu.
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -54,6 +56,37 @@ class DeviceKernels(KernelLauncher):
         numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
+
+    def add(self, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
+        """Return a + b, contiguous arrays of one shape and dtype; None for others."""
+        if not (
+            type(b) is type(a)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.c_contiguous
+            and b.flags.c_contiguous
+        ):
+            return None
+        result = xp.empty(a.shape, a.dtype) if out is None else out
+        self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
+        return result
+
+    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+
+    def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
+        """Return the activation of x."""
+        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        numbers = (code, float(number), x.size)
+        self.flat("activate", x.size, x.dtype.itemsize, xp.ascontiguousarray(x), y, *numbers)
+        return y
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
+        """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
+        to_x = xp.empty(kept.shape, kept.dtype)
+        arrays = (xp.ascontiguousarray(grad), xp.ascontiguousarray(kept), to_x)
+        numbers = (ACTIVATIONS.index(form), float(number), kept.size)
+        self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
+        return to_x
 
     # ---- dense layers: rows are all axes but the last
 
