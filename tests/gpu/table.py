@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import ops
+from nnmpi import nn, ops
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -268,6 +268,11 @@ TABLE: list[Sample] = [
     ),
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
+    *(
+        Sample(f"nn.{type(layer).__name__}", f"{n} channels", layer, [images(3, 9, 11, n)])
+        for n in (7, 16)
+        for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
+    ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
     Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width

@@ -449,6 +449,26 @@ class DeviceKernels(KernelLauncher):
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
+    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+        """Return each window's sum times `share`; the border counts as 0."""
+        x = xp.ascontiguousarray(x)
+        (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
+        y = xp.empty((n, *out, c), x.dtype)
+        if over.kernel == (h, w) and over.padding == (0, 0):
+            self.whole_samples("whole_pool", x.reshape(n, h * w, c), y, float(share))
+        else:
+            numbers = (float(share), *x.shape, *out, *sum(over, ()))
+            self.flat("avg_pool", y.size, x.dtype.itemsize, x, y, *numbers)
+        return y
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        """Return for each pixel the sum of the windows that contain it, times `share`."""
+        to_x = xp.empty(shape, grad.dtype)
+        numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
+        args = (xp.ascontiguousarray(grad), to_x, *numbers)
+        self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
+        return to_x
+
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a contiguous bias (n,) for y (rows, n); zeros for None."""

@@ -68,6 +68,9 @@ KERNELS = {
     "dropout": ("dropout", "TTu"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
+    "avg_pool": ("pooling", "TT"),
+    "avg_pool_grad": ("pooling", "TT"),
+    "whole_pool": ("pooling", "TT"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
@@ -141,6 +144,15 @@ class KernelLauncher:
         elif rows * n:
             block = (THREADS if n <= ROW_OF_BLOCK else 1024,)
             self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
+
+    def whole_samples(self, name: str, x: Array, *args: Any) -> None:
+        """Launch a kernel over matrices (samples, rows, n), with one block for a sample's column.
+
+        A sample without rows counts, too.
+        """
+        if x.shape[0] * x.shape[2]:
+            grid, block = _sample_grid(x, 1, ROWS_EACH)
+            self.run(name, grid, block, x, *args, *_sizes(x))
 
     def sample_sums(
         self, name: str, arrays: tuple[Array, ...], targets: tuple[Array, ...], *numbers: Any

@@ -40,7 +40,16 @@ PACKED = {
         "softmax_grad_warps",
     ),
     *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
-    *("normalize", "norm_grad", "max_pool", "max_pool_grad", "embedding", "dropout"),
+    *(
+        "normalize",
+        "norm_grad",
+        "max_pool",
+        "max_pool_grad",
+        "avg_pool",
+        "avg_pool_grad",
+        "embedding",
+        "dropout",
+    ),
     *("sgd", "sgd_momentum", "adam", "move", "activate", "activate_grad", "add"),
 }
 
