@@ -77,6 +77,19 @@ def to_float32(xp: Any, x: Array) -> Array:
     return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
 
 
+def add(xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+    """Return a + b, as `xp.add` does; a device's kernel adds arrays of one shape and dtype.
+
+    CuPy's sum of two bfloat16 arrays converts every element by itself.
+    """
+    if type(a) is not np.ndarray and hasattr(a, "flags"):
+        kernels = kernels_for(a, "add")
+        result = None if kernels is None else kernels.add(xp, a, b, out)
+        if result is not None:
+            return result
+    return xp.add(a, b) if out is None else xp.add(a, b, out=out)
+
+
 def add_bias(xp: Any, y: Array, bias: Array) -> None:
     """Add bias (n,) to y (..., n), contiguous, in place; images are rows with all their pixels."""
     kernels = kernels_for(y, "add_bias")

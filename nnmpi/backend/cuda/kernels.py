@@ -15,6 +15,8 @@ from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
+# In the order of activation.cu.
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -39,6 +41,7 @@ class DeviceKernels(KernelLauncher):
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
+    move = partialmethod(_update, "move")  # data += fraction * (value - data)
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
@@ -53,6 +56,37 @@ class DeviceKernels(KernelLauncher):
         numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
+
+    def add(self, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
+        """Return a + b, contiguous arrays of one shape and dtype; None for others."""
+        if not (
+            type(b) is type(a)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.c_contiguous
+            and b.flags.c_contiguous
+        ):
+            return None
+        result = xp.empty(a.shape, a.dtype) if out is None else out
+        self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
+        return result
+
+    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+
+    def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
+        """Return the activation of x."""
+        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        numbers = (code, float(number), x.size)
+        self.flat("activate", x.size, x.dtype.itemsize, xp.ascontiguousarray(x), y, *numbers)
+        return y
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
+        """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
+        to_x = xp.empty(kept.shape, kept.dtype)
+        arrays = (xp.ascontiguousarray(grad), xp.ascontiguousarray(kept), to_x)
+        numbers = (ACTIVATIONS.index(form), float(number), kept.size)
+        self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
+        return to_x
 
     # ---- dense layers: rows are all axes but the last
 
@@ -205,16 +239,20 @@ class DeviceKernels(KernelLauncher):
         return losses, (gradients,)
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
+        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
     ) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is saved instead of the normalized rows."""
-        x, scale, shift = map(xp.ascontiguousarray, (x, scale, shift))
+        """Normalize rows in one pass; x is saved instead of the normalized rows.
+
+        Without a shift the mean counts as 0.
+        """
+        x, scale = map(xp.ascontiguousarray, (x, scale))
+        shift = None if shift is None else xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(
             "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
         )
-        return y, (x, inverse, mean, scale)
+        return y, (x, inverse, mean, scale, shift is not None)
 
     def layer_norm_grad(
         self,
@@ -227,12 +265,110 @@ class DeviceKernels(KernelLauncher):
         to_shift: Array | None,
     ) -> None:
         """Write the gradients, each unless its target is None."""
-        x, inverse, mean, scale = residuals  # this scale is contiguous, the argument may not be
+        # this scale is contiguous, the argument may not be
+        x, inverse, mean, scale, centered = residuals
         saved = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
-            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)
+            numbers = (int(centered), *x.shape)
+            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
         if to_scale is not None or to_shift is not None:
             self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
+
+    # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
+    # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
+
+    def moments(self, xp: Any, x: Array, count: int = 1) -> tuple[Array, Array, Array]:
+        """Return offsets, variances and means of columns, or of groups of `count` columns.
+
+        An offset is the mean minus the first element of the column. Without rows all are 0. The
+        means are those of columns in either case.
+        """
+        samples, rows, n = x.shape
+        make = xp.empty if rows else xp.zeros
+        offset, variance, mean = (make((samples, n), _accumulated(x)) for _ in range(3))
+        if not x.size:
+            return offset, variance, mean
+        partial, parts = self.sample_sums("moments", (x,), (offset, variance, mean))
+        if partial is not None:
+            grid, numbers = (1 + (n - 1) // 32, 1, min(samples, 65535)), (parts, rows, n, samples)
+            self.run("moments_total", grid, (32, 32), x, offset, variance, mean, partial, *numbers)
+        if count > 1:
+            blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+            self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
+        return offset, variance, mean
+
+    def normalize(
+        self,
+        xp: Any,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        shift: Array,
+        eps: float,
+        relative: bool = True,
+    ) -> Array:
+        """Return (x - mean) / sqrt(variance + eps) * scale + shift, in one pass.
+
+        `relative` offsets are those of `moments`, others are means.
+        """
+        y = xp.empty(x.shape, x.dtype)
+        numbers = (float(eps), int(relative))
+        self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
+        return y
+
+    def norm_sums(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        eps: float,
+        targets: tuple[Array, Array],
+        relative: bool = True,
+    ) -> None:
+        """Write the columns' sums of the gradient, and of its product with the normalized x."""
+        samples, _, n = x.shape
+        if not x.size:
+            for target in targets:
+                target.fill(0)
+            return
+        arrays = (grad, x, offset, variance)
+        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(relative))
+        if partial is not None:
+            grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
+            self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
+
+    def group_sums(
+        self, xp: Any, sums: tuple[Array, Array], scale: Array, count: int, like: Array
+    ) -> tuple[Array, Array]:
+        """Return the means over groups of `count` columns of sums (samples, n) times scale."""
+        samples, n = sums[0].shape
+        center, slope = (xp.empty((samples, n), scale.dtype) for _ in range(2))
+        blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+        numbers = (n, samples, count)
+        self.run("group_sums", blocks, (32, 8), *sums, scale, center, slope, *numbers, like=like)
+        return center, slope
+
+    def norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        sums: tuple[Array, Array],
+        eps: float,
+        share: float,
+        scaled: bool,
+    ) -> Array:
+        """Return the gradient of x; see the kernel for the arguments."""
+        to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
+        arrays = (x, offset, variance, scale, *sums, to_x)
+        self.over_samples("norm_grad", grad, *arrays, *numbers)
+        return to_x
 
     # ---- tables
 
@@ -322,6 +458,26 @@ class DeviceKernels(KernelLauncher):
         )
         args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
+        return to_x
+
+    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+        """Return each window's sum times `share`; the border counts as 0."""
+        x = xp.ascontiguousarray(x)
+        (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
+        y = xp.empty((n, *out, c), x.dtype)
+        if over.kernel == (h, w) and over.padding == (0, 0):
+            self.whole_samples("whole_pool", x.reshape(n, h * w, c), y, float(share))
+        else:
+            numbers = (float(share), *x.shape, *out, *sum(over, ()))
+            self.flat("avg_pool", y.size, x.dtype.itemsize, x, y, *numbers)
+        return y
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        """Return for each pixel the sum of the windows that contain it, times `share`."""
+        to_x = xp.empty(shape, grad.dtype)
+        numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
+        args = (xp.ascontiguousarray(grad), to_x, *numbers)
+        self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
 

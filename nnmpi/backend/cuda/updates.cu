@@ -1,4 +1,5 @@
-// Optimizers' updates, each in one pass over the parameters; see nnmpi/optim for the formulas.
+// Updates in one pass: those of optimizers over the parameters (see nnmpi/optim for the formulas),
+// and those of running statistics.
 
 extern "C" __global__ void __launch_bounds__(256)
     sgd(T* data, const T* grad, double lr, double decay, long long n) {
@@ -39,4 +40,13 @@ extern "C" __global__ void __launch_bounds__(256)
             set(at, scale * wide(at) - step * first / (root(second) + small));
         },
         both(data), in(grad), both(m), both(v));
+}
+
+// data moves a fraction of the way to the value: running statistics.
+extern "C" __global__ void __launch_bounds__(256)
+    move(T* data, const T* value, double fraction, long long n) {
+    A part = (A)fraction;
+    for_each(
+        n, [=](T& at, T& to) { set(at, wide(at) + part * (wide(to) - wide(at))); }, both(data),
+        in(value));
 }
