@@ -250,7 +250,6 @@ def _library() -> ModuleType:
     return importlib.import_module("cudnn")
 
 
-@lru_cache(1)
 def problem() -> str:
     """Return why cuDNN cannot be used, with a remedy, or an empty text."""
     try:

@@ -76,6 +76,11 @@ class Stream:
         self._issued = 0
         self._arrived = 0
 
+    @property
+    def ptr(self) -> int:
+        """The stream as CUDA's functions know it; 0 is the null stream."""
+        return 0 if self._is_null else id(self)
+
     def _push(self, item: _Copy | _Wait) -> None:
         self._queue.append(item)
         self._issued += 1
