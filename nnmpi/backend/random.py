@@ -66,6 +66,11 @@ def least_kept(rate: float) -> int:
     return min(round(rate * 2**32), 2**32 - 1)
 
 
+def place_of(key: tuple[int, int], first_row: int) -> tuple[int, int]:
+    """Return what `random_bits` adds to the numbers of columns and of rows."""
+    return key[0], (first_row + key[1]) & 0xFFFFFFFF
+
+
 def random_bits(
     xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]
 ) -> Array:
@@ -86,7 +91,7 @@ def random_bits(
     """
     numbers = xp.arange(columns, dtype=xp.uint32) if isinstance(columns, int) else columns
     across = _mix(xp, numbers + xp.uint32(key[0]))
-    start = (first_row + key[1]) & 0xFFFFFFFF
+    start = place_of(key, first_row)[1]
     down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start)) + xp.uint32(ODD))
     return _mix(xp, across[None, :] ^ down[:, None])
 

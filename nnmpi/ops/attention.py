@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import nnmpi.ops.attend as plain
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.cuda.kernels import DeviceKernels
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
@@ -200,16 +201,22 @@ class PackedAttention(Function):
         (heads,) = self._split(y, 1)
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
-            drop = (
-                AttentionDropout(self.rate, *self.mask_key()).from_head(
-                    self.first, self.length or time
-                ),
-            )
+            written = recorded_numbers(lambda: self._dropout(time).place)
+            drop = (self._dropout(time),)
+            if is_array(written):
+                drop = (replace(drop[0], written=written),)
         self.saved = (
             self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
             drop,
         )
         return y
+
+    def _dropout(self, time: int) -> AttentionDropout:
+        """Return this pass's dropout of this rank's heads."""
+        assert self.mask_key is not None
+        return AttentionDropout(self.rate, *self.mask_key()).from_head(
+            self.first, self.length or time
+        )
 
     def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
         """Attend to the cached tokens and these."""
@@ -243,6 +250,11 @@ class DroppedAttention(PackedAttention):
     __slots__ = ()
 
     replayable = False
+
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether a kernel draws the mask: it reads the key from the device's memory."""
+        return isinstance(self.kernels, DeviceKernels)
 
 
 def attention(

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, Matrices
 from nnmpi.backend.precision import is_low, precision
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.backend.windows import RowsAndColumns
 
 CACHED_PLANS = 1024  # a run has as many as it has operations on different shapes
@@ -157,7 +157,7 @@ class Cudnn:
             plan = self._plans[key] = self._plan(name, dict(options), tf32, arrays)
         if plan is None:
             return False
-        record_call(plan, *arrays)
+        record_launch(plan, *arrays)
         return True
 
     def _plan(

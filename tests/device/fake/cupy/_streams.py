@@ -71,15 +71,18 @@ class Stream:
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self._is_null = null
+        self.ptr = 0 if null else id(self)
         self._blocking = not non_blocking and not null
         self._queue: deque[_Copy | _Wait] = deque()
         self._issued = 0
         self._arrived = 0
 
-    @property
-    def ptr(self) -> int:
-        """The stream as CUDA's functions know it; 0 is the null stream."""
-        return 0 if self._is_null else id(self)
+    def __enter__(self) -> Stream:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        _stack().pop()
 
     def _push(self, item: _Copy | _Wait) -> None:
         self._queue.append(item)

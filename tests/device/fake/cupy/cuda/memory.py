@@ -82,6 +82,11 @@ class MemoryPointer:
         self.mem = mem
         self.ptr = mem.ptr + offset
 
+    @property
+    def device_id(self) -> int:
+        """The number of the device."""
+        return runtime.getDevice()
+
     def __add__(self, offset: int) -> MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
