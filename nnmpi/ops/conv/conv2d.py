@@ -104,14 +104,14 @@ class Conv2dFunction(Function):
     def backward(self, grad: Array) -> Grads:
         x, weight, saved, dtype = self.saved
         out = Gradients(
-            self.xp.empty(x.shape, dtype) if self.needs[0] else None,
+            self.xp.empty(x.shape, x.dtype) if self.needs[0] else None,
             *(
                 place_for(self, i, shape, weight.dtype) if self.needs[i] else None
                 for i, shape in ((1, weight.shape), (2, weight.shape[3:]))
             ),
         )
         self.algorithm.backward(self.xp, grad, x, weight, saved, out)
-        return out
+        return out if out.x is None else out._replace(x=cast(self.xp, out.x, dtype))
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> ConvAlgorithm | None:

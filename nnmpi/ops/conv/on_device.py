@@ -1,8 +1,8 @@
 """Convolution on a device: the choice of an algorithm, and cuDNN's.
 
-    float32, float16, bfloat16, with cuDNN     ByCudnn; what it has no plan for is left to the others
+    a group for each channel                   Depthwise, by kernels of nnmpi's own
     1 x 1 alone                                Im2col: a product that reads images where they are
-    a group for each channel                   Depthwise
+    float32, float16, bfloat16, with cuDNN     ByCudnn; Im2col computes what it has no plan for
     otherwise                                  Im2col
 
     weight (kh, kw, c / groups, o)  --a copy, in the images' dtype-->  kernels (o, kh, kw, c / groups)
@@ -16,7 +16,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.cudnn import Cudnn, is_aligned
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.depthwise import Depthwise
@@ -27,10 +27,13 @@ PIXELS: ConvSpec = ConvSpec((1, 1))  # each window is one pixel
 
 def on_device(x: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
     """Return the algorithm for a device's images x (n, h, w, c), without ReLU and pooling."""
-    each = 1 < spec.groups == x.shape[3] == outputs and x.dtype.kind == "f"
-    other: ConvAlgorithm = Depthwise(spec) if each else Im2col(spec)
+    each = 1 < spec.groups == x.shape[3] == outputs
+    if each and (x.dtype.kind == "f" or kernels_for(x, "depthwise_conv") is not None):
+        return Depthwise(spec)
     library = cudnn_for(x)
-    return other if library is None or spec == PIXELS else ByCudnn(spec, library, other)
+    if library is None or spec == PIXELS:
+        return Im2col(spec)
+    return ByCudnn(spec, library, Im2col(spec))
 
 
 class ByCudnn(ConvAlgorithm):
@@ -39,7 +42,7 @@ class ByCudnn(ConvAlgorithm):
     Args:
         spec: the convolution.
         library: cuDNN's operations.
-        other: computes what they do not.
+        other: computes what they do not; it saves nothing for its backward pass.
     """
 
     def __init__(self, spec: ConvSpec, library: Cudnn, other: ConvAlgorithm) -> None:
@@ -65,12 +68,8 @@ class ByCudnn(ConvAlgorithm):
             bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
         if out.x is not None:
             kernels = _turned(xp, weight, grad) if kept is None else kept
-            fits = out.x.dtype == grad.dtype and is_aligned(out.x)
-            target = out.x if fits else xp.empty(out.x.shape, grad.dtype)
-            if not self._library.input_gradient(grad, kernels, target, self._windows):
+            if not self._library.input_gradient(grad, kernels, out.x, self._windows):
                 self._other.backward(xp, grad, x, weight, None, Gradients(out.x, None, None))
-            elif target is not out.x:
-                copy(xp, out.x, target)
         if out.weight is not None:
             x, (kh, kw, c, o) = _aligned(xp, x), weight.shape
             for dtype in (FLOAT32, x.dtype) if is_low(x.dtype) else (x.dtype,):

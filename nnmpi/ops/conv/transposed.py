@@ -11,6 +11,9 @@ So the algorithms of convolutions compute both. Dumoulin and Visin, "A guide to 
 learning", 2016, section 4.
 """
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
@@ -64,6 +67,12 @@ class ConvTranspose2dFunction(Function):
             to_weight = place_for(self, 1, weight.shape, weight.dtype)
             convolution.backward(xp, x, grad, weight, None, Gradients(None, to_weight, None))
         return to_x, to_weight
+
+
+def _transposed(spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> Any:
+    """Return the operation on images that are read in the dtype `reads`, without a bias."""
+    function = ConvTranspose2dFunction(spec, size, reads)
+    return lambda x, weight, _: function(x, weight)
 
 
 def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
@@ -133,8 +142,6 @@ def conv_transpose2d(
             f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
         )
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-    reads = read_as("conv_transpose2d", x, weight)
-    y = multiply(
-        lambda dtype: ConvTranspose2dFunction(spec, (rows, columns), dtype), reads, x, weight
-    )
+    size, reads = (rows, columns), read_as("conv_transpose2d", x, weight)
+    y = multiply(partial(_transposed, spec, size), reads, x, weight)
     return y if bias is None else y + bias
