@@ -36,7 +36,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.random import least_kept, place_of, random_bits
+from nnmpi.backend.random import least_kept, random_bits
 from nnmpi.backend.sums import ELEMENTS
 
 # Queries per band, with a causal mask and without one.
@@ -58,18 +58,11 @@ class AttentionDropout:
     Attributes:
         rate: the probability of dropping one of the attention's probabilities, in [0, 1).
         key, first_row: as for `random_bits`; a row is a sequence.
-        written: `place` in a device's memory, for a graph; else None.
     """
 
     rate: float
-    key: tuple[int, int]
+    key: Any
     first_row: int
-    written: Array | None = None
-
-    @property
-    def place(self) -> Any:
-        """Where the mask begins, as kernels on a device read it."""
-        return place_of(self.key, self.first_row) if self.written is None else self.written
 
     @property
     def factor(self) -> float:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import nnmpi.ops.attend as plain
-from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.cuda.kernels import DeviceKernels
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.attend import AttentionDropout, Heads
@@ -201,22 +201,20 @@ class PackedAttention(Function):
         (heads,) = self._split(y, 1)
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
-            written = recorded_numbers(lambda: self._dropout(time).place)
-            drop = (self._dropout(time),)
-            if is_array(written):
-                drop = (replace(drop[0], written=written),)
+            key = recorded_numbers(lambda: self._mask_place(time))
+            drop = (AttentionDropout(self.rate, key, 0),)
         self.saved = (
             self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
             drop,
         )
         return y
 
-    def _dropout(self, time: int) -> AttentionDropout:
-        """Return this pass's dropout of this rank's heads."""
+    def _mask_place(self, time: int) -> Any:
+        """Return the key of this pass's mask, from this rank's first head and row on."""
         assert self.mask_key is not None
-        return AttentionDropout(self.rate, *self.mask_key()).from_head(
-            self.first, self.length or time
-        )
+        drop = AttentionDropout(self.rate, *self.mask_key())
+        drop = drop.from_head(self.first, self.length or time)
+        return place_of(drop.key, drop.first_row)
 
     def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
         """Attend to the cached tokens and these."""
@@ -253,8 +251,8 @@ class DroppedAttention(PackedAttention):
 
     @property
     def captured(self) -> bool:  # type: ignore[override]
-        """Whether a kernel draws the mask: it reads the key from the device's memory."""
-        return isinstance(self.kernels, DeviceKernels)
+        """Whether no other rank has a part in it; its key lies in the device's memory then."""
+        return not self.length
 
 
 def attention(

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for, setting
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import least_kept, place_of, random_bits
 from nnmpi.backend.recording import recorded_numbers
 from nnmpi.base.errors import UsageError, number
@@ -44,8 +44,8 @@ class DropoutFunction(Function):
 
     @property
     def captured(self) -> bool:  # type: ignore[override]
-        """Whether a kernel draws the mask: it reads the key from the device's memory."""
-        return self.columns is None and setting() is not False
+        """Whether no columns are copied to the device; its key lies there in a graph."""
+        return self.columns is None
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; number this shard's columns as in the full row."""
@@ -63,20 +63,19 @@ class DropoutFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
         columns = None if self.columns is None else xp.asarray(self.columns)
-        kernels = kernels_for(x, "dropout")
+        key, kernels = recorded_numbers(self._place), kernels_for(x, "dropout")
         if kernels is not None:  # backward draws the mask again, which saves its memory
-            place = recorded_numbers(lambda: place_of(*self.mask_key()))
-            self.saved = (kernels, (self.rate, place, columns))
+            self.saved = (kernels, (self.rate, key, columns))
             return kernels.dropout(xp, x, *self.saved[1])
-        key, first_row = self.mask_key()
         rows = x.shape[0] if x.ndim else 1
-        bits = random_bits(
-            xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
-        )
+        bits = random_bits(xp, 0, rows, prod(x.shape[1:]) if columns is None else columns, key)
         mask = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
         factor = mask * xp.asarray(1 / (1 - self.rate), x.dtype)
         self.saved = (None, factor)
         return x * factor
+
+    def _place(self) -> Any:
+        return place_of(*self.mask_key())
 
     def backward(self, grad: Array) -> Grads:
         kernels, saved = self.saved

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import local
 from types import ModuleType
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class GraphMemory:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
         self._pool = xp.cuda.MemoryPool(xp.get_default_memory_pool().malloc)
+        finalize(self, self._pool.free_all_blocks)  # a pool that is gone does not return its blocks
 
     @property
     def size_bytes(self) -> int:

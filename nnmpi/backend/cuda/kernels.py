@@ -13,7 +13,7 @@ from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import KERNELS, NAMES, SUM_BLOCKS, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.random import least_kept
+from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
 
@@ -163,7 +163,11 @@ class DeviceKernels(KernelLauncher):
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
-        return p if drop is None else self.dropout(xp, p, drop.rate, drop.place, None)
+        return (
+            p
+            if drop is None
+            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)
+        )
 
     # ---- rows
 
@@ -286,12 +290,12 @@ class DeviceKernels(KernelLauncher):
         xp: Any,
         x: Array,
         rate: float,
-        place: Any,
+        key: Any,
         columns: Array | None,
     ) -> Array:
         """Draw and apply the mask in one pass; backward is the same call on the gradient.
 
-        `place` is `random.place_of` a key and a row: two numbers, or (2,) uint32 on the device.
+        The key is that of row 0: two numbers, or (2,) uint32 on the device.
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
@@ -299,7 +303,7 @@ class DeviceKernels(KernelLauncher):
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         numbers = (
-            *((None, *place) if isinstance(place, tuple) else (place, 0, 0)),
+            *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
             1 / (1 - rate),
             rows,

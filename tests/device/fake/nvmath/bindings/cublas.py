@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cupy import _streams
+from cupy import _capture, _streams
 from cupy._address import bytes_at
 from cupy.cuda import memory
 
@@ -135,18 +135,21 @@ def _multiply(name: str, g: dict[str, Any]) -> None:
     given, result = _TYPES[g["atype"]], _TYPES[g["ctype"]]
     wide = np.dtype("f8" if given.itemsize == 8 else "f4")
     alpha, beta = (bytes_at(g[item], wide.itemsize).view(wide)[0] for item in ("alpha", "beta"))
-    _streams.settle()
-    for i in range(g["batch_count"]):
-        a = _matrix(g["a"], i * g["stride_a"], given, rows_a, columns_a, g["lda"]).astype(wide)
-        b = _matrix(g["b"], i * g["stride_b"], given, rows_b, columns_b, g["ldb"]).astype(wide)
-        c = _matrix(g["c"], i * g["stride_c"], result, g["m"], g["n"], g["ldc"])
-        if g["compute_type"] == TF32:
-            a, b = (
-                ((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
-                for x in (a, b)
-            )
-        product = alpha * ((a.T if g["transa"] else a) @ (b.T if g["transb"] else b))
-        c[...] = product if beta == 0 else product + beta * c.astype(product.dtype)
+
+    def compute() -> None:
+        for i in range(g["batch_count"]):
+            a = _matrix(g["a"], i * g["stride_a"], given, rows_a, columns_a, g["lda"]).astype(wide)
+            b = _matrix(g["b"], i * g["stride_b"], given, rows_b, columns_b, g["ldb"]).astype(wide)
+            c = _matrix(g["c"], i * g["stride_c"], result, g["m"], g["n"], g["ldc"])
+            if g["compute_type"] == TF32:
+                a, b = (
+                    ((x.view("u4") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("f4")
+                    for x in (a, b)
+                )
+            product = alpha * ((a.T if g["transa"] else a) @ (b.T if g["transb"] else b))
+            c[...] = product if beta == 0 else product + beta * c.astype(product.dtype)
+
+    _capture.submit(compute, g["a"], g["b"], g["c"])
 
 
 def _matrix(
