@@ -59,7 +59,6 @@ COMPILED = ("sdpa_fwd", "sdpa_bwd", "frost")
 
 # stride, padding and dilation
 Windows: TypeAlias = tuple[RowsAndColumns, RowsAndColumns, RowsAndColumns]
-Heads: TypeAlias = tuple[Array, ...]  # q, k and v, or their gradients
 
 
 class Cudnn:
@@ -108,7 +107,9 @@ class Cudnn:
 
     # ---- attention
 
-    def attend(self, inputs: Heads, y: Array, statistics: Array | None, causal: bool) -> bool:
+    def attend(
+        self, inputs: tuple[Array, ...], y: Array, statistics: Array | None, causal: bool
+    ) -> bool:
         """Write softmax(q k^T / sqrt(features)) v.
 
         Args:
@@ -125,7 +126,13 @@ class Cudnn:
         return self._run("sdpa", options, *inputs, *outputs)
 
     def attend_grad(
-        self, grad: Array, inputs: Heads, y: Array, statistics: Array, targets: Heads, causal: bool
+        self,
+        grad: Array,
+        inputs: tuple[Array, ...],
+        y: Array,
+        statistics: Array,
+        targets: tuple[Array, ...],
+        causal: bool,
     ) -> bool:
         """Write the gradients of q, k and v, given that of y."""
         if not _heads_fit(grad, *targets):
@@ -133,7 +140,7 @@ class Cudnn:
         options = (*self._mask(inputs, causal), ("use_deterministic_algorithm", True))
         return self._run("sdpa_backward", options, *inputs, y, grad, statistics, *targets)
 
-    def _mask(self, inputs: Heads, causal: bool) -> tuple[tuple[str, Any], ...]:
+    def _mask(self, inputs: tuple[Array, ...], causal: bool) -> tuple[tuple[str, Any], ...]:
         (q, k, _), sides = inputs, self._library.diagonal_alignment
         scale = ("attn_scale", 1 / sqrt(q.shape[3]))
         if not causal:

@@ -18,7 +18,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from cupy import _streams
+from cupy import _capture, _streams
 from cupy._address import bytes_at
 from cupy.cuda import memory
 
@@ -305,17 +305,24 @@ class pygraph:
             raise RuntimeError("the handle works on another stream")
         if memory.base_of(workspace, ROOM) is None:
             raise RuntimeError("the workspace is too small")
-        _streams.settle()
-        given = {name: tensor.view(tensor_dict[tensor]) for name, tensor in self.given.items()}
-        places = [tensor.view(tensor_dict[tensor]) for tensor in self.results]
+        given = {name: (item, tensor_dict[item]) for name, item in self.given.items()}
+        places = [(item, tensor_dict[item]) for item in self.results]
         assert len(tensor_dict) == len(given) + len(places)
+        for tensor, address in (*given.values(), *places):
+            tensor.view(address)
         EXECUTED.append(self.name)
         exact = numerical_note.TENSOR_CORE in self.notes
-        wide = {name: _wide(value, exact) for name, value in given.items()}
-        for place, value in zip(
-            places, COMPUTE[self.name](places, self.options, **wide), strict=True
-        ):
-            place[...] = value.astype(place.dtype)
+
+        def compute() -> None:
+            wide = {
+                name: _wide(item.view(address), exact) for name, (item, address) in given.items()
+            }
+            targets = [item.view(address) for item, address in places]
+            results = COMPUTE[self.name](targets, self.options, **wide)
+            for target, value in zip(targets, results, strict=True):
+                target[...] = value.astype(target.dtype)
+
+        _capture.submit(compute, workspace, *tensor_dict.values())
 
 
 def _wide(x: Any, exact: bool) -> Any:
