@@ -6,7 +6,8 @@ any more, or that is no multiple of 16, a tensor that reaches beyond its memory,
 stream than the current one, and a workspace that is too small are errors. TF32 rounds, where a
 graph allows it.
 
-`REFUSED` holds the names of operations for which there is to be no plan; `BUILT` and `EXECUTED`
+`REFUSED` holds the names of operations for which there is to be no plan, or none for a type of the
+result ("conv_wgrad FLOAT"); `BUILT` and `EXECUTED`
 hold the graphs that were built, and the operation of each call.
 """
 
@@ -276,7 +277,9 @@ class pygraph:
         """Refuse what cuDNN has no plan for."""
         self._reach(4)
         given, results = list(self.given.values()), self.results
-        if self.name in REFUSED:
+        kind = results[0].data_type
+        assert kind is not None
+        if {self.name, f"{self.name} {kind.name}"} & REFUSED:
             raise cudnnGraphNotSupportedError("No valid engine configs for it")
         if self.name.startswith("conv"):
             if any(tensor.stride[1] != 1 for tensor in (*given, *results)):
