@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
-from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
+from nnmpi.backend.cuda.cudnn import cudnn_of
+from nnmpi.backend.cuda.launch import KERNELS, NAMES, SUM_BLOCKS, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
@@ -143,7 +144,9 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Attention of all heads at once: two products, and a softmax kernel in place in between.
+        """Attention of all heads at once, by cuDNN for half precision without dropout.
+
+        Otherwise two products, and a softmax kernel in place in between:
 
             S = Q K^T, (batch, heads, queries, keys)    P = softmax(S), saved in the heads' dtype
             dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
@@ -152,6 +155,17 @@ class DeviceKernels(KernelLauncher):
         the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
         that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
+        q, k, v = inputs
+        library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
+        # A single query follows others: the keys grow at each call, and a plan takes longer to
+        # build than such a product.
+        if library is not None and (q.shape[2] > 1 or keep):
+            statistics = xp.empty((*q.shape[:3], 1), "float32") if keep else None
+            if library.attend(inputs, y, statistics, causal):
+                return (q, k, v, y, statistics)
+        return self._attend(xp, inputs, y, causal, drop)
+
+    def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
@@ -170,6 +184,15 @@ class DeviceKernels(KernelLauncher):
         drop: Any = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        if len(residuals) == 5:  # cuDNN's
+            *inputs, y, statistics = residuals
+            library = cudnn_of(self.xp)
+            given = xp.ascontiguousarray(grad) if grad.strides[3] != grad.itemsize else grad
+            if library and library.attend_grad(
+                given, tuple(inputs), y, statistics, targets, causal
+            ):
+                return
+            residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
@@ -434,6 +457,37 @@ class DeviceKernels(KernelLauncher):
 
     # ---- images
 
+    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+        """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
+
+        cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
+        float32 (7 x 7, 64 images of 16 x 16, 96 channels, H100).
+        """
+        self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
+
+    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+        """Write the gradient of x, given that of y."""
+        self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
+
+    def _depthwise(
+        self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
+    ) -> None:
+        # a thread computes four pixels
+        pixels = -(-result.size // 4)
+        self.flat(name, pixels, result.itemsize, given, weight, result, *sizes)
+
+    def depthwise_weight_grad(
+        self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
+    ) -> None:
+        """Write the gradient of the weight, summed in float32 or more, in an order of its own."""
+        (kh, kw), (n, out_h, _, c) = spec.kernel, grad.shape
+        across, taps = 1 + (c - 1) // 32, kh * (1 + (kw - 1) // 8)  # of a block: 32, and 8 in a row
+        parts = max(1, min(2 * SUM_BLOCKS // (across * taps), -(-n * out_h // 8)))
+        partial = xp.empty((parts, kh * kw * c), _accumulated(x))
+        sizes = _depthwise_sizes(x, grad, spec)
+        self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
+        self.total("column_total", partial, (to_weight,), x)
+
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties.
 
@@ -479,6 +533,11 @@ class DeviceKernels(KernelLauncher):
         args = (xp.ascontiguousarray(grad), to_x, *numbers)
         self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
+
+
+def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
+    """Return a depthwise convolution's sizes, in the order of its kernels' arguments."""
+    return (*x.shape, *y.shape[1:3], *sum(spec[:4], ()))
 
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:

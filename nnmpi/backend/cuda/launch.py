@@ -70,6 +70,9 @@ KERNELS = {
     "lstm_step_grad": ("recurrent", "TTTTTTT"),
     "gru_step": ("recurrent", "TTTTTTT"),
     "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
     "avg_pool": ("pooling", "TT"),
@@ -209,8 +212,15 @@ class KernelLauncher:
             )
         self.run(name, grid, block, *arrays, *targets, partial, rows, n)
         if partial is not None:
-            sizes = (1 + (columns - 1) // 32,), (32, 8)
-            self.run(total, *sizes, partial, *targets, grid[1], n, like=first)
+            self.total(total, partial, targets, first)
+
+    def total(
+        self, name: str, partial: Array, targets: tuple[Array | None, ...], like: Array
+    ) -> None:
+        """Launch a kernel that sums partial sums (parts, targets * n) to the targets, (n,) each."""
+        parts, columns = partial.shape
+        sizes, n = ((1 + (columns - 1) // 32,), (32, 8)), columns // len(targets)
+        self.run(name, *sizes, partial, *targets, parts, n, like=like)
 
     def run(
         self,

@@ -24,7 +24,16 @@ PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
 PAIRS += [("copy", "float32", "bfloat16"), ("copy", "float64", "float16")]
 PAIRS += [
     (family, dtype, "float32")
-    for family in ("copy", "dense", "softmax", "layer_norm", "norm", "activation", "embedding")
+    for family in (
+        "copy",
+        "dense",
+        "depthwise",
+        "softmax",
+        "layer_norm",
+        "norm",
+        "activation",
+        "embedding",
+    )
     for dtype in ("float16", "bfloat16")
 ]
 
