@@ -39,7 +39,8 @@ PACKED = {
         "softmax_warps",
         "softmax_grad_warps",
     ),
-    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
+    *("softmax_loss_warps", "softmax_loss_grad_warps", "bias_gelu_slope"),
+    *("layer_norm_warps", "layer_norm_grad_warps"),
     *("max_pool", "max_pool_grad", "embedding", "dropout"),
     *("sgd", "sgd_momentum", "adam"),
 }
