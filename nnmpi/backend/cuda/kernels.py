@@ -114,7 +114,7 @@ class DeviceKernels(KernelLauncher):
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
-        result = xp.empty(grad.shape, grad.dtype)
+        grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
@@ -239,27 +239,52 @@ class DeviceKernels(KernelLauncher):
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
     ) -> tuple[Array, Residuals]:
-        """Compute losses and their gradients, in float32 or more, in one pass over the logits.
+        """Compute losses, in float32 or more, in one pass over the logits.
 
-        A label out of range gives NaN for both; nothing out of bounds is read.
+        A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
-        logits = xp.ascontiguousarray(logits)
-        labels = xp.ascontiguousarray(labels)
-        wide = _accumulated(logits)
-        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        (logits, lead), labels = _in_rows(xp, logits), xp.ascontiguousarray(labels)
+        wide, count = _accumulated(logits), len(logits)
+        losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
-        numbers = (*logits.shape, *ignored, float(smoothing))
         self.over_rows(
             "softmax_loss",
             *logits.shape,
-            logits,
-            labels,
-            _integer_bytes(labels),
-            losses,
-            gradients,
-            *numbers,
+            *(logits, labels, _integer_bytes(labels), losses, powers),
+            *(*logits.shape, lead, *ignored, float(smoothing)),
         )
-        return losses, (gradients,)
+        return losses, (logits, labels, powers)
+
+    def softmax_loss_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        residuals: Residuals,
+        ignore_index: int | None,
+        smoothing: float,
+    ) -> Array:
+        """Return the gradient of the logits, whose rows lie as theirs do.
+
+        It is computed again from the logits, because a gradient in float32 takes twice the memory
+        of bfloat16's logits, and scaling and rounding it later two more passes.
+
+        Args:
+            grad: of the losses, (1,) for all rows, or (rows,).
+            residuals: from `softmax_loss`.
+            ignore_index, smoothing: as there.
+        """
+        logits, labels, powers = residuals
+        (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
+        to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
+        grad = xp.ascontiguousarray(grad)
+        ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
+        self.over_rows(
+            "softmax_loss_grad",
+            *(rows, n),
+            *(logits, labels, _integer_bytes(labels), powers, grad, to_logits),
+            *(rows, n, lead, int(grad.size > 1), *ignored, float(smoothing)),
+        )
+        return to_logits
 
     def layer_norm(
         self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
@@ -543,6 +568,16 @@ def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+
+
+def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:
+    """Return a row-major matrix, and the elements from one row to the next: x itself if `empty_rows`
+    may have made it, else a contiguous copy.
+    """
+    lead, least = x.strides[0] // x.itemsize, x.shape[1]
+    if x.strides[1] == x.itemsize and least <= lead < least + 16 // x.itemsize:
+        return x, lead
+    return xp.ascontiguousarray(x), least
 
 
 def _accumulated(x: Array) -> Dtype:

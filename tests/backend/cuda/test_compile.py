@@ -48,7 +48,13 @@ PACKED = {
         "softmax_warps",
         "softmax_grad_warps",
     ),
-    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
+    *(
+        "softmax_loss_warps",
+        "softmax_loss_grad_warps",
+        "layer_norm_warps",
+        "layer_norm_grad_warps",
+        "bias_gelu_slope",
+    ),
     *(
         "normalize",
         "norm_grad",
