@@ -120,6 +120,13 @@ class Stream:
             stream._finish()
         self._finish()
 
+    def __enter__(self) -> Stream:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack().pop()
+
     def record(self) -> Event:
         """Return an event after all that is in this stream now."""
         return Event(self)
