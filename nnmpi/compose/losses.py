@@ -11,7 +11,8 @@ a sample here, with all its elements: its loss and its score are means over them
 samples is the mean over all elements of the global batch.
 
 Reading a number from a device waits for all work queued before, and the device is idle until the
-host queues more. So a step's losses and correct predictions are read at its end, in one copy.
+host queues more. So a step's losses, correct predictions and the squares of its gradient are read
+at its end, in one copy.
 NumPy's numbers are read at once. For the same reason labels and indices are checked on the host,
 before or while a device computes: a kernel cannot raise an error.
 """
@@ -28,12 +29,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, namespace, zeros
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, Settled, ShapeError, UsageError, counted
-from nnmpi.comm.buffers import to_host
+from nnmpi.comm.buffers import fetch, room_for
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.dataset import IGNORED
@@ -49,6 +50,7 @@ from nnmpi.tensor.tensor import Tensor
 CROSS_ENTROPY = "cross-entropy"
 
 LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
+SQUARES = "squares"  # of the gradient
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
 
@@ -298,11 +300,27 @@ def _fits(outputs: Array, targets: Array) -> bool:
     return bool(outputs.shape[:1] == targets.shape[:1] and outputs.size == targets.size)
 
 
+SLOTS = 64  # numbers of a device's vector, which is read as a whole
+
+
 class DeferredScalars:
-    """Sums by name, in float64, of numbers from the host or a device."""
+    """Sums by name, in float64, of numbers from the host or a device.
+
+    A device's numbers are added there, to vectors that stay where they are: additions that a
+    recorded step repeats without Python arrive, too.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, float] = {}
+        self._places: dict[Hashable, int] = {}
+        self._vectors: list[Array] = []
+        self._hosts: list[Array] = []  # page-locked
+
+    def clear(self) -> None:
+        """Set all sums to 0, and forget the names of the host's."""
+        self._values.clear()
+        for vector in self._vectors:
+            vector.fill(0)
 
     def add(self, name: Hashable, value: Array | float) -> None:
         """Add a number to the sum of this name, without waiting.
@@ -310,26 +328,24 @@ class DeferredScalars:
         Args:
             value: a Python number, or an array of one element, on the host or the device.
         """
-        values, number = self._values, _number(value)
-        values[name] = values[name] + number if name in values else number
+        if isinstance(value, HOST_NUMBERS):
+            self._values[name] = self._values.get(name, 0.0) + float(value)
+            return
+        xp = namespace(value)
+        number, place = divmod(self._places.setdefault(name, len(self._places)), SLOTS)
+        if number == len(self._vectors):
+            self._vectors.append(zeros(xp, SLOTS, "float64"))
+            self._hosts.append(room_for(xp, SLOTS, "float64"))
+        total = self._vectors[number][place : place + 1]
+        xp.add(total, to_float32(xp, value).reshape(1), out=total)
 
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name; waits once for a device, not at all without its numbers."""
-        on_device = {
-            name: value for name, value in self._values.items() if not isinstance(value, float)
-        }
-        if not on_device:
+        if not self._vectors:
             return self._values
-        arrays = list(on_device.values())
-        numbers = to_host(namespace(arrays[0]).concatenate(arrays))
-        return self._values | dict(zip(on_device, map(float, numbers), strict=True))
-
-
-def _number(value: Array | float) -> Any:
-    """Return a number as float, or a new array (1,) of float64 on the device."""
-    if isinstance(value, HOST_NUMBERS):
-        return float(value)
-    return value.reshape(1).astype("float64")
+        fetch(list(zip(self._vectors, self._hosts, strict=True)))
+        numbers = [number for host in self._hosts for number in host.tolist()]
+        return {name: numbers[place] for name, place in self._places.items()} | self._values
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
-from math import isfinite
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
@@ -42,6 +42,7 @@ from nnmpi.compose.executor import Executor, PassHandler
 from nnmpi.compose.losses import (
     LOSS,
     SCORE,
+    SQUARES,
     DeferredScalars,
     SumCrossEntropy,
     SumError,
@@ -198,6 +199,7 @@ class Passes(PassHandler):
             self.slow, exchange.strategy.before_sum = trainer.slow, self._pace_layer
         self.replay = Replay(model, _refusal(arrangement, backend, self._losses))
         self._now: Running
+        self._scalars = DeferredScalars()  # of each training step, in the same memory
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
         self.reports_loss = (
@@ -230,7 +232,8 @@ class Passes(PassHandler):
         else:
             self.exchange.begin(batch)
         self.paused_s = 0.0
-        now = self._begin(batch, step, DeferredScalars(), cuts, scale=scale)
+        self._scalars.clear()
+        now = self._begin(batch, step, self._scalars, cuts, scale=scale)
         report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
         if self.is_cut:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
@@ -254,6 +257,7 @@ class Passes(PassHandler):
                 self._passes.append(report)
         if self.exchange is not None and not self.updates_per_microbatch:
             self.exchange.finish()
+            self.exchange.note_squares(now.scalars)
         return report
 
     def sums(self) -> tuple[float, float, int]:
@@ -264,6 +268,8 @@ class Passes(PassHandler):
         """
         now = self._now
         values = now.scalars.read()
+        if self.exchange is not None:
+            self.exchange.squares = values.get(SQUARES, nan)
         numbers = range(len(now.cuts) if self.reports_loss else 0)
         losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
         loss = (

@@ -46,10 +46,15 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     float64, block by block, so that gradients of 1e30 or 1e-30 have the right norm.
     """
     refuse("a gradient's norm")
-    total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
+    total = _read(squares_of(grads))
     if not trusted(total):
         total = _read(sum(_squares(grad, "float64") for grad in grads))
     return total
+
+
+def squares_of(grads: Sequence[Array]) -> Array | float:
+    """Return the first sum of `sum_of_squares`, trusted or not; a device is not waited for."""
+    return sum(_squares(grad, grad.dtype) for grad in grads)
 
 
 def _read(total: Array | float) -> float:
