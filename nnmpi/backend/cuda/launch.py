@@ -60,6 +60,8 @@ KERNELS = {
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
+    "squares": ("updates", "T"),
+    "squares_total": ("updates", ""),
 }
 
 THREADS = 256
