@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array, Shape, empty
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, record_launch
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
@@ -67,7 +67,7 @@ def gemm(
                 f" {out.shape}"
             )
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
-        record_call(products.multiply, a, b, out, add, precision() == "tf32")
+        record_launch(products.multiply, a, b, out, add, precision() == "tf32")
         return out
     single = b.dtype == np.float32 == a.dtype and a.ndim >= b.ndim == 2
     if single and a.size * b.shape[1] > SMALL and a.shape[-1] == b.shape[0]:

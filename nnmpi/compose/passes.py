@@ -28,7 +28,6 @@ from typing import Any
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import record_call, recorded_input
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import UsageError, is_own
@@ -197,7 +196,7 @@ class Passes(PassHandler):
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
             self.slow, exchange.strategy.before_sum = trainer.slow, self._pace_layer
-        self.replay = Replay(model, _refusal(arrangement, backend, self._losses))
+        self.replay = Replay(model, _refusal(arrangement, self._losses), backend.xp)
         self._now: Running
         self._scalars = DeferredScalars()  # of each training step, in the same memory
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
@@ -523,12 +522,11 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in parts)
 
 
-def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
+def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; empty if they can."""
     layout = arrangement.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
-        "a device's recordings would take more memory than its steps": backend.is_device,
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
         "ZeRO 2 and 3 acquire and release weights and gradients between layers": layout.zero > 1,
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,

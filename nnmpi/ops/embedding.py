@@ -27,6 +27,8 @@ class EmbeddingFunction(Function):
 
     __slots__ = ("reads",)
 
+    captured = True
+
     def __init__(self, reads: Dtype) -> None:
         self.reads = reads
 

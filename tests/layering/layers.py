@@ -55,7 +55,7 @@ HOMES = {
     "mpi4py": "comm/mpi",
     "cupy": "backend",
     "cupyx": "backend",
-    "cupy_backends": "backend",
+    "nvmath": "backend",
     "numba": "backend",
     "llvmlite": "backend",
 }
@@ -72,7 +72,7 @@ OPTIONAL = {
     "tensorboardX",
     "tokenizers",
 }
-OPTIONAL |= {"cupy", "cupy_backends", "cupyx"}
+OPTIONAL |= {"cupy", "cupyx", "nvmath"}
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})

@@ -19,7 +19,7 @@ from nnmpi.backend.cuda.launch import (
 )
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.random import least_kept
+from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
 
@@ -159,7 +159,11 @@ class DeviceKernels(KernelLauncher):
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
-        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
+        return (
+            p
+            if drop is None
+            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)
+        )
 
     # ---- rows
 
@@ -282,11 +286,12 @@ class DeviceKernels(KernelLauncher):
         xp: Any,
         x: Array,
         rate: float,
-        key: tuple[int, int],
-        first_row: int,
+        key: Any,
         columns: Array | None,
     ) -> Array:
         """Draw and apply the mask in one pass; backward is the same call on the gradient.
+
+        The key is that of row 0: two numbers, or (2,) uint32 on the device.
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
@@ -294,8 +299,7 @@ class DeviceKernels(KernelLauncher):
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         numbers = (
-            key[0],
-            (first_row + key[1]) & 0xFFFFFFFF,
+            *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
             1 / (1 - rate),
             rows,

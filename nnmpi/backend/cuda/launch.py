@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
@@ -54,7 +54,7 @@ KERNELS = {
     "layer_norm_total": ("layer_norm", "APP"),
     "embedding": ("embedding", "Si.T"),
     "embedding_grad": ("embedding", "Ti.iS"),
-    "dropout": ("dropout", "TTu"),
+    "dropout": ("dropout", "TTuu"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
     "sgd": ("updates", "TT"),
@@ -198,7 +198,7 @@ class KernelLauncher:
             launch = self._launches[key] = self.module(KERNELS[name][0], t, p).get_function(
                 name + form
             )
-        record_call(launch, grid, block, tuple([NULL if x is None else x for x in args]))
+        record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
 
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""

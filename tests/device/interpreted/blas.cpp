@@ -133,6 +133,7 @@ int multiply(void* handle, int ta, int tb, int m, int n, int k, const void* alph
 API int cublasCreate_v2(void** handle) { return *handle = new Handle, OK; }
 API int cublasDestroy_v2(void*) { return OK; }
 API int cublasSetStream_v2(void* handle, void* stream) { return ((Handle*)handle)->stream = stream, OK; }
+API int cublasSetWorkspace_v2(void*, void* memory, size_t bytes) { return (uint64_t)memory % 256 || !device_has(memory, bytes) ? INVALID_VALUE : OK; }
 API int cublasSetMathMode(void* handle, int math) { return math & ~0x13 ? INVALID_VALUE : (((Handle*)handle)->math = math, OK); }
 API int cublasGetMathMode(void* handle, int* math) { return *math = ((Handle*)handle)->math, OK; }
 API int cublasSetPointerMode_v2(void* handle, int pointers) { return ((Handle*)handle)->pointers = pointers, OK; }
