@@ -41,7 +41,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.data.loader import Batch
-from nnmpi.optim.clip import global_norm, scale, squares_of, sum_of_squares, trusted
+from nnmpi.optim.clip import add_squares, global_norm, scale, sum_of_squares, trusted
 from nnmpi.parallel.data import DataParallel, Replicas
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.fused import FusedUpdate, fusing_pays
@@ -120,7 +120,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """Add the squares of a device's gradient to the step's numbers, to be read with them."""
         grads = self.model.storage.grads
         if self.arrangement.is_plain and grads and not isinstance(grads[0], np.ndarray):
-            scalars.add(SQUARES, squares_of(grads))
+            add_squares(grads, scalars.place(SQUARES, namespace(grads[0])))
 
     def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
         """Return sums of some numbers over all ranks, and the gradient norm.

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, namespace, zeros
+from nnmpi.backend.array import HOST_NUMBERS, Array, Shape, namespace, zeros
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
@@ -87,9 +87,8 @@ class SumError(Settled, fixed="name"):
         total = self._function(reshaped, targets, reduction="sum")
         return total if item == 1 else total / item
 
-    def score(self, outputs: Array, batch: Batch) -> Array | float:
+    def score(self, outputs: Array, targets: Array) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
-        targets = batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
         xp = namespace(outputs)
@@ -130,11 +129,14 @@ class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, ignore_index=_ignored(self, labels))
 
-    def score(self, logits: Array, batch: Batch) -> Array | float:
-        """Return the number of labels with their row's largest logit."""
+    def score(self, logits: Array, labels: Array) -> Array | float:
+        """Return the number of labels with their row's largest logit.
+
+        Args:
+            labels: on the host if the classes are sharded.
+        """
         if self._group is None:
-            return count_correct(logits, batch)
-        labels = Tensor(batch.y).numpy() if batch.labels is None else batch.labels
+            return count_correct(logits, labels)
         return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
@@ -272,13 +274,12 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     return total
 
 
-def count_correct(logits: Array, batch: Batch) -> Array | float:
+def count_correct(logits: Array, y: Array) -> Array | float:
     """Return the number of correct labels; for quantities the score of their squared errors.
 
     The result on a device is an array of one number, without waiting. If the logits fit neither
     labels nor quantities, it is NaN.
     """
-    y = batch.y
     if y.dtype.kind == "f":
         return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
@@ -332,12 +333,16 @@ class DeferredScalars:
             self._values[name] = self._values.get(name, 0.0) + float(value)
             return
         xp = namespace(value)
+        total = self.place(name, xp)
+        xp.add(total, to_float32(xp, value).reshape(1), out=total)
+
+    def place(self, name: Hashable, xp: Any) -> Array:
+        """Return a sum on a device, (1,) in float64, to which the caller adds."""
         number, place = divmod(self._places.setdefault(name, len(self._places)), SLOTS)
         if number == len(self._vectors):
             self._vectors.append(zeros(xp, SLOTS, "float64"))
             self._hosts.append(room_for(xp, SLOTS, "float64"))
-        total = self._vectors[number][place : place + 1]
-        xp.add(total, to_float32(xp, value).reshape(1), out=total)
+        return self._vectors[number][place : place + 1]
 
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name; waits once for a device, not at all without its numbers."""
@@ -364,7 +369,7 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
     return batch.to(backend)
 
 
-def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> None:
+def check_labels(loss: SumLoss, batch: Batch, first: int, shape: Shape) -> None:
     """Check a microbatch's labels on the host, for a loss on a device, which cannot check them.
 
     Only the labels of nnmpi's cross-entropy are checked: another loss may define labels
@@ -374,7 +379,7 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> Non
         loss: the loss.
         batch: the microbatch.
         first: the index of its first row in the batch.
-        logits: this rank's logits of the microbatch.
+        shape: of this rank's logits of the microbatch.
 
     Raises:
         ShapeError: for a label outside the classes.
@@ -386,7 +391,7 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> Non
     if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
         return
     if labels.dtype.kind in "iu":
-        count = getattr(loss, "classes", 0) or logits.shape[-1]
+        count = getattr(loss, "classes", 0) or shape[-1]
         _check_range("label", labels, count, first, _ignored(loss, labels))
 
 

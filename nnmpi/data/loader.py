@@ -123,6 +123,12 @@ class Batch:
         """The labels on the host; None if they are on a device only."""
         return self.y if isinstance(self.y, np.ndarray) else self.host_y
 
+    @property
+    def on_host(self) -> NDArray[Any]:
+        """The labels on the host, copied from a device if they are there only."""
+        labels = self.labels
+        return self.y.get() if labels is None else labels  # type: ignore[attr-defined]
+
     def checksum(self) -> int:
         """Return a checksum of the labels, and of the samples (on a device, of their indices)."""
         result = 0

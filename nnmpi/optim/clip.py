@@ -16,13 +16,13 @@ all, without a further message.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
@@ -47,15 +47,16 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     float64, block by block, so that gradients of 1e30 or 1e-30 have the right norm.
     """
     refuse("a gradient's norm")
-    total = _read(squares_of(grads))
+    total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
     if not trusted(total):
         total = _read(sum(_squares(grad, "float64") for grad in grads))
     return total
 
 
-def squares_of(grads: Sequence[Array]) -> Array | float:
-    """Return the first sum of `sum_of_squares`, trusted or not; a device is not waited for."""
-    return sum(_squares(grad, grad.dtype) for grad in grads)
+def add_squares(grads: Sequence[Array], to: Array) -> None:
+    """Add the first sum of `sum_of_squares` to a number on the gradients' device, not waiting."""
+    for grad in grads:
+        _add_squares(grad, grad.dtype, to)
 
 
 def _read(total: Array | float) -> float:
@@ -151,21 +152,31 @@ def _clip(grads: Sequence[Array], max_norm: float) -> float:
 def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """Return the sum of one gradient's squares, each block's in `dtype`, the total in float64.
 
-    On a device the total is a 0-d array, for which the host need not wait yet.
+    On a device the total is an array of a number, for which the host need not wait yet.
     """
-    xp = namespace(grad)
-    total = 0.0 if xp is np else xp.zeros((), "float64")
+    if not isinstance(grad, np.ndarray):
+        result = zeros(namespace(grad), (), "float64")
+        _add_squares(grad, dtype, result)
+        return result
+    total = 0.0
+    for block in _blocks(grad, dtype):
+        total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
+    return total
+
+
+def _add_squares(grad: Array, dtype: DTypeLike, to: Array) -> None:
     kernels = kernels_for(grad, "squares")
     if kernels is not None:
-        kernels.squares(grad, total)
-        return total
+        kernels.squares(grad, to)
+        return
+    xp = namespace(grad)
+    for block in _blocks(grad, dtype):
+        xp.add(to, xp.dot(block, block), out=to)
+
+
+def _blocks(grad: Array, dtype: DTypeLike) -> Iterator[Array]:
     for (part,) in pieces([grad], block_elements(grad)):
-        block = part.astype(dtype, copy=False)  # copies one block at most
-        if xp is np:
-            total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
-        else:
-            xp.add(total, xp.dot(block, block), out=total)
-    return total
+        yield part.astype(dtype, copy=False)  # copies one block at most
 
 
 class LossScale(Settled):
