@@ -93,6 +93,14 @@ def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
     return buffer
 
 
+def to_library(xp: Any, values: Any) -> Array:
+    """Return values as an array of a library; a recording on a device copies them in each replay."""
+    if type(values) is np.ndarray and xp is not np:
+        return recorded_input(xp.asarray, values)
+    result: Array = xp.asarray(values)
+    return result
+
+
 def recorded_numbers(function: Callable[[], Any]) -> Any:
     """Return a function's numbers; in a graph of a device, an array that each replay fills."""
     recorder = _active.get()

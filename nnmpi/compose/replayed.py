@@ -76,7 +76,7 @@ class Replay(Compiled):
     @property
     def held_bytes(self) -> int:
         """The memory that recordings hold between two passes, in bytes."""
-        return self.pool.size_bytes + (self.graphs.size_bytes if self.graphs else 0)
+        return self.pool.size_bytes + (self._graphs.size_bytes if self._graphs else 0)
 
     def run_or_replay(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.

@@ -62,7 +62,7 @@ MOST_TRIES = 4
 MOST_KEYS = 256  # whose tries are counted
 
 
-class Compiled(Settled, fixed="pool graphs"):
+class Compiled(Settled, fixed="pool"):
     """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
@@ -70,11 +70,10 @@ class Compiled(Settled, fixed="pool graphs"):
         calls: the number of calls in the last recording that was made or replayed.
         pool: the memory of all recordings. They can share it: only one runs at a time, and callers
             get copies of its results.
-        graphs: the same for recordings on a device; None before the first.
         refusal: why the last step on a device was not captured; empty if it was.
     """
 
-    graphs: GraphMemory | None = None
+    _graphs: GraphMemory | None = None
     refusal: str = ""
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -176,22 +175,23 @@ class Compiled(Settled, fixed="pool graphs"):
             if not is_full and xp is np:
                 return_freed_memory()  # held results until they were copied to the pool
         self.calls = len(recorder.calls)
-        if watch is not None and not watch.is_unchanged():
-            self.refusal = "the step changes what it computes with"
-        elif recorder.is_complete:
-            # otherwise a replay would leave out what the step has changed
-            self._held[key], self.refusal = held, ""
+        if recorder.is_complete:
+            self.refusal = ""
+            if watch is None or watch.is_unchanged():
+                self._held[key] = held
+            else:  # a replay would leave out what the step has changed
+                self.refusal = "the step changes what it computes with"
         return held.results()
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
         """Return the recorder of a step's next try; it captures from the second one on."""
-        if self.graphs is None:
-            self.graphs = GraphMemory(xp)
+        if self._graphs is None:
+            self._graphs = GraphMemory(xp)
         if len(self._tries) >= MOST_KEYS:
             self._tries.clear()
         count = self._tries.get(key, 0)
         self._tries[key] = min(count + 1, MOST_TRIES)
-        return GraphRecorder(self.graphs, captures=0 < count < MOST_TRIES)
+        return GraphRecorder(self._graphs, captures=0 < count < MOST_TRIES)
 
 
 class Recording:

@@ -14,7 +14,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
 from nnmpi.backend.kernels import cast, kernels_for
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import row_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.ops.linear import with_kernels
@@ -307,7 +307,7 @@ def checked_labels(
     values = (
         given
         if isinstance(labels, Variable)
-        else namespace(logits.data).asarray(Tensor(given).data)
+        else to_library(namespace(logits.data), Tensor(given).data)
     )
     if values.dtype.kind not in "iu":
         raise DtypeError(
@@ -430,7 +430,7 @@ def _error(
     require_floating(name, x)
     refuse_parts(name, x, target)
     if not isinstance(target, Variable):
-        target = namespace(x.data).asarray(target)
+        target = to_library(namespace(x.data), target)
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)

@@ -4,6 +4,9 @@ A function's result is then memory full of rubbish, of the shape that zeros in t
 arguments give. A graph does not keep its arrays' memory, as there: it can be launched as long as
 the device's memory below them is not given back (so they come from a pool that the graph's owner
 keeps).
+
+CuPy refuses its own products in a capture. Here they are computed: the engine calls them where the
+double has no kernel.
 """
 
 from __future__ import annotations

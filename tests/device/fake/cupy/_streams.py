@@ -108,7 +108,7 @@ class Stream:
         _stack().append(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *args: Any) -> None:
         _stack().pop()
 
     def _push(self, item: Any) -> None:
