@@ -67,7 +67,9 @@ def gemm(
                 f" {out.shape}"
             )
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
-        record_launch(products.multiply, a, b, out, add, precision() == "tf32")
+        # In bf16 and fp16, too: operands could be rounded to these, which have no more bits. Only
+        # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
+        record_launch(products.multiply, a, b, out, add, precision() != "float32")
         return out
     single = b.dtype == np.float32 == a.dtype and a.ndim >= b.ndim == 2
     if single and a.size * b.shape[1] > SMALL and a.shape[-1] == b.shape[0]:

@@ -380,7 +380,7 @@ class Watch:
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
             yield _Names(item.__globals__, names)
-            for thing in filter(None, map(item.__globals__.get, names)):
+            for thing in map(item.__globals__.get, names):
                 if isinstance(thing, ModuleType) and not _is_library(thing):
                     yield _Names(vars(thing), names)
         elif isinstance(item, MethodType):

@@ -171,8 +171,12 @@ def test_a_stream_that_is_not_joined(play: Play) -> None:
 def test_transfers_are_refused(play: Play) -> None:
     """By CuPy itself, so that the capture goes on."""
     xp, x = play.xp, play.x
+
+    def set_some() -> None:
+        x[x > 1] = 0
+
     refused = {
-        "D2H": [x.get, lambda: float(x[0, 0]), lambda: x[x > 1], lambda: xp.nonzero(x)],
+        "D2H": [x.get, lambda: float(x[0, 0]), lambda: x[x > 1], lambda: xp.nonzero(x), set_some],
         "H2D": [lambda: xp.asarray([1.0]), lambda: x.set(np.ones((2, 3))), lambda: x[:, [0, 2]]],
     }
     if DEVICE is not None:
@@ -184,7 +188,7 @@ def test_transfers_are_refused(play: Play) -> None:
                 with pytest.raises((RuntimeError, NotImplementedError), match=words):
                     function()
         assert play.stream.is_capturing()
-        return x + 1
+        return x + xp.asarray(1.0)
 
     graph, y = play.capture(compute)
     play.launch(graph)

@@ -96,7 +96,7 @@ __device__ __forceinline__ A relu(A x) { return x < 0 ? (A)0 : x; }  // of NaN: 
 
 // ---------------------------------------------------------------- 16 bytes at a time
 
-constexpr int PACK = 16 / (int)sizeof(T);
+[[maybe_unused]] constexpr int PACK = 16 / (int)sizeof(T);
 
 // N elements, read and written by instructions of 16 bytes.
 template <class X, int N> struct alignas(sizeof(X) * N < 16 ? sizeof(X) * N : 16) Pack {

@@ -110,6 +110,13 @@ class DeviceKernels(KernelLauncher):
     relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
     slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
 
+    # ---- recurrent layers: a time step beside its product; see nnmpi/ops for the arguments
+
+    lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
+    lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")
+    gru_step = partialmethod(KernelLauncher.over_cells, "gru_step")
+    gru_step_grad = partialmethod(KernelLauncher.over_cells, "gru_step_grad")
+
     # ---- attention
 
     def attend(

@@ -55,6 +55,10 @@ KERNELS = {
     "embedding": ("embedding", "Si.T"),
     "embedding_grad": ("embedding", "Ti.iS"),
     "dropout": ("dropout", "TTuu"),
+    "lstm_step": ("recurrent", "TTTTTT"),
+    "lstm_step_grad": ("recurrent", "TTTTTTT"),
+    "gru_step": ("recurrent", "TTTTTTT"),
+    "gru_step_grad": ("recurrent", "TTTTTTT"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
     "sgd": ("updates", "TT"),
@@ -117,6 +121,12 @@ class KernelLauncher:
         if y.size:
             grid, block = _matrix_grid(y.size // n, n, y.dtype.itemsize, BLOCKS, ROWS_EACH // 2)
             self.run(name, grid, block, y, *args, y.size // n, n)
+
+    def over_cells(self, name: str, *args: Any) -> None:
+        """Launch a kernel over the elements, one per thread, of its last array, (rows, n)."""
+        rows, n = args[-1].shape
+        if rows * n:
+            self.run(name, *_matrix_grid(rows, n, 16, BLOCKS, 1), *args, rows, n)
 
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
         """Launch the variant for rows of this length, a warp or a block per row."""

@@ -236,7 +236,7 @@ class ndarray:
             host = part._host
         else:
             return part
-        if host.dtype.kind == "b" and not writes:
+        if host.dtype.kind == "b":
             _streams.reads_host()  # the number of elements
         if host.dtype.kind != "b" and writes and is_doubled(host):
             raise IndexError(

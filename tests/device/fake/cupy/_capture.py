@@ -12,7 +12,7 @@ double has no kernel.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,7 @@ class Capture:
         def to_zeros(array: _array.ndarray) -> _array.ndarray:
             host = np.zeros_like(array._host)
             result = _array.made(host, memory.Aside(host))
+            memory.OWNERS[id(host)] = result._mem  # so that a view of it is known as one
             standing[id(result)] = array
             zeros.append(result._mem)
             return result
@@ -189,7 +190,7 @@ class Capture:
                 if target is not None:
                     np.copyto(target, value._host)
 
-        self.add(work, [_reference(array._mem) for array in touched])
+        self.add(work, _references(array._mem for array in touched))
         return result
 
 
@@ -202,16 +203,18 @@ def submit(work: Callable[[], None], *addresses: int) -> None:
     if not _streams.is_aside():
         capture = _streams.capturing()
         if capture is not None:
-            found = map(memory.base_of, addresses)
-            capture.add(work, [_reference(mem) for mem in found if mem is not None])
+            capture.add(work, _references(map(memory.base_of, addresses)))
             return
         _streams.settle()
     work()
 
 
-def _reference(mem: memory.BaseMemory) -> weakref.ref[memory.BaseMemory]:
-    """Return a reference to the device's memory below some, which does not keep it."""
-    return weakref.ref(memory.root_of(mem))
+def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:
+    """Return references to the device's memory below some, which do not keep it; what somebody else
+    gives and takes back nobody can look after.
+    """
+    roots = map(memory.root_of, given)
+    return [weakref.ref(mem) for mem in roots if isinstance(mem, memory.Memory)]
 
 
 def _each(change: Callable[[_array.ndarray], _array.ndarray], value: Any) -> Any:

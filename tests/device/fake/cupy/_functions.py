@@ -168,7 +168,7 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         first = args[0] if args else None
         if name in COUNTS:
             _streams.reads_host()
-        if name in UPLOADS and type(first) is not ndarray:
+        if name in UPLOADS and _is_uploaded(first):
             _streams.writes_device()
         if not (lists or makes) and isinstance(first, list | tuple):
             raise TypeError(f"Unsupported type {type(first)}")
@@ -196,6 +196,13 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
 
     call.__name__ = name
     return call if poisons else _streams.queued(call)
+
+
+def _is_uploaded(value: Any) -> bool:
+    """Return whether CuPy copies a value from the host; a number goes with a kernel."""
+    if type(value) in (list, tuple):
+        return not any(type(item) is ndarray for item in value)
+    return type(value) is not ndarray and np.ndim(value) > 0
 
 
 def _from_host(value: Any) -> Any:
@@ -302,7 +309,7 @@ def _put(a: Any, ind: Any, v: Any, mode: str = "wrap") -> None:
 
 @_streams.queued
 def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
-    if type(a) is not ndarray:
+    if _is_uploaded(a):
         _streams.writes_device()
     if type(a) is ndarray and a._c_contiguous and a.ndim and dtype in (None, a.dtype):
         return a
