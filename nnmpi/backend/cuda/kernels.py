@@ -10,7 +10,14 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
 from nnmpi.backend.cuda.cudnn import cudnn_of
-from nnmpi.backend.cuda.launch import KERNELS, NAMES, SUM_BLOCKS, KernelLauncher
+from nnmpi.backend.cuda.launch import (
+    KERNELS,
+    NAMES,
+    ROWS_EACH,
+    SUM_BLOCKS,
+    THREADS,
+    KernelLauncher,
+)
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
@@ -43,6 +50,18 @@ class DeviceKernels(KernelLauncher):
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
     move = partialmethod(_update, "move")  # data += fraction * (value - data)
+
+    def squares(self, grad: Array, to: Array) -> None:
+        """Add the squares of all elements to a number, `to`, in float64.
+
+        Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
+        overflows; the order of the sum depends on the size alone.
+        """
+        if grad.size:
+            blocks = min(SUM_BLOCKS, 1 + (grad.size - 1) // (THREADS * ROWS_EACH))
+            partial = self.xp.empty(blocks, "float64")
+            self.run("squares", (blocks,), (THREADS,), grad, partial, grad.size)
+            self.run("squares_total", (1,), (THREADS,), partial, to, blocks, like=grad)
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.

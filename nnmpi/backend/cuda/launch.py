@@ -83,6 +83,8 @@ KERNELS = {
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
     "move": ("updates", "TT"),
+    "squares": ("updates", "T"),
+    "squares_total": ("updates", ""),
 }
 
 THREADS = 256
