@@ -26,7 +26,8 @@ from benchmarks.gpu.cases import (
     Case,
 )
 from benchmarks.gpu.facts import collect
-from benchmarks.gpu.measure import Timing, makers, measure
+from benchmarks.gpu.measure import Row, Timing, makers, measure
+from benchmarks.gpu.train import measure_train, train_table
 from benchmarks.harness import command, results
 from benchmarks.harness.command import Parser, say
 from benchmarks.harness.tables import labelled, rewrite
@@ -84,6 +85,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--rounds", command.positive_count, "6", "blocks of each contestant"),
         ("--block-s", command.positive_seconds, "0.15", "seconds of a block, about"),
         ("--limit-s", command.positive_seconds, None, "seconds after which it ends, with its rows"),
+        (
+            "--train",
+            command.positive_count,
+            None,
+            "steps of the train command, in place of the zoo",
+        ),
+        ("--data-dir", command.file, None, "folder of MNIST's files for --train; or random images"),
         ("--json", command.file, None, "file for everything, written after each case"),
         ("--readme", command.file, None, "such a file; its table replaces the documents'"),
     )
@@ -115,7 +123,7 @@ def units(options: argparse.Namespace) -> list[Unit]:
 
 
 def _run(options: argparse.Namespace, backend: Backend) -> int:
-    """Measure, print, and write the file. Return 1 if a contestant of nnmpi's failed, else 0."""
+    """Measure, print, and write the file; return the exit status."""
     results.check_writable("--json", options.json)
     torch_device = _torch_device(options.check)
     if torch_device is None:
@@ -127,49 +135,60 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
         "rows": [],
     }
     say(labelled(result["facts"].items()))
-    work = units(options)
+    timing = Timing(options.rounds, options.block_s)
+    work = [] if options.train else units(options)
     try:
         with limited(options.limit_s):
+            if options.train:
+                result["train"] = measure_train(
+                    options.train, options.data_dir, timing, backend, torch_device
+                )
             for part, (case, mode, names) in enumerate(work):
                 begin = time.perf_counter()
-                made = makers(case, mode, names, backend, torch_device)
-                rows = measure(case, mode, made, Timing(options.rounds, options.block_s))
+                rows = measure(case, mode, makers(case, mode, names, backend, torch_device), timing)
                 result["rows"] += [{"part": part, **row} for row in rows]
                 results.write(options.json, result)
-                seconds = time.perf_counter() - begin
-                print(tables.progress(rows, seconds), flush=True)
+                print(tables.progress(rows, time.perf_counter() - begin), flush=True)
     except OutOfTime:
         done = len({row["part"] for row in result["rows"]})
         result["not_measured"] = [f"{case.name} {mode}" for case, mode, _ in work[done:]]
-        say(f"the time is over; not measured: {', '.join(result['not_measured'])}")
+        say(f"the time is over; not measured: {', '.join(result['not_measured']) or 'the command'}")
     results.write(options.json, result)
-    say(tables.zoo(result["rows"], options.markdown))
-    say(tables.verdict(result["rows"]))
-    ours = [row for row in result["rows"] if row["name"] in OURS]
+    if options.train:
+        say(train_table(result.get("train", []), options.markdown))
+    else:
+        say(tables.zoo(result["rows"], options.markdown))
+        say(tables.verdict(result["rows"]))
+    ours = [row for row in [*result["rows"], *result.get("train", [])] if row["name"] not in PEERS]
     return int(any("failed" in row or "wrong" in row for row in ours))
 
 
 @contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Raise OutOfTime inside of the block after some seconds."""
+    """Raise OutOfTime inside of the block after some seconds, or when the process is to end."""
 
     def stop(number: int, frame: Any) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, stop)
+    signals = (signal.SIGALRM, signal.SIGTERM)
+    before = [signal.signal(number, stop) for number in signals]
     signal.setitimer(signal.ITIMER_REAL, seconds or 0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _rewrite(result: dict[str, Any]) -> int:
     """Put a file's table and verdict into the documents."""
+    readme, taken = HERE / "results" / "README.md", tables.machine(result["facts"])
+    if "train" in result:
+        rewrite(readme, {"train": f"{taken}\n\n{train_table(result['train'], True)}"})
+        return 0
     said = tables.verdict(result["rows"])
-    shown = {"gpu": f"{tables.machine(result['facts'])}\n\n{tables.zoo(result['rows'], True)}"}
-    rewrite(HERE / "results" / "README.md", {**shown, "verdict": said})
+    rewrite(readme, {"zoo": f"{taken}\n\n{tables.zoo(result['rows'], True)}", "verdict": said})
     rewrite(HERE.parents[1] / "docs" / "gpu.md", {"verdict": said})
     return 0
 
