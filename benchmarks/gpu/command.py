@@ -26,7 +26,7 @@ from benchmarks.gpu.cases import (
     Case,
 )
 from benchmarks.gpu.facts import collect
-from benchmarks.gpu.measure import Row, Timing, makers, measure
+from benchmarks.gpu.measure import Timing, makers, measure
 from benchmarks.gpu.train import measure_train, train_table
 from benchmarks.harness import command, results
 from benchmarks.harness.command import Parser, say
@@ -189,7 +189,8 @@ def _rewrite(result: dict[str, Any]) -> int:
         return 0
     said = tables.verdict(result["rows"])
     rewrite(readme, {"zoo": f"{taken}\n\n{tables.zoo(result['rows'], True)}", "verdict": said})
-    rewrite(HERE.parents[1] / "docs" / "gpu.md", {"verdict": said})
+    for name in ("README.md", "docs/gpu.md"):
+        rewrite(HERE.parents[1] / name, {"verdict": said})
     return 0
 
 

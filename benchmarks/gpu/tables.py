@@ -59,16 +59,16 @@ def verdict(rows: Sequence[Row]) -> str:
     compared = compare(rows)
     ratios = [row for row in compared if row["ratio"] is not None]
     noted = [f"{row['case']} in {row['mode']}" for row in compared if row["notes"]]
-    words = ["nothing was compared"]
+    words = ["Nothing was compared"]
     if ratios:
         worst = ratios[0]
         ours, peer = (worst["by_name"][name]["step_s"] for name in (COMPILED, worst["peer"]))
         words = [
-            f"worst: {worst['case']} in {worst['mode']}, {number(worst['ratio'])} of the speed of"
+            f"Worst: {worst['case']} in {worst['mode']}, {number(worst['ratio'])} of the speed of"
             f" {worst['peer']} ({ms(ours)} and {ms(peer)} ms)",
-            f"ahead in {sum(row['ratio'] >= 1 for row in ratios)} of {len(ratios)} rows",
+            f"Ahead in {sum(row['ratio'] >= 1 for row in ratios)} of {len(ratios)} rows",
         ]
-    return "; ".join([*words, f"failed or wrong: {', '.join(noted) or 'none'}"])
+    return ". ".join([*words, f"Failed or wrong: {', '.join(noted) or 'none'}."])
 
 
 def machine(facts: Mapping[str, Any]) -> str:
