@@ -30,8 +30,10 @@ def zoo(rows: Sequence[Row], markdown: bool = False) -> str:
     columns: Columns = (
         ("model (batch)", lambda row: f"{row['case']} ({row['batch']})"),
         ("mode", "mode"),
-        *((f"{name}, ms", lambda row, name=name: _of(row, name, "step_s", ms)) for name in OURS),
-        *((f"{name}, ms", lambda row, name=name: _of(row, name, "step_s", ms)) for name in PEERS),
+        *(
+            (f"{name}, ms", lambda row, name=name: _of(row, name, "step_s", ms))
+            for name in (*OURS, *PEERS)
+        ),
         (
             "fastest peer / nnmpi.compile",
             lambda row: (
