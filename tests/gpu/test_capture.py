@@ -16,7 +16,14 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import DEVICE
 
-UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, CAPTURED_EVENT = 900, 901, 904, 905, 907
+UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = (
+    900,
+    901,
+    904,
+    905,
+    906,
+    907,
+)
 # Where launched work is done only when somebody waits for it, and what it has not written is NaN.
 LATE = DEVICE in (None, "lazy")
 
@@ -224,10 +231,30 @@ def test_waits_spoil_a_capture(play: Play) -> None:
     np.testing.assert_array_equal(y.get(), 2 * play.x.get())
 
 
-def test_the_default_stream_captures_nothing(play: Play) -> None:
-    """As CuPy says."""
+def test_the_default_stream_and_captures(play: Play) -> None:
+    """It captures nothing, is used beside a capture, and waits for no blocking stream that does."""
+    default, error = play.cuda.Stream.null, play.cuda.runtime.CUDARuntimeError
     with pytest.raises(RuntimeError, match="default"):
-        play.cuda.Stream.null.begin_capture()
+        default.begin_capture()
+
+    def beside() -> Array:
+        with default:
+            return play.x + 1
+
+    _, y = play.capture(beside)
+    default.synchronize()
+    np.testing.assert_array_equal(y.get(), play.x.get() + 1)
+    play.stream = play.cuda.Stream()
+    seen = []
+
+    def wait() -> None:
+        with pytest.raises(error) as caught:
+            default.synchronize()
+        seen.append(caught.value.status)
+
+    with pytest.raises(error) as caught:
+        play.capture(wait)
+    assert [*seen, caught.value.status] == [IMPLICIT, INVALIDATED]
 
 
 # ---------------------------------------------------------------- memory

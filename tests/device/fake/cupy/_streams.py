@@ -77,7 +77,7 @@ class _Wait:
 
 
 class Launch:
-    """Work that has been launched."""
+    """A graph that has been launched."""
 
     to_host = False
 
