@@ -138,6 +138,12 @@ class DeviceBackend(Backend):
         note = self.pool.note or ("CUPY_GPU_MEMORY_LIMIT or set_limit" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
 
+    def room_bytes(self) -> int:
+        """Return the bytes that new arrays may take: free on the device, or up to the limit."""
+        pool, (free, _) = self.xp.get_default_memory_pool(), self.xp.cuda.runtime.memGetInfo()
+        limit = pool.get_limit() or free + pool.total_bytes()
+        return int(min(free + pool.total_bytes(), limit) - pool.used_bytes())
+
     def release_memory(self) -> None:
         """Return unused memory to the device and the host."""
         self.memory()  # records the peak

@@ -50,6 +50,11 @@ def load() -> None:
         cupy.cuda.set_allocator(None)
 
 
+def enqueued() -> int:
+    """Return how many kernels, products, copies and fills have been put into streams so far."""
+    return ctypes.CDLL(None).device_enqueued()
+
+
 def _argsort(
     driver: Any, dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]
 ) -> None:

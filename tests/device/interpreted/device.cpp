@@ -171,6 +171,7 @@ void meet_default(Stream* s) {
 void run_what_is_ready(Stream* s) {
     while (!s->queue.empty() && (!s->queue.front().other || s->queue.front().other->done >= s->queue.front().place)) advance(s, s->done + 1);
 }
+uint64_t enqueued;  // kernels, products, copies and fills, of all streams
 
 // ---------------------------------------------------------------- captures
 
@@ -248,6 +249,7 @@ int end_capture(Stream* s, Graph* graph) {
 }
 
 int enqueue(void* handle, std::function<void()> work) {
+    ++enqueued;
     Stream* s = stream_of(handle);
     if (s->capture) {
         if (s->capture->broken) return refuse(INVALIDATED, "work for a capture that has been spoilt");
@@ -320,6 +322,7 @@ void ptx::remember(uint64_t address, size_t size) {
 
 // ---------------------------------------------------------------- for the library of products
 
+API uint64_t device_enqueued() { return enqueued; }
 API int device_enqueue(void* stream, std::function<void()> work) {
     LOCKED;
     return enqueue(stream, std::move(work));

@@ -151,6 +151,7 @@ class Capture:
         def to_zeros(array: _array.ndarray) -> _array.ndarray:
             host = np.zeros_like(array._host)
             result = _array.made(host, memory.Aside(host))
+            memory.OWNERS[id(host)] = result._mem  # so that a view of it is known as one
             standing[id(result)] = array
             zeros.append(result._mem)
             return result
