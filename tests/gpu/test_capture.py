@@ -80,12 +80,16 @@ def play(device: Backend) -> Play:
 
 
 def step(play: Play) -> tuple[Array, ...]:
-    """Compute by functions, in place, by indices, by a product, a sort and nnmpi's kernels."""
+    """Compute by functions, in place, in views, by a product, a sort and nnmpi's kernels."""
     xp, x = play.xp, play.x
     y = gemm(xp, x, x.T)
     y += 1
     y[0, 1:] = xp.exp(y[1, 1:] * -0.125)
     back = xp.argsort(-x[1])
+    y[1][1:] -= 0.5
+    row = y.T.reshape(-1)[1:3]  # of a copy
+    row[...] = x[0, :2]
+    y.reshape(-1)[::2] *= row.sum()
     soft = ops.softmax(Tensor(x))
     halves = xp.split(xp.take(x, back, axis=1), 3, axis=1)
     return y, y.sum(axis=0), back, xp.concatenate(halves[::-1], axis=0), soft.data, x.T
