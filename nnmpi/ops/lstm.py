@@ -193,6 +193,8 @@ class LSTMFunction(Function):
 
     __slots__ = ("ends", "reverse")
 
+    captured = True
+
     def __init__(self, reverse: bool, ends: bool) -> None:
         self.reverse, self.ends = reverse, ends
 
