@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class PooledMemory(BaseMemory):
     def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool) -> None:
         self.ptr, self.size = block.ptr if size else 0, size
         self._owner = bytes_at(block.ptr, size, block.mem._owner)
-        self._owner[...] = 0xFF
+        _write(partial(self._owner.fill, 0xFF))
         self._block, self._pool = block, weakref.ref(pool)
         OWNERS[id(self._owner)] = self
 
@@ -176,8 +177,19 @@ def placed(array: Any) -> tuple[Any, BaseMemory]:
     if getattr(_local, "allocator", None) is None:
         return array, Memory(owner)
     host, mem = blank(array)
-    np.copyto(host, array)
+    _write(partial(np.copyto, host, array))
     return host, mem
+
+
+def _write(work: Callable[[], None]) -> None:
+    """Write to new memory; in a capture as a part of the graph, which may first read an array that
+    has been freed there since.
+    """
+    capture = None if _streams.is_aside() else _streams.capturing()
+    if capture is None:
+        work()
+    else:
+        capture.add(work, [])
 
 
 def blank(array: Any) -> tuple[Any, BaseMemory]:
