@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,8 @@ class PooledMemory(BaseMemory):
     def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool) -> None:
         self.ptr, self.size = block.ptr if size else 0, size
         self._owner = bytes_at(block.ptr, size, block.mem._owner)
-        _write(partial(self._owner.fill, 0xFF))
+        if not is_capturing():
+            self._owner[...] = 0xFF
         self._block, self._pool = block, weakref.ref(pool)
         OWNERS[id(self._owner)] = self
 
@@ -164,6 +164,13 @@ def array_at(
     return np.ndarray(shape, dtype, owner, pointer.ptr - pointer.mem.ptr, strides, order)
 
 
+def is_capturing() -> bool:
+    """Return whether new memory is left as it is: a graph that has not been launched yet may read
+    an array that has been freed there since.
+    """
+    return not _streams.is_aside() and _streams.capturing() is not None
+
+
 def placed(array: Any) -> tuple[Any, BaseMemory]:
     """Return a result of NumPy as it lies on the device, and its memory: new memory, if it is no
     view of some.
@@ -177,19 +184,8 @@ def placed(array: Any) -> tuple[Any, BaseMemory]:
     if getattr(_local, "allocator", None) is None:
         return array, Memory(owner)
     host, mem = blank(array)
-    _write(partial(np.copyto, host, array))
+    np.copyto(host, array)
     return host, mem
-
-
-def _write(work: Callable[[], None]) -> None:
-    """Write to new memory; in a capture as a part of the graph, which may first read an array that
-    has been freed there since.
-    """
-    capture = None if _streams.is_aside() else _streams.capturing()
-    if capture is None:
-        work()
-    else:
-        capture.add(work, [])
 
 
 def blank(array: Any) -> tuple[Any, BaseMemory]:
