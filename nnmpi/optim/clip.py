@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
@@ -149,6 +150,10 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """
     xp = namespace(grad)
     total = 0.0 if xp is np else xp.zeros((), "float64")
+    kernels = kernels_for(grad, "add_squares")
+    if kernels is not None:
+        kernels.add_squares(xp, grad, total)
+        return total
     for (part,) in pieces([grad], block_elements(grad)):
         block = part.astype(dtype, copy=False)  # copies one block at most
         if xp is np:
