@@ -37,7 +37,16 @@ def device_problem() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
         return explain_start(error, *_versions(cupy))
-    return None if count else explain_start(None, *_versions(cupy))
+    if not count:
+        return explain_start(None, *_versions(cupy))
+    try:
+        importlib.import_module("nvmath.bindings.cublas")  # for `backend.cublas`
+    except Exception as error:
+        return (
+            f"matrix products need NVIDIA's bindings of cuBLAS, which cannot be imported"
+            f" ({_short(error)}); pip install nvmath-python"
+        )
+    return None
 
 
 def cupy_backend(local_rank: int) -> Backend:
@@ -128,6 +137,12 @@ class DeviceBackend(Backend):
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
         note = self.pool.note or ("CUPY_GPU_MEMORY_LIMIT or set_limit" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
+
+    def room_bytes(self) -> int:
+        """Return the bytes that new arrays may take: free on the device, or up to the limit."""
+        pool, (free, _) = self.xp.get_default_memory_pool(), self.xp.cuda.runtime.memGetInfo()
+        limit = pool.get_limit() or free + pool.total_bytes()
+        return int(min(free + pool.total_bytes(), limit) - pool.used_bytes())
 
     def release_memory(self) -> None:
         """Return unused memory to the device and the host."""
@@ -295,7 +310,7 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
         return _out_of_memory(getattr(error, "_size", None), error, backend)
     if isinstance(error, ImportError | RuntimeError) and _misses_library(error):
         return DeviceError(f"{_short(error)}; install CUDA's libraries with cupy's extra [ctk]")
-    if module not in ("cupy", "cupy_backends"):
+    if module not in ("cupy", "cupy_backends", "nvmath"):
         return None
     if name == "CUDARuntimeError" and status == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error):
         return _out_of_memory(None, error, backend)

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import is_low
+from nnmpi.backend.upload import pinned
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 CommBuffer: TypeAlias = NDArray[Any]
@@ -40,21 +41,6 @@ DTYPES = frozenset(
 
 # 16-bit floats, added in float32. Names, because NumPy has bfloat16 only through a package.
 LOW = ("float16", "bfloat16")
-
-
-def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
-    """Return an uninitialized NumPy array in page-locked memory, for fast copies: (elements,).
-
-    Args:
-        cuda: the device library's `cuda` module.
-        elements: at least 1.
-        dtype: of the elements.
-    """
-    kind = np.dtype(dtype)
-    result = np.frombuffer(
-        cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize
-    )
-    return result.view(kind)
 
 
 def is_device(array: object) -> bool:

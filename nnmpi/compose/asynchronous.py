@@ -486,7 +486,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            return evaluate_all(self.group, batches, self._passes.evaluate)
+            return evaluate_all(self.group, batches, self._passes.evaluate, self._passes.evaluated)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

@@ -492,7 +492,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
-            totals = evaluate_all(self.group, shares, self.passes.evaluate, parts)
+            totals = evaluate_all(
+                self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
+            )
         self._require_same_rows([crc32(f"{rows}".encode())])
         return totals
 

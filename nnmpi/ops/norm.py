@@ -18,7 +18,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, record_launch
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for, with_kernels
@@ -210,7 +210,7 @@ class DeviceBatchNormFunction(Function):
             results = mean, variance, offset
             count = record_call(_count_ranks, self.all_reduce, local, results, n)
         if self.observe is not None:
-            record_call(self.observe, mean, variance, count)
+            (record_launch if n is None else record_call)(self.observe, mean, variance, count)
         self.statistics = (mean, variance, count)
         self.saved = (rows, offset, variance, scale, n, kernels)
         return kernels.normalize(xp, rows, offset, variance, scale, shift, self.eps).reshape(

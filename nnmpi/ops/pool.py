@@ -17,6 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.recording import to_library
 from nnmpi.backend.windows import PairLike, RowsAndColumns, bordered, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
@@ -104,7 +105,7 @@ class MaxPool2dFunction(Pool2dFunction):
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
                 first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, namespace(x).asarray(first))
+                xp.copyto(winner, to_library(namespace(x), first))
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])

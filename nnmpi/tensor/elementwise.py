@@ -149,6 +149,8 @@ def activated(form: str, function: Function, x: Any, slope: float = 0.0) -> Any:
 class Power(Elementwise):
     """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
 
+    captured = True
+
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b
         self.saved = (a, b, result)

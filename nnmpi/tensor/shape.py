@@ -145,6 +145,15 @@ class GetItem(Function):
     def __init__(self, key: Index) -> None:
         self.key = key
 
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether the key needs no copy from the host, nor a look at its values."""
+        return not any(
+            isinstance(part, np.ndarray | list)
+            or getattr(getattr(part, "dtype", None), "kind", "") == "b"
+            for part in self.key
+        )
+
     def check(self, shape: Shape) -> None:
         """Raise IndexError for a key that does not fit the shape, unless it is on the device."""
         if not any(hasattr(part, "__cuda_array_interface__") for part in self.key):

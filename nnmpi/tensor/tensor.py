@@ -38,7 +38,7 @@ from nnmpi.backend.array import (
 )
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
-from nnmpi.backend.recording import refuse
+from nnmpi.backend.recording import refuse, to_library
 from nnmpi.base.errors import (
     DtypeError,
     GraphError,
@@ -158,7 +158,7 @@ class Tensor(Variable):
         else:
             values = values_or_refuse("backward", grad)
             try:
-                seed = xp.asarray(values)
+                seed = to_library(xp, values)
             except TypeError as error:
                 raise mixed_error((self.data, values)) or error from None
             if seed.dtype != self.data.dtype:

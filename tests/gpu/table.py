@@ -70,9 +70,16 @@ def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain
     return Sample(public, name, function, [domain(ROWS, COLUMNS)])
 
 
-def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Sample:
+def layer(
+    public: str,
+    name: str,
+    function: Any,
+    sizes: Sequence[tuple[int, ...]],
+    scale: float = 1.0,
+) -> Sample:
     """Return the row of a function of samples and parameters."""
-    return Sample(public, name, function, [anywhere(*size) for size in sizes], (), len(sizes) - 1)
+    inputs = [scale * anywhere(*size) for size in sizes]
+    return Sample(public, name, function, inputs, (), len(sizes) - 1)
 
 
 def dense(public: str, function: Any, form: str = "") -> list[Sample]:
@@ -229,9 +236,24 @@ TABLE: list[Sample] = [
     layer("ops.lstm", "whole", ops.lstm, [(5, 9, 12), (12, 28), (7, 28), (28,)]),
     layer(
         "ops.lstm",
+        "one, from a state",
+        lambda *given: ops.lstm(*given[:4], given[4:], reverse=True, ends=True),
+        [(1, 3, 5), (5, 264), (66, 264), (264,), (1, 66), (1, 66)],
+        1 / 4,
+    ),
+    layer(
+        "ops.lstm",
         "shorter ones backwards",
         lambda *given: ops.lstm(*given, lengths=np.array([9, 4, 1, 7, 9]), reverse=True, ends=True),
         [(5, 9, 12), (12, 28), (7, 28), (28,)],
+    ),
+    layer("ops.gru", "whole", ops.gru, [(5, 9, 12), (12, 21), (7, 21), (21,), (7,)]),
+    layer(
+        "ops.gru",
+        "one, from a state",
+        ops.gru,
+        [(1, 3, 5), (5, 198), (66, 198), (198,), (66,), (1, 66)],
+        1 / 4,
     ),
     *dense("ops.linear_gelu", ops.linear_gelu),
     *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),

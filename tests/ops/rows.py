@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nnmpi import ops
 from nnmpi.ops.loss import REDUCTIONS
+from tests.device.here import on_device
 from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, rows
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary
@@ -59,15 +60,21 @@ def lstm(draw: Draw) -> Case:
     """
     n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
     sizes = [(n, time, i), (i, 4 * o), (o, 4 * o), (4 * o,), (n, o), (n, o)]
-    lengths = (
-        np.array([draw(st.integers(1, time)) for _ in range(n)]) if draw(st.booleans()) else None
-    )
+    shorter = not on_device() and draw(st.booleans())  # there no recording takes lengths
+    lengths = np.array([draw(st.integers(1, time)) for _ in range(n)]) if shorter else None
     reverse, ends, begun = (draw(st.booleans()) for _ in range(3))
 
     def run(x, weight, recurrent, bias, *state):
         return ops.lstm(x, weight, recurrent, bias, state or None, lengths, reverse, ends)
 
     return Case(run, arrays(draw, anywhere, sizes if begun else sizes[:4]))
+
+
+def gru(draw: Draw) -> Case:
+    """With and without a first state."""
+    n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
+    sizes = [(n, time, i), (i, 3 * o), (o, 3 * o), (3 * o,), (o,), (n, o)]
+    return Case(ops.gru, arrays(draw, anywhere, sizes[: draw(st.integers(5, 6))]))
 
 
 def conv2d(draw: Draw, alone: bool = False) -> Case:
@@ -298,6 +305,7 @@ OPS: list[Row] = [
     *rows("ops.linear_relu", any=linear_relu_case),
     *rows("ops.linear_transposed", any=linear_transposed),
     *rows("ops.lstm", any=lstm),
+    *rows("ops.gru", any=gru),
     *rows("ops.conv2d", any=conv2d, depthwise=partial(conv2d, alone=True)),
     *rows("ops.conv_transpose2d", any=conv_transpose2d),
     *rows("ops.conv_relu", any=conv_relu_pool),

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, nn
-from tests.device.here import here
+from nnmpi import Tensor, nn, ops
+from nnmpi.base.errors import UsageError
+from tests.device.here import here, on_device
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
 LENGTHS = np.array([3, 7, 1, 7, 5])
@@ -74,3 +75,18 @@ def test_compiled() -> None:
             np.array_equal(a, Tensor(p.grad).numpy())
             for a, p in zip(grads, model.parameters(), strict=True)
         )
+
+
+def test_a_recording_on_a_device_takes_no_lengths() -> None:
+    """It would copy them from the host; on the host they are a part of it."""
+    one, lengths = layer().layers[0], LENGTHS.copy()
+
+    def run(x: Tensor) -> Tensor:
+        return ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths)
+
+    x = Tensor(here(X))
+    if on_device():
+        with pytest.raises(UsageError, match="lengths of an lstm on a device"):
+            nnmpi.compile(run)(x)
+    else:
+        assert np.array_equal(nnmpi.compile(run)(x).numpy(), run(x).numpy())

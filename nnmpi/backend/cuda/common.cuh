@@ -105,7 +105,7 @@ __device__ __forceinline__ A sigmoid_of(A x) {
 
 // ---------------------------------------------------------------- 16 bytes at a time
 
-constexpr int PACK = 16 / (int)sizeof(T);
+[[maybe_unused]] constexpr int PACK = 16 / (int)sizeof(T);
 
 // N elements, read and written by instructions of 16 bytes.
 template <class X, int N> struct alignas(sizeof(X) * N < 16 ? sizeof(X) * N : 16) Pack {

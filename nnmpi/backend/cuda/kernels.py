@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
-from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
+from nnmpi.backend.cuda.cudnn import cudnn_of
+from nnmpi.backend.cuda.launch import (
+    KERNELS,
+    NAMES,
+    SUM_BLOCKS,
+    KernelLauncher,
+)
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.random import least_kept
+from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
 # In the order of activation.cu.
@@ -100,9 +106,13 @@ class DeviceKernels(KernelLauncher):
 
     # ---- sums of all elements, in float64
 
-    def add_squares(self, xp: Any, x: Array, total: Array) -> None:
-        """Add the squares of all elements to `total`, of one float64 number."""
-        self.total("sum_squares", (self.contiguous(xp, x),), total, None)
+    def squares(self, grad: Array, to: Array) -> None:
+        """Add the squares of all elements, contiguous, to a number in float64.
+
+        Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
+        overflows.
+        """
+        self.total_of("squares", (grad,), to, None)
 
     def losses(
         self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
@@ -120,7 +130,7 @@ class DeviceKernels(KernelLauncher):
             self.flat("loss", x.size, size, x, target, result, None, *numbers, x.size)
         else:
             result = xp.empty((), _accumulated(x))
-            self.total("loss", (x, target, None), result, share, *numbers)
+            self.total_of("loss", (x, target, None), result, share, *numbers)
         return result
 
     def losses_grad(
@@ -191,7 +201,7 @@ class DeviceKernels(KernelLauncher):
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
-        result = xp.empty(grad.shape, grad.dtype)
+        grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
@@ -202,6 +212,13 @@ class DeviceKernels(KernelLauncher):
     # where the ReLU's output is positive, else 0; and grad * slope.
     relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
     slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
+
+    # ---- recurrent layers: a time step beside its product; see nnmpi/ops for the arguments
+
+    lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
+    lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")
+    gru_step = partialmethod(KernelLauncher.over_cells, "gru_step")
+    gru_step_grad = partialmethod(KernelLauncher.over_cells, "gru_step_grad")
 
     # ---- attention
 
@@ -214,7 +231,9 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Attention of all heads at once: two products, and a softmax kernel in place in between.
+        """Attention of all heads at once, by cuDNN for half precision without dropout.
+
+        Otherwise two products, and a softmax kernel in place in between:
 
             S = Q K^T, (batch, heads, queries, keys)    P = softmax(S), saved in the heads' dtype
             dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
@@ -223,6 +242,17 @@ class DeviceKernels(KernelLauncher):
         the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
         that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
+        q, k, v = inputs
+        library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
+        # A single query follows others: the keys grow at each call, and a plan takes longer to
+        # build than such a product.
+        if library is not None and (q.shape[2] > 1 or keep):
+            statistics = xp.empty((*q.shape[:3], 1), "float32") if keep else None
+            if library.attend(inputs, y, statistics, causal):
+                return (q, k, v, y, statistics)
+        return self._attend(xp, inputs, y, causal, drop)
+
+    def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
@@ -241,6 +271,15 @@ class DeviceKernels(KernelLauncher):
         drop: Any = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        if len(residuals) == 5:  # cuDNN's
+            *inputs, y, statistics = residuals
+            library = cudnn_of(self.xp)
+            given = xp.ascontiguousarray(grad) if grad.strides[3] != grad.itemsize else grad
+            if library and library.attend_grad(
+                given, tuple(inputs), y, statistics, targets, causal
+            ):
+                return
+            residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
@@ -252,7 +291,11 @@ class DeviceKernels(KernelLauncher):
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
-        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
+        return (
+            p
+            if drop is None
+            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)
+        )
 
     # ---- rows
 
@@ -283,27 +326,52 @@ class DeviceKernels(KernelLauncher):
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
     ) -> tuple[Array, Residuals]:
-        """Compute losses and their gradients, in float32 or more, in one pass over the logits.
+        """Compute losses, in float32 or more, in one pass over the logits.
 
-        A label out of range gives NaN for both; nothing out of bounds is read.
+        A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
-        logits = self.contiguous(xp, logits)
-        labels = self.contiguous(xp, labels)
-        wide = _accumulated(logits)
-        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
+        wide, count = _accumulated(logits), len(logits)
+        losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
-        numbers = (*logits.shape, *ignored, float(smoothing))
         self.over_rows(
             "softmax_loss",
             *logits.shape,
-            logits,
-            labels,
-            _integer_bytes(labels),
-            losses,
-            gradients,
-            *numbers,
+            *(logits, labels, _integer_bytes(labels), losses, powers),
+            *(*logits.shape, lead, *ignored, float(smoothing)),
         )
-        return losses, (gradients,)
+        return losses, (logits, labels, powers)
+
+    def softmax_loss_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        residuals: Residuals,
+        ignore_index: int | None,
+        smoothing: float,
+    ) -> Array:
+        """Return the gradient of the logits, whose rows lie as theirs do.
+
+        It is computed again from the logits, because a gradient in float32 takes twice the memory
+        of bfloat16's logits, and scaling and rounding it later two more passes.
+
+        Args:
+            grad: of the losses, (1,) for all rows, or (rows,).
+            residuals: from `softmax_loss`.
+            ignore_index, smoothing: as there.
+        """
+        logits, labels, powers = residuals
+        (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
+        to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
+        grad = xp.ascontiguousarray(grad)
+        ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
+        self.over_rows(
+            "softmax_loss_grad",
+            *(rows, n),
+            *(logits, labels, _integer_bytes(labels), powers, grad, to_logits),
+            *(rows, n, lead, int(grad.size > 1), *ignored, float(smoothing)),
+        )
+        return to_logits
 
     def layer_norm(
         self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
@@ -477,11 +545,12 @@ class DeviceKernels(KernelLauncher):
         xp: Any,
         x: Array,
         rate: float,
-        key: tuple[int, int],
-        first_row: int,
+        key: Any,
         columns: Array | None,
     ) -> Array:
         """Draw and apply the mask in one pass; backward is the same call on the gradient.
+
+        The key is that of row 0: two numbers, or (2,) uint32 on the device.
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
@@ -489,8 +558,7 @@ class DeviceKernels(KernelLauncher):
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = self.contiguous(xp, x), x.shape[0] if x.ndim else 1
         numbers = (
-            key[0],
-            (first_row + key[1]) & 0xFFFFFFFF,
+            *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
             1 / (1 - rate),
             rows,
@@ -500,6 +568,37 @@ class DeviceKernels(KernelLauncher):
         return result
 
     # ---- images
+
+    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+        """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
+
+        cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
+        float32 (7 x 7, 64 images of 16 x 16, 96 channels, H100).
+        """
+        self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
+
+    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+        """Write the gradient of x, given that of y."""
+        self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
+
+    def _depthwise(
+        self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
+    ) -> None:
+        # a thread computes four pixels
+        pixels = -(-result.size // 4)
+        self.flat(name, pixels, result.itemsize, given, weight, result, *sizes)
+
+    def depthwise_weight_grad(
+        self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
+    ) -> None:
+        """Write the gradient of the weight, summed in float32 or more, in an order of its own."""
+        (kh, kw), (n, out_h, _, c) = spec.kernel, grad.shape
+        across, taps = 1 + (c - 1) // 32, kh * (1 + (kw - 1) // 8)  # of a block: 32, and 8 in a row
+        parts = max(1, min(2 * SUM_BLOCKS // (across * taps), -(-n * out_h // 8)))
+        partial = xp.empty((parts, kh * kw * c), _accumulated(x))
+        sizes = _depthwise_sizes(x, grad, spec)
+        self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
+        self.total("column_total", partial, (to_weight,), x)
 
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties.
@@ -548,9 +647,24 @@ class DeviceKernels(KernelLauncher):
         return to_x
 
 
+def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
+    """Return a depthwise convolution's sizes, in the order of its kernels' arguments."""
+    return (*x.shape, *y.shape[1:3], *sum(spec[:4], ()))
+
+
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+
+
+def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:
+    """Return a row-major matrix, and the elements from one row to the next: x itself if `empty_rows`
+    may have made it, else a contiguous copy.
+    """
+    lead, least = x.strides[0] // x.itemsize, x.shape[1]
+    if x.strides[1] == x.itemsize and least <= lead < least + 16 // x.itemsize:
+        return x, lead
+    return xp.ascontiguousarray(x), least
 
 
 def _accumulated(x: Array) -> Dtype:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
@@ -52,7 +52,8 @@ KERNELS = {
     "add_low": ("activation", "PTP"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
-    "softmax_loss": ("softmax", "Ti.AP"),
+    "softmax_loss": ("softmax", "Yi.AA"),
+    "softmax_loss_grad": ("softmax", "Yi.AAY"),
     "layer_norm": ("layer_norm", "TPP.TAA"),
     "layer_norm_grad": ("layer_norm", "TTAAPT"),
     "layer_norm_sums": ("layer_norm", "TTAAPPA"),
@@ -67,7 +68,14 @@ KERNELS = {
     "norm_grad": ("norm", "TTPPPPPT"),
     "embedding": ("embedding", "Si.T"),
     "embedding_grad": ("embedding", "Ti.iS"),
-    "dropout": ("dropout", "TTu"),
+    "dropout": ("dropout", "TTuu"),
+    "lstm_step": ("recurrent", "TTTTTT"),
+    "lstm_step_grad": ("recurrent", "TTTTTTT"),
+    "gru_step": ("recurrent", "TTTTTTT"),
+    "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
     "avg_pool": ("pooling", "TT"),
@@ -75,7 +83,7 @@ KERNELS = {
     "whole_pool": ("pooling", "TT"),
     "loss": ("sums", "TTAD"),
     "loss_grad": ("sums", "TTATT"),
-    "sum_squares": ("sums", "TD"),
+    "squares": ("sums", "TD"),
     "sum_total": ("sums", "DAD"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
@@ -131,7 +139,7 @@ class KernelLauncher:
                 name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
             )
 
-    def total(
+    def total_of(
         self, name: str, arrays: tuple[Any, ...], out: Array, share: float | None, *numbers: Any
     ) -> None:
         """Launch a kernel that adds up a number for each element, and one over its blocks.
@@ -155,6 +163,12 @@ class KernelLauncher:
         if y.size:
             grid, block = _matrix_grid(y.size // n, n, y.dtype.itemsize, BLOCKS, ROWS_EACH // 2)
             self.run(name, grid, block, y, *args, y.size // n, n)
+
+    def over_cells(self, name: str, *args: Any) -> None:
+        """Launch a kernel over the elements, one per thread, of its last array, (rows, n)."""
+        rows, n = args[-1].shape
+        if rows * n:
+            self.run(name, *_matrix_grid(rows, n, 16, BLOCKS, 1), *args, rows, n)
 
     def over_samples(self, name: str, x: Array, *args: Any) -> None:
         """Launch a kernel over matrices (samples, rows, n): samples along z."""
@@ -224,8 +238,15 @@ class KernelLauncher:
             )
         self.run(name, grid, block, *arrays, *targets, partial, rows, n)
         if partial is not None:
-            sizes = (1 + (columns - 1) // 32,), (32, 8)
-            self.run(total, *sizes, partial, *targets, grid[1], n, like=first)
+            self.total(total, partial, targets, first)
+
+    def total(
+        self, name: str, partial: Array, targets: tuple[Array | None, ...], like: Array
+    ) -> None:
+        """Launch a kernel that sums partial sums (parts, targets * n) to the targets, (n,) each."""
+        parts, columns = partial.shape
+        sizes, n = ((1 + (columns - 1) // 32,), (32, 8)), columns // len(targets)
+        self.run(name, *sizes, partial, *targets, parts, n, like=like)
 
     def run(
         self,
@@ -274,7 +295,7 @@ class KernelLauncher:
             launch = self._launches[key] = self.module(KERNELS[name][0], t, p).get_function(
                 name + form
             )
-        record_call(launch, grid, block, tuple([NULL if x is None else x for x in args]))
+        record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
 
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    sum_squares(const T* x, double* partial, long long n) {
+    squares(const T* x, double* partial, long long n) {
     __shared__ double shared[256];
     double sum = 0;
     for_each(

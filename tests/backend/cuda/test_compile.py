@@ -24,7 +24,16 @@ PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
 PAIRS += [("copy", "float32", "bfloat16"), ("copy", "float64", "float16")]
 PAIRS += [
     (family, dtype, "float32")
-    for family in ("copy", "dense", "softmax", "layer_norm", "norm", "activation", "embedding")
+    for family in (
+        "copy",
+        "dense",
+        "depthwise",
+        "softmax",
+        "layer_norm",
+        "norm",
+        "activation",
+        "embedding",
+    )
     for dtype in ("float16", "bfloat16")
 ]
 
@@ -39,7 +48,13 @@ PACKED = {
         "softmax_warps",
         "softmax_grad_warps",
     ),
-    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
+    *(
+        "softmax_loss_warps",
+        "softmax_loss_grad_warps",
+        "layer_norm_warps",
+        "layer_norm_grad_warps",
+        "bias_gelu_slope",
+    ),
     *(
         "normalize",
         "norm_grad",
