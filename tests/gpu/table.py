@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import nn, ops
+from nnmpi import nn, ops, tensor
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -211,6 +211,20 @@ TABLE: list[Sample] = [
         layer("ops.linear_gelu", f"{rows} rows", ops.linear_gelu, [(rows, 2), (2, n), (n,)])
         for rows, n in ((5000, 3), (3, 4099))
     ),
+    *(
+        Sample(
+            "tensor.concatenate",
+            f"axis {axis}",
+            lambda *given, axis=axis: tensor.concatenate(given, axis),
+            [
+                anywhere(*(n if i == axis else size for i, size in enumerate((3, 5, 16))))
+                for n in (1, 24, 7)
+            ],
+        )
+        for axis in range(3)
+    ),
+    # beside a parameter's float32 in mixed precision, on either side
+    layer("tensor.add", "parameter", lambda x, p: (x + p) * (p + x), [(ROWS, 131), (ROWS, 131)]),
     unary("ops.log_softmax", ops.log_softmax),
     unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
