@@ -16,7 +16,6 @@ Start with `algorithm` (the specification, and an algorithm's interface) and `co
 operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
 algorithms pool by `ops.planes`.
 
-To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`, or to
-`on_device`. Compiled kernels
-are in nnmpi/backend/jit (numba).
+To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`, or for a device
+to `on_device`. Compiled kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.
 """
