@@ -121,14 +121,14 @@ def pooling(public: str, function: Any) -> list[Sample]:
     ]
 
 
-def attending(heads: int, time: int, causal: bool) -> Sample:
-    """Return the row of packed self-attention."""
-    name = f"{time} {'causal' if causal else 'all'}"
+def attending(heads: int, time: int, causal: bool, features: int = 20) -> Sample:
+    """Return the row of packed self-attention; cuDNN has heads with a multiple of 8 features."""
+    name = f"{time} {'causal' if causal else 'all'}{'' if features % 8 else ' in eights'}"
     return Sample(
         "ops.attention",
         name,
         lambda x: ops.attention(x, heads, causal),
-        [anywhere(2, time, 60 * heads)],
+        [anywhere(2, time, 3 * features * heads)],
     )
 
 
@@ -310,6 +310,13 @@ TABLE: list[Sample] = [
         for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
     ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
+    *(attending(3, time, causal, 24) for time in (2, 150) for causal in (False, True)),
+    Sample(
+        "ops.scaled_dot_product_attention",
+        "crossed in eights",
+        ops.scaled_dot_product_attention,
+        [anywhere(2, 3, 9, 16), anywhere(2, 3, 70, 16), anywhere(2, 3, 70, 16)],
+    ),
     Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width
         "crossed",
