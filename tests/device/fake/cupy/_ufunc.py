@@ -75,7 +75,7 @@ class ufunc:
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
         method = array.sum if self.__name__ == "add" else array.prod
-        return method(axis, dtype, out, keepdims)
+        return method(axis, dtype, out=out, keepdims=keepdims)  # by name: the result is `out`
 
     @_streams.queued
     def at(self, a: Any, indices: Any, b: Any = None) -> None:
