@@ -1,57 +1,43 @@
 """The interface of a contestant on the device, and its clock."""
 
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from benchmarks.training.cases import Case
-
-Arrays = list[NDArray[np.float64]]
+LR = 3e-4
 
 
 class DeviceTrainer:
-    """One contestant: a model on the device with its optimizer (plain SGD), and one batch.
+    """One contestant: a model on the device with AdamW, and one batch.
 
     Attributes:
-        name: unique within a case and mode.
-        lr: the learning rate of the next step.
-        restore: sets the first weights.
-        weights: returns copies in host memory, in nnmpi's order and layout.
         step: returns the loss, on the device.
         read: (loss) -> its number.
         wait: for the device.
-        mark: records an event.
-        between: (event, event) -> seconds.
+        peak_bytes: the most memory that it has had since it was made; None where nobody counts it.
     """
 
-    name: str
-    lr: float = 0.0
-    restore: Callable[[], None]
-    weights: Callable[[], Arrays]
     step: Callable[[], Any]
     read: Callable[[Any], float]
     wait: Callable[[], None]
-    mark: Callable[[], Any]
-    between: Callable[[Any, Any], float]
-
-    def __init__(self, case: Case, mode: str) -> None:
-        self.case, self.mode = case, mode
+    peak_bytes: Callable[[], int | None]
 
     def close(self) -> None:
         """Free device memory. No other method may follow."""
         vars(self).clear()
+        gc.collect()  # a compiled step refers to its model, and the model to it
 
 
-def device_s(trainer: DeviceTrainer, steps: int) -> float:
-    """Return the seconds per step between device events; the batch is on the device, and no loss is
-    read.
+def step_s(trainer: DeviceTrainer, steps: int) -> float:
+    """Return the seconds per step; the batch is on the device, and the last loss is read.
+
+    Whoever reads a loss has waited for its step, on whatever stream the step has run.
     """
     trainer.wait()
-    begin = trainer.mark()
+    begin = time.perf_counter()
     for _ in range(steps):
-        trainer.step()
-    end = trainer.mark()
+        loss = trainer.step()
+    trainer.read(loss)
     trainer.wait()
-    return trainer.between(begin, end) / steps
+    return (time.perf_counter() - begin) / steps

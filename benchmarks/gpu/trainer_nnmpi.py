@@ -2,53 +2,41 @@
 
 from typing import Any
 
-import numpy as np
-
 import nnmpi
-from benchmarks.gpu.cases import FLOAT32, CaseArrays
-from benchmarks.gpu.trainer import Arrays, DeviceTrainer
-from benchmarks.training.trainer_nnmpi import build, mean_loss
-from nnmpi import Tensor, nn, optim
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.trainer import LR, DeviceTrainer
+from benchmarks.training import models
+from nnmpi import Tensor, nn, ops, optim
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.precision import use_precision
 
 
 class NnmpiDeviceTrainer(DeviceTrainer):
     """nnmpi on a backend.
 
     Args:
-        arrays: the case.
+        case: the model and its batch.
         mode: of `nnmpi.backend.precision`.
         backend: where it computes.
-        compiled: whether a step is recorded once and replayed.
-        dtype: float64 for a reference, in mode float32.
+        compiled: whether `nnmpi.compile` runs the step.
     """
 
-    def __init__(
-        self, arrays: CaseArrays, mode: str, backend: Backend, compiled: bool, dtype: str = FLOAT32
-    ) -> None:
-        super().__init__(arrays.case, mode)
-        self.name = "nnmpi compiled" if compiled else "nnmpi"
-        self._backend, self._first = backend, arrays.weights
+    def __init__(self, case: Case, mode: str, backend: Backend, compiled: bool) -> None:
         backend.release_memory()
-        self._model = build(self.case).initialize(seed=self.case.seed, dtype=dtype, backend=backend)
-        self._optimizer = optim.SGD(self._model.storage, lr=0.01)
-        x, y = arrays.batch(dtype)
-        self._x, self._y = backend.asarray(x), backend.asarray(y)
+        self._mode, self._backend, self._before = mode, backend, backend.memory().pool_bytes
+        self._model = case.make(models.our_library())
+        for parameter in self._model.parameters():
+            parameter.init = nn.Constant(0.0)  # 124M numbers would be drawn for each contestant
+        self._model.initialize(seed=0, backend=backend)
+        values = case.first.parameters()
+        for parameter, value in zip(self._model.parameters(), values, strict=True):
+            parameter.data[...] = backend.asarray(value.data)
+        self._optimizer = optim.AdamW(self._model.storage, lr=LR)
+        self._batch = [Tensor(backend.asarray(array)) for array in case.data]
         self._run = nnmpi.compile(self._loop) if compiled else self._loop
 
-    def restore(self) -> None:
-        for parameter, values in zip(self._model.parameters(), self._first, strict=True):
-            parameter.data[...] = self._backend.asarray(values, dtype=parameter.data.dtype)
-
-    def weights(self) -> Arrays:
-        result = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
-        return [np.array(array, np.float64) for array in result]
-
     def step(self) -> Any:
-        self._optimizer.lr = self.lr
-        with use_precision(self.mode):
-            return self._run(Tensor(self._x), Tensor(self._y))
+        with nnmpi.use_precision(self._mode), nn.training(step=self._optimizer.steps):
+            return self._run(*self._batch)
 
     def read(self, loss: Any) -> float:
         return float(loss.item())
@@ -56,11 +44,9 @@ class NnmpiDeviceTrainer(DeviceTrainer):
     def wait(self) -> None:
         self._backend.synchronize()
 
-    def mark(self) -> Any:
-        return self._backend.xp.cuda.get_current_stream().record()
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(self._backend.xp.cuda.get_elapsed_time(begin, end)) / 1e3
+    def peak_bytes(self) -> int:
+        """Return the growth of CuPy's pool, which keeps all that it once had."""
+        return self._backend.memory().pool_bytes - self._before
 
     def close(self) -> None:
         backend = self._backend
@@ -69,8 +55,7 @@ class NnmpiDeviceTrainer(DeviceTrainer):
 
     def _loop(self, x: Tensor, y: Tensor) -> Tensor:
         self._model.zero_grad()
-        with nn.training():
-            loss = mean_loss(self.case, self._model(x), y)
+        loss = ops.cross_entropy(self._model(x), y)
         loss.backward()
         self._optimizer.step()
         return loss

@@ -1,69 +1,58 @@
-"""PyTorch's side: eager, with the settings that its documentation advises for a card.
+"""PyTorch's side, with the settings that its documentation advises for a card.
 
 Images are channels_last, cuDNN may benchmark its algorithms (`torch.backends.cudnn.benchmark`),
-attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is the default, which
-updates all parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32:
-PyTorch's default allows it for convolutions.
+attention is `scaled_dot_product_attention`, AdamW is fused, bf16 is `torch.autocast`. TF32 is
+allowed but in mode float32. A compiled contestant compiles the model with its loss.
 """
 
 from typing import Any
 
-import numpy as np
 import torch
+from torch.nn import functional as F
 
-from benchmarks.gpu.cases import BF16, FLOAT32, TF32, CaseArrays
-from benchmarks.gpu.trainer import Arrays, DeviceTrainer
-from benchmarks.training.cases import CNN, CROSS_ENTROPY
-from benchmarks.training.layouts import from_torch, to_torch
-from benchmarks.training.trainer_torch import build
+from benchmarks.gpu.cases import BF16, FLOAT32, TORCH, TORCH_GRAPHS, Case
+from benchmarks.gpu.trainer import LR, DeviceTrainer
+from benchmarks.training import models
 
 
 class TorchDeviceTrainer(DeviceTrainer):
     """PyTorch on a device.
 
     Args:
-        arrays: the case.
+        case: the model and its batch.
         mode: FLOAT32, TF32 or BF16.
         device: "cuda", or "cpu" for tests.
-        dtype: float64 for the reference.
+        way: TORCH, TORCH_COMPILE or TORCH_GRAPHS.
     """
 
-    def __init__(self, arrays: CaseArrays, mode: str, device: str, dtype: str = FLOAT32) -> None:
-        super().__init__(arrays.case, mode)
-        self.name = "torch"
-        self._device, self._first, self._dtype = device, arrays.weights, getattr(torch, dtype)
+    def __init__(self, case: Case, mode: str, device: str, way: str) -> None:
+        self._mode, self._device, self._way = mode, device, way
         torch.backends.cudnn.benchmark = True
-        torch.cuda.empty_cache()
-        images = self.case.model == CNN
-        order = torch.channels_last if images and dtype == FLOAT32 else torch.contiguous_format
-        model = build(self.case).to(self._dtype)
-        self._model = model.to(device=device, memory_format=order)
-        x, y = map(torch.from_numpy, arrays.batch(dtype))
-        if images:
-            x = x.permute(0, 3, 1, 2).contiguous(memory_format=order)
-        self._x, self._y = x.to(device), y.to(device)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
-
-    def restore(self) -> None:
+        if device == "cuda":
+            self._before = torch.cuda.memory_allocated()
+        with torch.device(device):
+            self._model = case.make(models.their_library())
         with torch.no_grad():
-            for parameter, values in zip(
-                self._model.parameters(), to_torch(self.case, self._first), strict=True
-            ):
-                parameter.copy_(torch.from_numpy(values))
-
-    def weights(self) -> Arrays:
-        parts = [
-            parameter.detach().cpu().contiguous().numpy().reshape(-1)
-            for parameter in self._model.parameters()
-        ]
-        return from_torch(self.case, np.concatenate(parts).astype(np.float64), self._first)
+            # both sides define their parameters in one order; nnmpi's buffers follow them
+            for parameter, value in zip(self._model.parameters(), case.torch_weights, strict=False):
+                parameter.copy_(torch.from_numpy(value).view(parameter.shape))
+        x, self._y = (torch.from_numpy(array).to(device) for array in case.data)
+        if x.ndim == 4:
+            x = x.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+            self._model.to(memory_format=torch.channels_last)
+        self._x = x
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
+        mode_of_compile = "reduce-overhead" if way == TORCH_GRAPHS else None
+        self._run = self._loss if way == TORCH else torch.compile(self._loss, mode=mode_of_compile)
 
     def step(self) -> Any:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.mode == TF32
-        self._optimizer.param_groups[0]["lr"] = self.lr
+        allowed = self._mode != FLOAT32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+        if self._way == TORCH_GRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()
         self._optimizer.zero_grad()
-        with torch.autocast(self._device, torch.bfloat16, enabled=self.mode == BF16):
-            loss = self._loss(self._model(self._x))
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._mode == BF16):
+            loss = self._run(self._x, self._y)
         loss.backward()
         self._optimizer.step()
         return loss
@@ -74,22 +63,18 @@ class TorchDeviceTrainer(DeviceTrainer):
     def wait(self) -> None:
         getattr(torch, self._device).synchronize()
 
-    def mark(self) -> Any:
-        event = getattr(torch, self._device).Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3
+    def peak_bytes(self) -> int | None:
+        """Return the growth of the allocator in one more step, which tries no algorithm of cuDNN."""
+        if self._device != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        return torch.cuda.max_memory_allocated() - self._before
 
     def close(self) -> None:
         super().close()
+        torch.compiler.reset()
         torch.cuda.empty_cache()
 
-    def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        loss = (
-            torch.nn.functional.cross_entropy
-            if self.case.loss == CROSS_ENTROPY
-            else torch.nn.functional.mse_loss
-        )
-        return loss(output, self._y)
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._model(x).flatten(0, -2), y.flatten())

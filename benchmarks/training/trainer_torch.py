@@ -86,6 +86,31 @@ class TorchTrainer(Trainer):
             torch.distributed.destroy_process_group()
 
 
+class Attention(nn.Module):
+    """Self-attention over the time axis: (batch, time, features), keeps the shape.
+
+    Args:
+        features: of a position.
+        heads: they divide the features.
+        causal: whether a position sees only those before it.
+    """
+
+    def __init__(self, features: int, heads: int, causal: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the attention's result."""
+        batch, time, features = x.shape
+        q, k, v = (
+            part.view(batch, time, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(y.transpose(1, 2).reshape(batch, time, features))
+
+
 class Block(nn.Module):
     """The pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -97,25 +122,14 @@ class Block(nn.Module):
 
     def __init__(self, features: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.norm1, self.qkv = nn.LayerNorm(features), nn.Linear(features, 3 * features)
-        self.proj, self.norm2 = nn.Linear(features, features), nn.LayerNorm(features)
+        self.norm1, self.attention = nn.LayerNorm(features), Attention(features, heads)
+        self.norm2 = nn.LayerNorm(features)
         self.fc1, self.fc2 = nn.Linear(features, hidden), nn.Linear(hidden, features)
-        self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's result: (batch, time, features)."""
-        x = x + self.attend(self.norm1(x))
+        x = x + self.attention(self.norm1(x))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        """Return causal attention over the time axis."""
-        batch, time, features = x.shape
-        q, k, v = (
-            part.view(batch, time, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, time, features))
 
 
 class Transformer(nn.Module):

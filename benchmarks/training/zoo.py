@@ -24,131 +24,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 # the checkout, so that the modules here have their full names
 sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.training import models  # noqa: E402
 
 OURS, JAX = ("nnmpi", "nnmpi, jit"), "JAX"
 EAGER = ("PyTorch", "PyTorch, channels_last")
 COMPILED = ("torch.compile", JAX)  # on one rank alone
 
 
-def resnet20(lib: Any) -> Any:
-    """Return the residual network of He et al. for CIFAR-10, as their section 4.2 has it, with 1 x
-    1 shortcuts.
-    """
-    nn = lib.nn
-
-    class Block(nn.Module):  # type: ignore[name-defined,misc]
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            self.conv1, self.norm1 = (
-                nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-                nn.BatchNorm2d(outputs),
-            )
-            self.conv2, self.norm2 = (
-                nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-                nn.BatchNorm2d(outputs),
-            )
-            short = nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            self.short = nn.Sequential(*(short if inputs != outputs else ()))
-
-        def forward(self, x: Any) -> Any:
-            y = self.norm2(self.conv2(lib.relu(self.norm1(self.conv1(x)))))
-            return lib.relu(y + self.short(x))
-
-    widths = [16] * 4 + [32] * 3 + [64] * 3
-    blocks = [Block(a, b, 1 + (a != b)) for a, b in zip(widths, widths[1:], strict=False)]
-    return nn.Sequential(
-        *_norm_relu(nn, nn.Conv2d(3, 16, 3, 1, 1, bias=False), 16), *blocks, *lib.end(64)
-    )
-
-
-def vgg11(lib: Any) -> Any:
-    """Return VGG-11 with batch normalization, for images of 32 x 32."""
-    nn, layers, width = lib.nn, [], 3
-    for count, outputs in ((1, 64), (1, 128), (2, 256), (2, 512), (2, 512)):
-        for _ in range(count):
-            layers += _norm_relu(nn, nn.Conv2d(width, outputs, 3, 1, 1), outputs)
-            width = outputs
-        layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
-
-
-def lenet5(lib: Any) -> Any:
-    """Return LeNet-5 with ReLU."""
-    nn = lib.nn
-    convolutions = (
-        nn.Conv2d(1, 6, 5, 1, 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    )
-    dense = nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
-    return nn.Sequential(*convolutions, nn.Flatten(), *dense)
-
-
-def separable(lib: Any) -> Any:
-    """Return a network of depthwise-separable convolutions, in the manner of MobileNet."""
-    nn, layers, width = (
-        lib.nn,
-        _norm_relu(lib.nn, lib.nn.Conv2d(3, 32, 3, 1, 1, bias=False), 32),
-        32,
-    )
-    for outputs, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1)):
-        layers += _norm_relu(
-            nn, nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False), width
-        )
-        layers += _norm_relu(nn, nn.Conv2d(width, outputs, 1, bias=False), outputs)
-        width = outputs
-    return nn.Sequential(*layers, *lib.end(256))
-
-
-def autoencoder(lib: Any) -> Any:
-    """Return an encoder, and a decoder of transposed convolutions, with 10 classes on top."""
-    nn = lib.nn
-    down = nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()
-    up = nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(16, 1, 4, 2, 1)
-    return nn.Sequential(*down, *up, nn.Flatten(), nn.Linear(784, 10))
-
-
-def mlp_norm(lib: Any) -> Any:
-    """Return an MLP with batch normalization and dropout."""
-    nn, layers, width = lib.nn, [], 784
-    for outputs in (1024, 1024, 512):
-        layers += [nn.Linear(width, outputs), nn.BatchNorm1d(outputs), nn.ReLU(), nn.Dropout(0.2)]
-        width = outputs
-    return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
-def _norm_relu(nn: Any, layer: Any, outputs: int) -> list[Any]:
-    return [layer, nn.BatchNorm2d(outputs), nn.ReLU()]
-
-
-def gpt(lib: Any) -> Any:
-    """Return GPT-2 with 4 layers of 256 features for text of 65 characters."""
-    return lib.gpt(65, 128, 256, 4, 4)
-
-
-def lstm(lib: Any) -> Any:
-    """Return two layers of 256 features of long short-term memory for text of 65 characters."""
-    return lib.lstm(65, 256, 2)
-
-
 # The shape of x. Of (batch, time) it is text, and each character has a target.
 MODELS: Mapping[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
-    "resnet20": (resnet20, (64, 32, 32, 3)),
-    "vgg11": (vgg11, (32, 32, 32, 3)),
-    "lenet5": (lenet5, (64, 28, 28, 1)),
-    "separable": (separable, (32, 32, 32, 3)),
-    "autoencoder": (autoencoder, (64, 28, 28, 1)),
-    "mlp-norm": (mlp_norm, (128, 784)),
-    "char-lstm": (lstm, (32, 64)),
-    "gpt": (gpt, (8, 128)),
+    "resnet20": (models.resnet20, (64, 32, 32, 3)),
+    "vgg11": (models.vgg11, (32, 32, 32, 3)),
+    "lenet5": (models.lenet5, (64, 28, 28, 1)),
+    "separable": (models.separable, (32, 32, 32, 3)),
+    "autoencoder": (models.autoencoder, (64, 28, 28, 1)),
+    "mlp-norm": (models.mlp_norm, (128, 784)),
+    "char-lstm": (models.lstm, (32, 64)),
+    "gpt": (models.gpt, (8, 128)),
 }
 TEXT = ("char-lstm", "gpt")
 
@@ -169,18 +66,11 @@ def draw(name: str, rank: int, ranks: int) -> tuple[Any, Any]:
 def our_step(name: str, who: str, ranks: int) -> Callable[[], object]:
     """Return a training step of nnmpi."""
     import nnmpi
-    from nnmpi import models, nn, ops, optim
+    from nnmpi import nn, ops, optim
 
     group = nnmpi.start() if ranks > 1 else None
     x, y = draw(name, group.rank if group else 0, ranks)
-    lib = SimpleNamespace(
-        nn=nn,
-        relu=ops.relu,
-        end=lambda width: (nn.GlobalAvgPool2d(), nn.Linear(width, 10)),
-        gpt=models.gpt,
-        lstm=lambda *sizes: models.lstm(*sizes, tied=False),
-    )
-    model = MODELS[name][0](lib).initialize(seed=0)
+    model = MODELS[name][0](models.our_library()).initialize(seed=0)
     optimizer = optim.AdamW(model.storage, lr=1e-3)
     parallel = nnmpi.DataParallel(model, group) if group else None
 
@@ -213,18 +103,7 @@ def their_step(name: str, who: str, ranks: int) -> Callable[[], object]:
     x, y = map(
         torch.from_numpy, draw(name, torch.distributed.get_rank() if ranks > 1 else 0, ranks)
     )
-    from benchmarks.training.trainer_torch import Recurrent, Transformer
-
-    lib = SimpleNamespace(
-        nn=nn,
-        relu=torch.relu,
-        end=lambda width: (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)),
-        gpt=lambda words, context, features, layers, heads: Transformer(
-            features, heads, layers, context, words
-        ),
-        lstm=lambda words, features, layers: Recurrent(features, layers, words),
-    )
-    model = MODELS[name][0](lib)
+    model = MODELS[name][0](models.their_library())
     if x.ndim == 4:
         last = who != EAGER[0]  # torch.compile, too, is faster with it
         layout = torch.channels_last if last else torch.contiguous_format

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
@@ -11,6 +12,7 @@ from nnmpi.ops.norm import (
     Count,
     at_least_one,
     batch_norm,
+    fixed_norm,
     group_norm,
     layer_norm,
     rms_norm,
@@ -73,6 +75,11 @@ class BatchNorm(Module):
                 f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
             )
         if not current().training:
+            running = self.running_mean.data, self.running_variance.data
+            fixed = fixed_norm(x, weight, bias, *running, self.eps)
+            if fixed is not None:
+                warn_later(fixed)
+                return fixed
             # as operations on tensors: replays then read the current running statistics
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
@@ -109,7 +116,11 @@ class BatchNorm(Module):
         A strategy that needs another order of updates sets `observe`, which is called instead.
         """
         for buffer, value in ((self.running_mean, mean), (self.running_variance, variance)):
-            buffer.data += self.momentum * (value - buffer.data)
+            kernels = kernels_for(buffer.data, "move")
+            if kernels is not None:
+                kernels.move(buffer.data, value, self.momentum)
+            else:
+                buffer.data += self.momentum * (value - buffer.data)
 
 
 class LayerNorm(Module):

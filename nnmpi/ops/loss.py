@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
-from nnmpi.backend.kernels import cast, kernels_for
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import row_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
@@ -62,34 +62,34 @@ class CrossEntropy(Function):
         xp, classes = self.xp, logits.shape[-1]
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
-        losses, residuals = self._losses(rows, labels)
+        losses, residuals, kernels = self._losses(rows, labels)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
             count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
-        self.saved = (residuals, logits.shape, logits.dtype, count)
+        self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
         return _averaged(xp, xp.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
-        residuals, shape, dtype, count = self.saved
+        residuals, shape, kernels, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
         # (1,) for all rows, or (rows,)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
-        if len(residuals) == 1:
-            # compiled kernels compute the gradients together with the losses
-            to_rows = cast(xp, xp.multiply(residuals[0], xp.reshape(share, (share.size, 1))), dtype)
+        if kernels is not None:
+            settings = self.ignore_index, self.smoothing
+            to_rows = kernels.softmax_loss_grad(xp, share, residuals, *settings)
         else:
             to_rows = self._gradient(share, residuals)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
-    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row (rows, classes), and the residuals for the gradient.
+    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals, Any]:
+        """Return the loss of each row (rows, classes), residuals for the gradient, and the kernels.
 
-        These are e^(logit - largest) and their sums. Blocks of rows are computed one by one, each
-        while it is in the cache.
+        Without kernels the residuals are e^(logit - largest) and their sums. Blocks of rows are
+        computed one by one, each while it is in the cache.
         """
         xp, (count, classes), smoothing, used = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
@@ -99,7 +99,7 @@ class CrossEntropy(Function):
             else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
         )
         if result is not None:
-            return result
+            return *result, kernels
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
             labels = xp.where(used, labels, 0)
@@ -123,7 +123,7 @@ class CrossEntropy(Function):
         losses = xp.subtract(xp.log(sums), target)
         if used is not None:
             losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
-        return losses, (powers, sums, targets, used)
+        return losses, (powers, sums, targets, used), None
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """Return (softmax(logits) - target) * share, for the losses' gradients (rows,) or (1,)."""

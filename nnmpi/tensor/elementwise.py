@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, masked
-from nnmpi.tensor.function import Elementwise, Grads
+from nnmpi.backend.kernels import add, kernels_for
+from nnmpi.tensor.function import Elementwise, Function, Grads
+from nnmpi.tensor.operand import in_float32
 
 
 class Rule(NamedTuple):
@@ -68,7 +70,7 @@ class Pointwise(Elementwise):
         self.name, self.rule = name, RULES[name]
 
     def forward(self, *inputs: Any) -> Array:
-        y = getattr(self.xp, self.name)(*inputs)
+        y = add(self.xp, *inputs) if self.name == "add" else getattr(self.xp, self.name)(*inputs)
         values = (*inputs, y)
         self.saved = tuple([values[i] for i in self.rule.saves])
         return y
@@ -79,6 +81,40 @@ class Pointwise(Elementwise):
         if to_second is None:
             return (first,)
         return first, to_second(self.xp, grad, *saved) if needs[1] else None
+
+
+class DeviceActivation(Elementwise):
+    """An activation by a device's kernels, which read half precision and compute in float32.
+
+    Args:
+        form: one of `ACTIVATIONS` of the kernels.
+        slope: of "leaky_relu" below 0.
+    """
+
+    __slots__ = ("form", "slope")
+
+    replayable = True
+
+    def __init__(self, form: str, slope: float) -> None:
+        self.form, self.slope = form, slope
+
+    def forward(self, x: Array) -> Array:
+        kernels = kernels_for(x, "activate")
+        y: Array = kernels.activate(self.xp, self.form, x, self.slope)
+        # the result, where it suffices, is mostly kept by the next operation, too
+        self.saved = (y if self.form in ("relu", "sigmoid", "tanh") else x, kernels)
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        kept, kernels = self.saved
+        return (kernels.activate_grad(self.xp, self.form, grad, kept, self.slope),)
+
+
+def activated(form: str, function: Function, x: Any, slope: float = 0.0) -> Any:
+    """Apply an activation: by a device's kernels where there are some, else `function`."""
+    if kernels_for(x.data, "activate") is None:
+        return in_float32(function, x)
+    return DeviceActivation(form, slope)(x)
 
 
 class Power(Elementwise):

@@ -45,7 +45,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
-from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.kernels import add, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
@@ -444,9 +444,9 @@ class Function:
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
-            xp.add(self.grad, grad, out=self.grad)
+            add(xp, self.grad, grad, self.grad)
         else:  # the sum of two 0-d arrays is a NumPy scalar, which `out` cannot write to
-            self.grad, self.owns_grad = xp.add(self.grad, grad), self.shape != ()
+            self.grad, self.owns_grad = add(xp, self.grad, grad), self.shape != ()
 
     def own_grad(self, xp: Any) -> Array:
         """Return the output's gradient so far, for the caller to add to parts of it."""

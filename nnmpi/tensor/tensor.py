@@ -53,7 +53,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
+from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated
 from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import (
     AsType,
@@ -411,7 +411,7 @@ class Tensor(Variable):
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return _pointwise("tanh", self)
+        return activated("tanh", Pointwise("tanh"), require_floating("tanh", self))
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements clipped to two bounds; None stands for no bound.

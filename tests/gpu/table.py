@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import ops
+from nnmpi import nn, ops
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -248,7 +248,21 @@ TABLE: list[Sample] = [
     ),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
+    *(
+        layer(
+            "ops.group_norm",
+            name,
+            partial(ops.group_norm, groups=groups),
+            [(*size, channels), (channels,), (channels,)],
+        )
+        for name, groups, size, channels in (
+            ("each channel", 7, (3, 5, 11), 7),
+            ("all channels", 1, (3, 1500), 40),
+            ("rows", 2, (65,), 130),
+        )
+    ),
     layer("ops.rms_norm", "one axis", ops.rms_norm, [(ROWS, COLUMNS), (COLUMNS,)]),
+    *(layer("ops.rms_norm", f"rows of {n}", ops.rms_norm, [(3, n), (n,)]) for n in (2, 1033, 9001)),
     layer(
         "ops.batch_norm",
         "rows",
@@ -258,6 +272,16 @@ TABLE: list[Sample] = [
     layer(
         "ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]
     ),
+    # of one block and of several, in packs and one by one, and of one channel
+    *(
+        layer(
+            "ops.batch_norm",
+            f"{rows} rows of {n}",
+            lambda *x: ops.batch_norm(*x)[0],
+            [(rows, n), (n,), (n,)],
+        )
+        for rows, n in ((5003, 1), (2003, 16), (1501, 9), (3, 4099))
+    ),
     layer(
         "ops.conv_transpose2d",
         "every option",
@@ -266,6 +290,11 @@ TABLE: list[Sample] = [
     ),
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
+    *(
+        Sample(f"nn.{type(layer).__name__}", f"{n} channels", layer, [images(3, 9, 11, n)])
+        for n in (7, 16)
+        for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
+    ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
     Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width

@@ -54,6 +54,7 @@ VARIANTS = {
 HOMES = {
     "mpi4py": "comm/mpi",
     "cupy": "backend",
+    "cudnn": "backend",
     "cupyx": "backend",
     "nvmath": "backend",
     "numba": "backend",
@@ -72,7 +73,7 @@ OPTIONAL = {
     "tensorboardX",
     "tokenizers",
 }
-OPTIONAL |= {"cupy", "cupyx", "nvmath"}
+OPTIONAL |= {"cudnn", "cupy", "cupyx", "nvmath"}
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})

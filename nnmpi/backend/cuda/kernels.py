@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
+from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import (
     KERNELS,
     NAMES,
@@ -22,6 +23,8 @@ from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
+# In the order of activation.cu.
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -46,6 +49,7 @@ class DeviceKernels(KernelLauncher):
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
+    move = partialmethod(_update, "move")  # data += fraction * (value - data)
 
     def squares(self, grad: Array, to: Array) -> None:
         """Add the squares of all elements to a number, `to`, in float64.
@@ -73,6 +77,37 @@ class DeviceKernels(KernelLauncher):
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
 
+    def add(self, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
+        """Return a + b, contiguous arrays of one shape and dtype; None for others."""
+        if not (
+            type(b) is type(a)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.c_contiguous
+            and b.flags.c_contiguous
+        ):
+            return None
+        result = xp.empty(a.shape, a.dtype) if out is None else out
+        self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
+        return result
+
+    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+
+    def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
+        """Return the activation of x."""
+        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        numbers = (code, float(number), x.size)
+        self.flat("activate", x.size, x.dtype.itemsize, xp.ascontiguousarray(x), y, *numbers)
+        return y
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
+        """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
+        to_x = xp.empty(kept.shape, kept.dtype)
+        arrays = (xp.ascontiguousarray(grad), xp.ascontiguousarray(kept), to_x)
+        numbers = (ACTIVATIONS.index(form), float(number), kept.size)
+        self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
+        return to_x
+
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
@@ -98,7 +133,7 @@ class DeviceKernels(KernelLauncher):
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
-        result = xp.empty(grad.shape, grad.dtype)
+        grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
@@ -128,7 +163,9 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Attention of all heads at once: two products, and a softmax kernel in place in between.
+        """Attention of all heads at once, by cuDNN for half precision without dropout.
+
+        Otherwise two products, and a softmax kernel in place in between:
 
             S = Q K^T, (batch, heads, queries, keys)    P = softmax(S), saved in the heads' dtype
             dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
@@ -137,6 +174,17 @@ class DeviceKernels(KernelLauncher):
         the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
         that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
+        q, k, v = inputs
+        library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
+        # A single query follows others: the keys grow at each call, and a plan takes longer to
+        # build than such a product.
+        if library is not None and (q.shape[2] > 1 or keep):
+            statistics = xp.empty((*q.shape[:3], 1), "float32") if keep else None
+            if library.attend(inputs, y, statistics, causal):
+                return (q, k, v, y, statistics)
+        return self._attend(xp, inputs, y, causal, drop)
+
+    def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
@@ -155,6 +203,15 @@ class DeviceKernels(KernelLauncher):
         drop: Any = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        if len(residuals) == 5:  # cuDNN's
+            *inputs, y, statistics = residuals
+            library = cudnn_of(self.xp)
+            given = xp.ascontiguousarray(grad) if grad.strides[3] != grad.itemsize else grad
+            if library and library.attend_grad(
+                given, tuple(inputs), y, statistics, targets, causal
+            ):
+                return
+            residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
@@ -201,39 +258,68 @@ class DeviceKernels(KernelLauncher):
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
     ) -> tuple[Array, Residuals]:
-        """Compute losses and their gradients, in float32 or more, in one pass over the logits.
+        """Compute losses, in float32 or more, in one pass over the logits.
 
-        A label out of range gives NaN for both; nothing out of bounds is read.
+        A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
-        logits = xp.ascontiguousarray(logits)
-        labels = xp.ascontiguousarray(labels)
-        wide = _accumulated(logits)
-        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        (logits, lead), labels = _in_rows(xp, logits), xp.ascontiguousarray(labels)
+        wide, count = _accumulated(logits), len(logits)
+        losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
-        numbers = (*logits.shape, *ignored, float(smoothing))
         self.over_rows(
             "softmax_loss",
             *logits.shape,
-            logits,
-            labels,
-            _integer_bytes(labels),
-            losses,
-            gradients,
-            *numbers,
+            *(logits, labels, _integer_bytes(labels), losses, powers),
+            *(*logits.shape, lead, *ignored, float(smoothing)),
         )
-        return losses, (gradients,)
+        return losses, (logits, labels, powers)
+
+    def softmax_loss_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        residuals: Residuals,
+        ignore_index: int | None,
+        smoothing: float,
+    ) -> Array:
+        """Return the gradient of the logits, whose rows lie as theirs do.
+
+        It is computed again from the logits, because a gradient in float32 takes twice the memory
+        of bfloat16's logits, and scaling and rounding it later two more passes.
+
+        Args:
+            grad: of the losses, (1,) for all rows, or (rows,).
+            residuals: from `softmax_loss`.
+            ignore_index, smoothing: as there.
+        """
+        logits, labels, powers = residuals
+        (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
+        to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
+        grad = xp.ascontiguousarray(grad)
+        ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
+        self.over_rows(
+            "softmax_loss_grad",
+            *(rows, n),
+            *(logits, labels, _integer_bytes(labels), powers, grad, to_logits),
+            *(rows, n, lead, int(grad.size > 1), *ignored, float(smoothing)),
+        )
+        return to_logits
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
+        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
     ) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is saved instead of the normalized rows."""
-        x, scale, shift = map(xp.ascontiguousarray, (x, scale, shift))
+        """Normalize rows in one pass; x is saved instead of the normalized rows.
+
+        Without a shift the mean counts as 0.
+        """
+        x, scale = map(xp.ascontiguousarray, (x, scale))
+        shift = None if shift is None else xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(
             "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
         )
-        return y, (x, inverse, mean, scale)
+        return y, (x, inverse, mean, scale, shift is not None)
 
     def layer_norm_grad(
         self,
@@ -246,12 +332,110 @@ class DeviceKernels(KernelLauncher):
         to_shift: Array | None,
     ) -> None:
         """Write the gradients, each unless its target is None."""
-        x, inverse, mean, scale = residuals  # this scale is contiguous, the argument may not be
+        # this scale is contiguous, the argument may not be
+        x, inverse, mean, scale, centered = residuals
         saved = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
-            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)
+            numbers = (int(centered), *x.shape)
+            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
         if to_scale is not None or to_shift is not None:
             self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
+
+    # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
+    # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
+
+    def moments(self, xp: Any, x: Array, count: int = 1) -> tuple[Array, Array, Array]:
+        """Return offsets, variances and means of columns, or of groups of `count` columns.
+
+        An offset is the mean minus the first element of the column. Without rows all are 0. The
+        means are those of columns in either case.
+        """
+        samples, rows, n = x.shape
+        make = xp.empty if rows else xp.zeros
+        offset, variance, mean = (make((samples, n), _accumulated(x)) for _ in range(3))
+        if not x.size:
+            return offset, variance, mean
+        partial, parts = self.sample_sums("moments", (x,), (offset, variance, mean))
+        if partial is not None:
+            grid, numbers = (1 + (n - 1) // 32, 1, min(samples, 65535)), (parts, rows, n, samples)
+            self.run("moments_total", grid, (32, 32), x, offset, variance, mean, partial, *numbers)
+        if count > 1:
+            blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+            self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
+        return offset, variance, mean
+
+    def normalize(
+        self,
+        xp: Any,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        shift: Array,
+        eps: float,
+        relative: bool = True,
+    ) -> Array:
+        """Return (x - mean) / sqrt(variance + eps) * scale + shift, in one pass.
+
+        `relative` offsets are those of `moments`, others are means.
+        """
+        y = xp.empty(x.shape, x.dtype)
+        numbers = (float(eps), int(relative))
+        self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
+        return y
+
+    def norm_sums(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        eps: float,
+        targets: tuple[Array, Array],
+        relative: bool = True,
+    ) -> None:
+        """Write the columns' sums of the gradient, and of its product with the normalized x."""
+        samples, _, n = x.shape
+        if not x.size:
+            for target in targets:
+                target.fill(0)
+            return
+        arrays = (grad, x, offset, variance)
+        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(relative))
+        if partial is not None:
+            grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
+            self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
+
+    def group_sums(
+        self, xp: Any, sums: tuple[Array, Array], scale: Array, count: int, like: Array
+    ) -> tuple[Array, Array]:
+        """Return the means over groups of `count` columns of sums (samples, n) times scale."""
+        samples, n = sums[0].shape
+        center, slope = (xp.empty((samples, n), scale.dtype) for _ in range(2))
+        blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+        numbers = (n, samples, count)
+        self.run("group_sums", blocks, (32, 8), *sums, scale, center, slope, *numbers, like=like)
+        return center, slope
+
+    def norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        sums: tuple[Array, Array],
+        eps: float,
+        share: float,
+        scaled: bool,
+    ) -> Array:
+        """Return the gradient of x; see the kernel for the arguments."""
+        to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
+        arrays = (x, offset, variance, scale, *sums, to_x)
+        self.over_samples("norm_grad", grad, *arrays, *numbers)
+        return to_x
 
     # ---- tables
 
@@ -317,6 +501,37 @@ class DeviceKernels(KernelLauncher):
 
     # ---- images
 
+    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+        """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
+
+        cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
+        float32 (7 x 7, 64 images of 16 x 16, 96 channels, H100).
+        """
+        self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
+
+    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+        """Write the gradient of x, given that of y."""
+        self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
+
+    def _depthwise(
+        self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
+    ) -> None:
+        # a thread computes four pixels
+        pixels = -(-result.size // 4)
+        self.flat(name, pixels, result.itemsize, given, weight, result, *sizes)
+
+    def depthwise_weight_grad(
+        self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
+    ) -> None:
+        """Write the gradient of the weight, summed in float32 or more, in an order of its own."""
+        (kh, kw), (n, out_h, _, c) = spec.kernel, grad.shape
+        across, taps = 1 + (c - 1) // 32, kh * (1 + (kw - 1) // 8)  # of a block: 32, and 8 in a row
+        parts = max(1, min(2 * SUM_BLOCKS // (across * taps), -(-n * out_h // 8)))
+        partial = xp.empty((parts, kh * kw * c), _accumulated(x))
+        sizes = _depthwise_sizes(x, grad, spec)
+        self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
+        self.total("column_total", partial, (to_weight,), x)
+
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties.
 
@@ -343,10 +558,45 @@ class DeviceKernels(KernelLauncher):
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
+    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+        """Return each window's sum times `share`; the border counts as 0."""
+        x = xp.ascontiguousarray(x)
+        (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
+        y = xp.empty((n, *out, c), x.dtype)
+        if over.kernel == (h, w) and over.padding == (0, 0):
+            self.whole_samples("whole_pool", x.reshape(n, h * w, c), y, float(share))
+        else:
+            numbers = (float(share), *x.shape, *out, *sum(over, ()))
+            self.flat("avg_pool", y.size, x.dtype.itemsize, x, y, *numbers)
+        return y
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        """Return for each pixel the sum of the windows that contain it, times `share`."""
+        to_x = xp.empty(shape, grad.dtype)
+        numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
+        args = (xp.ascontiguousarray(grad), to_x, *numbers)
+        self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
+        return to_x
+
+
+def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
+    """Return a depthwise convolution's sizes, in the order of its kernels' arguments."""
+    return (*x.shape, *y.shape[1:3], *sum(spec[:4], ()))
+
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+
+
+def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:
+    """Return a row-major matrix, and the elements from one row to the next: x itself if `empty_rows`
+    may have made it, else a contiguous copy.
+    """
+    lead, least = x.strides[0] // x.itemsize, x.shape[1]
+    if x.strides[1] == x.itemsize and least <= lead < least + 16 // x.itemsize:
+        return x, lead
+    return xp.ascontiguousarray(x), least
 
 
 def _accumulated(x: Array) -> Dtype:

@@ -43,15 +43,27 @@ KERNELS = {
     "slope_grad_bias": ("dense", "TTTPA"),
     "column_sum": ("dense", "TPA"),
     "column_total": ("dense", "AP"),
-    "bias_gelu_slope": ("gelu", "TPT"),
-    "bias_gelu_tanh_slope": ("gelu", "TPT"),
+    "bias_gelu_slope": ("activation", "TPT"),
+    "bias_gelu_tanh_slope": ("activation", "TPT"),
+    "activate": ("activation", "TT"),
+    "activate_grad": ("activation", "TTT"),
+    "add": ("activation", "TTT"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
-    "softmax_loss": ("softmax", "Ti.AP"),
+    "softmax_loss": ("softmax", "Yi.AA"),
+    "softmax_loss_grad": ("softmax", "Yi.AAY"),
     "layer_norm": ("layer_norm", "TPP.TAA"),
     "layer_norm_grad": ("layer_norm", "TTAAPT"),
     "layer_norm_sums": ("layer_norm", "TTAAPPA"),
     "layer_norm_total": ("layer_norm", "APP"),
+    "moments": ("norm", "TPPPA"),
+    "moments_total": ("norm", "TPPPA"),
+    "group_moments": ("norm", "TPP"),
+    "group_sums": ("norm", "PPPPP"),
+    "normalize": ("norm", "TPPPPT"),
+    "norm_sums": ("norm", "TTPPPPA"),
+    "norm_total": ("norm", "APP"),
+    "norm_grad": ("norm", "TTPPPPPT"),
     "embedding": ("embedding", "Si.T"),
     "embedding_grad": ("embedding", "Ti.iS"),
     "dropout": ("dropout", "TTuu"),
@@ -59,11 +71,18 @@ KERNELS = {
     "lstm_step_grad": ("recurrent", "TTTTTTT"),
     "gru_step": ("recurrent", "TTTTTTT"),
     "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
+    "avg_pool": ("pooling", "TT"),
+    "avg_pool_grad": ("pooling", "TT"),
+    "whole_pool": ("pooling", "TT"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
+    "move": ("updates", "TT"),
     "squares": ("updates", "T"),
     "squares_total": ("updates", ""),
 }
@@ -128,6 +147,12 @@ class KernelLauncher:
         if rows * n:
             self.run(name, *_matrix_grid(rows, n, 16, BLOCKS, 1), *args, rows, n)
 
+    def over_samples(self, name: str, x: Array, *args: Any) -> None:
+        """Launch a kernel over matrices (samples, rows, n): samples along z."""
+        if x.size:
+            grid, block = _sample_grid(x, BLOCKS, ROWS_EACH // 2)
+            self.run(name, grid, block, x, *args, *_sizes(x))
+
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
         """Launch the variant for rows of this length, a warp or a block per row."""
         if rows * n and n <= ROW_OF_WARP:
@@ -135,6 +160,38 @@ class KernelLauncher:
         elif rows * n:
             block = (THREADS if n <= ROW_OF_BLOCK else 1024,)
             self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
+
+    def whole_samples(self, name: str, x: Array, *args: Any) -> None:
+        """Launch a kernel over matrices (samples, rows, n), with one block for a sample's column.
+
+        A sample without rows counts, too.
+        """
+        if x.shape[0] * x.shape[2]:
+            grid, block = _sample_grid(x, 1, ROWS_EACH)
+            self.run(name, grid, block, x, *args, *_sizes(x))
+
+    def sample_sums(
+        self, name: str, arrays: tuple[Array, ...], targets: tuple[Array, ...], *numbers: Any
+    ) -> tuple[Array | None, int]:
+        """Launch a kernel that computes two numbers for each column of each sample.
+
+        Args:
+            name: the kernel.
+            arrays: those that it reads; the first one is contiguous, (samples, rows, n), not empty.
+            targets: (samples, n) each, receive the results.
+            numbers: its last arguments.
+
+        Returns:
+            None and 1. If several blocks share a column, their numbers for a second kernel that
+            writes to the targets, (samples, blocks, 2, n), and how many they are.
+        """
+        first, partial = arrays[0], None
+        grid, block = _sample_grid(first, SUM_BLOCKS, ROWS_EACH)
+        if grid[1] > 1:
+            shape = (len(first), grid[1], 2, first.shape[2])
+            partial = self.xp.empty(shape, targets[0].dtype)
+        self.run(name, grid, block, *arrays, *targets, partial, *_sizes(first), *numbers)
+        return partial, grid[1]
 
     def sums(
         self, name: str, total: str, arrays: tuple[Any, ...], targets: tuple[Array | None, ...]
@@ -158,8 +215,15 @@ class KernelLauncher:
             )
         self.run(name, grid, block, *arrays, *targets, partial, rows, n)
         if partial is not None:
-            sizes = (1 + (columns - 1) // 32,), (32, 8)
-            self.run(total, *sizes, partial, *targets, grid[1], n, like=first)
+            self.total(total, partial, targets, first)
+
+    def total(
+        self, name: str, partial: Array, targets: tuple[Array | None, ...], like: Array
+    ) -> None:
+        """Launch a kernel that sums partial sums (parts, targets * n) to the targets, (n,) each."""
+        parts, columns = partial.shape
+        sizes, n = ((1 + (columns - 1) // 32,), (32, 8)), columns // len(targets)
+        self.run(name, *sizes, partial, *targets, parts, n, like=like)
 
     def run(
         self,
@@ -234,6 +298,18 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
             f"the kernel {name} does not support arrays of {words}; convert one with astype"
         )
     return t, p
+
+
+def _sizes(x: Array) -> Dims:
+    """Return rows, columns and samples of x (samples, rows, columns), as kernels take them."""
+    return x.shape[1], x.shape[2], x.shape[0]
+
+
+def _sample_grid(x: Array, blocks: int, least_rows: int) -> tuple[Dims, Dims]:
+    """Return grid and block for matrices (samples, rows, n), see `_matrix_grid`."""
+    rows, n, samples = _sizes(x)
+    grid, block = _matrix_grid(rows, n, x.dtype.itemsize, max(1, blocks // samples), least_rows)
+    return (*grid, min(samples, 65535)), block
 
 
 def _matrix_grid(

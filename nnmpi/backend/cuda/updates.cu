@@ -1,5 +1,5 @@
-// Optimizers' updates, each in one pass over the parameters, and the gradient's norm; see nnmpi/optim
-// for the formulas.
+// Updates in one pass: those of optimizers over the parameters (see nnmpi/optim for the formulas),
+// and those of running statistics; and the gradient's norm.
 
 // The sum over a block of 256 threads, in a fixed order, in its first thread.
 __device__ __forceinline__ double block_total(double mine) {
@@ -69,4 +69,13 @@ extern "C" __global__ void __launch_bounds__(256)
             set(at, scale * wide(at) - step * first / (root(second) + small));
         },
         both(data), in(grad), both(m), both(v));
+}
+
+// data moves a fraction of the way to the value: running statistics.
+extern "C" __global__ void __launch_bounds__(256)
+    move(T* data, const T* value, double fraction, long long n) {
+    A part = (A)fraction;
+    for_each(
+        n, [=](T& at, T& to) { set(at, wide(at) + part * (wide(to) - wide(at))); }, both(data),
+        in(value));
 }

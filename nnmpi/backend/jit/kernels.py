@@ -164,3 +164,10 @@ def softmax_loss(
     losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
     record_call(loop("softmax_loss"), logits, labels, losses, gradients)
     return losses, (gradients,)
+
+
+def softmax_loss_grad(
+    xp: Any, grad: Array, residuals: Residuals, ignore_index: int | None, smoothing: float
+) -> Array:
+    """Return the gradient of the logits for the losses' gradient, (1,) or (rows,)."""
+    return xp.multiply(residuals[0], xp.reshape(grad, (grad.size, 1)))

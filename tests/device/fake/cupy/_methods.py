@@ -44,7 +44,7 @@ def _method(name: str, entry: str) -> Any:
         if type(result) is np.ndarray:
             if result is self._host:
                 return self
-            if memory.OWNERS.get(id(memory.owner_of(result))) is self._mem:
+            if memory.owner_of(result) is memory.owner_of(self._host):
                 return view(result, self)
             if in_c and result.ndim > 1:
                 result = np.ascontiguousarray(result)
