@@ -164,9 +164,11 @@ class GraphRecorder(Recorder):
         values = np.array(function(), np.uint32)
         if self._used + values.size > NUMBERS:
             self._take_numbers()
-            self._blocks.append(
-                (self._memory.xp.empty(NUMBERS, np.uint32), np.empty(NUMBERS, np.uint32))
-            )
+            xp = self._memory.xp
+            # not in the graph's memory, where earlier results of the graph may lie
+            with xp.cuda.using_allocator(xp.get_default_memory_pool().malloc):
+                block = xp.empty(NUMBERS, np.uint32)
+            self._blocks.append((block, np.empty(NUMBERS, np.uint32)))
             self._first = self._used = 0
         target, host = (block[self._used : self._used + values.size] for block in self._blocks[-1])
         self._used += values.size
