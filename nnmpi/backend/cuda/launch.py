@@ -5,7 +5,9 @@ on dtypes alone are cached, and each call checks only for errors that would read
 outside of an array.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -297,12 +299,42 @@ class KernelLauncher:
             )
         record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
 
+    def compile_ahead(self, families: Collection[str], t: str, p: str) -> None:
+        """Begin to compile families, each by a thread: CUDA's compiler needs no lock of Python's.
+
+        Args:
+            families: names.
+            t, p: the dtypes of activations and parameters.
+        """
+        keys = {
+            (family, t, p if {*"PSX"} & {*roles} else t)
+            for family, roles in KERNELS.values()
+            if family in families
+        }
+        left = sorted(keys - self._modules.keys())
+        if left:
+            number = self.xp.cuda.runtime.getDevice()
+            pool = ThreadPoolExecutor(min(len(left), os.cpu_count() or 1), "nnmpi-compile")
+            self._modules.update((key, pool.submit(self._compiled, number, *key)) for key in left)
+            pool.shutdown(wait=False)
+
+    def _compiled(self, number: int, family: str, t: str, p: str) -> Any:
+        """Return a family's kernels, compiled and loaded by this thread."""
+        self.xp.cuda.Device(number).use()
+        module = self.xp.RawModule(code=source(family), options=options(t, p))
+        module.compile()
+        return module
+
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""
         key = (family, t, p)
-        if key not in self._modules:
-            self._modules[key] = self.xp.RawModule(code=source(family), options=options(t, p))
-        return self._modules[key]
+        found = self._modules.get(key)
+        if found is None:
+            found = self.xp.RawModule(code=source(family), options=options(t, p))
+        elif isinstance(found, Future):
+            found = found.result()
+        self._modules[key] = found
+        return found
 
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
