@@ -159,8 +159,6 @@ class Passes(PassHandler):
 
     Attributes:
         replay: records and replays.
-        poll: called before each backward pass on a rank that also serves others; None on other
-            ranks.
         updates: whether the pass itself updates the weights, after every microbatch; otherwise the
             Worker does, once per step.
         evaluated: the sums of an evaluation.
@@ -182,7 +180,6 @@ class Passes(PassHandler):
         self.world = trainer.group
         self._arrangement = arrangement
         self.exchange = exchange
-        self.poll: Callable[[], None] | None = None
         self._losses = (trainer.loss, trainer.evaluation_loss)
         self._seed = trainer.seed
         self._optimizer = trainer.optimizer
@@ -465,8 +462,6 @@ class Passes(PassHandler):
 
     def begin_backward(self, microbatch: int) -> None:
         """See `PassHandler`."""
-        if self.poll is not None:
-            self.poll()
         if self._looks:
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
