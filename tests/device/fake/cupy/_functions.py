@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cupy import _streams
-from cupy._array import is_doubled, ndarray, unwrap, view, wrap
+from cupy._array import is_doubled, made, ndarray, unwrap, view, wrap
 from cupy._names import MODULES, Parameters, parameters
 from cupy._ufunc import ufunc
 from cupy.cuda import memory
@@ -180,10 +180,8 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             return out
         if type(result) is np.ndarray:
             if poisons:
-                result = memory.rubbish(
-                    result.shape, result.dtype, "C" if result.flags.c_contiguous else "F"
-                )
-            elif type(first) is ndarray:
+                return made(*memory.blank(result))
+            if type(first) is ndarray:
                 if result is first._host:
                     return first
                 if memory.OWNERS.get(id(memory.owner_of(result))) is first._mem:
