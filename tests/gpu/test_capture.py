@@ -92,7 +92,7 @@ def step(play: Play) -> tuple[Array, ...]:
     y.reshape(-1)[::2] *= row.sum()
     soft = ops.softmax(Tensor(x))
     halves = xp.split(xp.take(x, back, axis=1), 3, axis=1)
-    wide = xp.ascontiguousarray(xp.broadcast_to(x[0] + 1, (2, 3)))
+    wide = xp.ascontiguousarray(xp.broadcast_to(x[0, :1] + 1, (3,)))
     total = xp.empty(2)
     xp.add.reduce(y, axis=1, out=total)
     return y, wide, total, y.sum(axis=0), back, xp.concatenate(halves[::-1], axis=0), soft.data, x.T
