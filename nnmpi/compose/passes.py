@@ -28,6 +28,8 @@ from typing import Any
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.cuda.kernels import device_kernels
+from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.recording import record_call, record_launch, record_note, recorded_input
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import UsageError, is_own
@@ -215,6 +217,8 @@ class Passes(PassHandler):
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
         self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
+        if backend.is_device:
+            _compile_ahead(model, backend.xp, trainer.precision)
 
     # ---- for the trainer ----
 
@@ -594,6 +598,43 @@ def _warn_of_untracked(model: Module, loss: Tensor) -> None:
                 stacklevel=2,
             )
             return
+
+
+# Families of a device's kernels by what needs them; nearly every model needs those of "".
+_FAMILIES = {
+    "": ("dense", "activation", "softmax", "copy", "updates"),
+    "BatchNorm": ("norm",),
+    "GroupNorm": ("norm",),
+    "RMSNorm": ("norm",),
+    "LayerNorm": ("layer_norm",),
+    "Embedding": ("embedding",),
+    "Dropout": ("dropout",),
+    "GRULayer": ("recurrent",),
+    "LSTMDirection": ("recurrent",),
+    "MaxPool2d": ("pooling",),
+    "AvgPool2d": ("pooling",),
+    "AdaptiveAvgPool2d": ("pooling",),
+    "GlobalAvgPool2d": ("pooling",),
+}
+
+
+def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
+    """Begin to compile the kernels that a model on a device needs, all at the same time.
+
+    The first step compiled them one by one, in 0.5 to 1.3 s each; later runs find them on disk.
+    """
+    kernels = device_kernels(xp)
+    if kernels is None or not model.storage.data:
+        return
+    names = {type(module).__name__ for _, module in model.named_modules()}
+    families = {family for name in ("", *names) for family in _FAMILIES.get(name, ())}
+    wide, low = model.storage.dtype.name, low_dtype(mode)
+    narrow = wide if low is None else low.name
+    kernels.compile_ahead(families, narrow, wide)
+    kernels.compile_ahead(["updates"], wide, wide)
+    # copies within a dtype and between them; the seed of a backward pass is float64
+    for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
+        kernels.compile_ahead(["copy"], target, source)
 
 
 def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:

@@ -57,7 +57,7 @@ RESIDENT_SHARE = 0.25
 # Gathered at once on a device: a batch of MNIST, 200 KB, costs the host 5 us in place of 70.
 GATHERED_BYTES = 2**24
 
-# A data set, a device, and the data set with its arrays there, if it fits.
+# A data set, a device, and the data set with its samples there, if they fit.
 _UNDECIDED: tuple[Samples, Backend, Dataset | None] | None = None
 
 
@@ -354,18 +354,19 @@ class Loader(Settled):
         )
 
     def _held_by(self, device: Backend) -> Dataset | None:
-        """Return the data set with its arrays on a device; None if it must not or cannot be there.
+        """Return the data set with its samples on a device; None if they must not or cannot be there.
 
         The first call decides, so that every epoch is alike.
         """
         if self._held is None or self._held[0] is not self.dataset or self._held[1] is not device:
             dataset, held = self.dataset, None
-            if type(dataset) is Dataset and isinstance(dataset.x, np.ndarray):
-                nbytes = dataset.x.nbytes + dataset.y.nbytes
-                if nbytes <= RESIDENT_SHARE * device.room_bytes():
-                    held = copy(dataset)
-                    for name in ("x", "y"):
-                        object.__setattr__(held, name, resident(device, getattr(dataset, name)))
+            if (
+                type(dataset) is Dataset
+                and isinstance(dataset.x, np.ndarray)
+                and dataset.x.nbytes <= RESIDENT_SHARE * device.room_bytes()
+            ):
+                held = copy(dataset)
+                object.__setattr__(held, "x", resident(device, dataset.x))
             self._held = dataset, device, held
         return self._held[2] if self._only_normalizes else None
 
@@ -426,7 +427,8 @@ class Loader(Settled):
             rank, world: the part, and the number of parts.
         """
         make, indices, length = self._outline(epoch_order, epoch, number, rank, world)
-        return make(*self._pair(self.dataset, indices, indices, epoch, length), indices)
+        x, y = self.dataset.pair(indices, self._kind, length)
+        return make(self._transformed(x, indices, epoch), self._converted(y), indices)
 
     def _outline(
         self, epoch_order: Integers, epoch: int, number: int, rank: int, world: int
@@ -450,18 +452,8 @@ class Loader(Settled):
         )
         return make, indices, length
 
-    def _pair(
-        self,
-        samples: Samples,
-        places: Integers,
-        indices: Integers,
-        epoch: int,
-        length: int | None = None,
-    ) -> tuple[Array, Array]:
-        """Return model input and labels of samples, in the memory of `samples` and `places`."""
-        x, y = samples.pair(places, self._kind, length)
-        x = self._transformed(x, indices, epoch)
-        return x, y.astype(self._kind, copy=False) if y.dtype.kind == "f" else y
+    def _converted(self, y: NDArray[Any]) -> NDArray[Any]:
+        return y.astype(self._kind, copy=False) if y.dtype.kind == "f" else y
 
     def _extent(self, batch_order: Integers) -> tuple[tuple[int, ...], int | None]:
         """Return each microbatch's number of targets, and the length to pad samples to.
@@ -511,7 +503,7 @@ class _Gathered:
     Args:
         loader: of the batches.
         device: of the data set.
-        held: the loader's data set, with its arrays there.
+        held: the loader's data set, with its samples there.
         epoch_order, epoch: see `Loader.part`.
     """
 
@@ -541,9 +533,10 @@ class _Gathered:
             for number in numbers
         ]
         indices = np.concatenate([rows for _, rows, _ in outlines])
-        x, y = loader._pair(self._held, self._device.asarray(indices), indices, epoch)
-        labels = loader.dataset.labels(indices).astype(y.dtype, copy=False)
-        start = 0
+        places = self._device.asarray(indices)
+        x = loader._transformed(self._held.rows(places, loader._kind), indices, epoch)
+        labels = loader._converted(loader.dataset.labels(indices))
+        y, start = self._device.asarray(labels), 0  # few bytes, in one copy
         for make, rows, _ in outlines:
             part = slice(start, start := start + len(rows))
             yield make(x[part], y[part], rows, host_y=labels[part])

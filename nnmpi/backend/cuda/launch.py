@@ -5,7 +5,9 @@ on dtypes alone are cached, and each call checks only for errors that would read
 outside of an array.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,7 @@ NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 #     T    an array in the activations' dtype, floating point
 #     P    an array in T's dtype, or in float32 if T has 16 bits
 #     A    an array in float32, or in float64 if T is
+#     D    an array in float64
 #     S    an array in any floating-point dtype, in kernels without P
 #     X, Y the same as S and T, of any strides
 #     i    integers of any kind
@@ -48,6 +51,7 @@ KERNELS = {
     "activate": ("activation", "TT"),
     "activate_grad": ("activation", "TTT"),
     "add": ("activation", "TTT"),
+    "add_low": ("activation", "PTP"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
     "softmax_loss": ("softmax", "Yi.AA"),
@@ -79,12 +83,14 @@ KERNELS = {
     "avg_pool": ("pooling", "TT"),
     "avg_pool_grad": ("pooling", "TT"),
     "whole_pool": ("pooling", "TT"),
+    "loss": ("sums", "TTAD"),
+    "loss_grad": ("sums", "TTATT"),
+    "squares": ("sums", "TD"),
+    "sum_total": ("sums", "DAD"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
     "move": ("updates", "TT"),
-    "squares": ("updates", "T"),
-    "squares_total": ("updates", ""),
 }
 
 THREADS = 256
@@ -134,6 +140,25 @@ class KernelLauncher:
             self.run(
                 name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
             )
+
+    def total_of(
+        self, name: str, arrays: tuple[Any, ...], out: Array, share: float | None, *numbers: Any
+    ) -> None:
+        """Launch a kernel that adds up a number for each element, and one over its blocks.
+
+        Args:
+            name: the first kernel.
+            arrays: those that it reads, contiguous; None for a missing one.
+            out: of one element; times a `share`, or added to a float64 number without one.
+            numbers: its last arguments, without the number of elements.
+        """
+        first = arrays[0]
+        least = 16 * THREADS * ROWS_EACH
+        blocks = min(SUM_BLOCKS, 1 + first.size * first.dtype.itemsize // least)
+        partial = self.xp.empty((blocks,), "float64")
+        self.run(name, (blocks,), (THREADS,), *arrays, partial, *numbers, first.size)
+        targets = (None, out, 1.0) if share is None else (out, None, float(share))
+        self.run("sum_total", (1,), (1024,), partial, *targets, blocks, like=first)
 
     def over_columns(self, name: str, y: Array, n: int, *args: Any) -> None:
         """Launch a kernel over a matrix (..., n): columns along x, rows along y."""
@@ -274,12 +299,42 @@ class KernelLauncher:
             )
         record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
 
+    def compile_ahead(self, families: Collection[str], t: str, p: str) -> None:
+        """Begin to compile families, each by a thread: CUDA's compiler needs no lock of Python's.
+
+        Args:
+            families: names.
+            t, p: the dtypes of activations and parameters.
+        """
+        keys = {
+            (family, t, p if {*"PSX"} & {*roles} else t)
+            for family, roles in KERNELS.values()
+            if family in families
+        }
+        left = sorted(keys - self._modules.keys())
+        if left:
+            number = self.xp.cuda.runtime.getDevice()
+            pool = ThreadPoolExecutor(min(len(left), os.cpu_count() or 1), "nnmpi-compile")
+            self._modules.update((key, pool.submit(self._compiled, number, *key)) for key in left)
+            pool.shutdown(wait=False)
+
+    def _compiled(self, number: int, family: str, t: str, p: str) -> Any:
+        """Return a family's kernels, compiled and loaded by this thread."""
+        self.xp.cuda.Device(number).use()
+        module = self.xp.RawModule(code=source(family), options=options(t, p))
+        module.compile()
+        return module
+
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""
         key = (family, t, p)
-        if key not in self._modules:
-            self._modules[key] = self.xp.RawModule(code=source(family), options=options(t, p))
-        return self._modules[key]
+        found = self._modules.get(key)
+        if found is None:
+            found = self.xp.RawModule(code=source(family), options=options(t, p))
+        elif isinstance(found, Future):
+            found = found.result()
+        self._modules[key] = found
+        return found
 
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
@@ -287,7 +342,15 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
     p = next((dtype.name for role, dtype in dtypes if role in "PSX"), t)
     a = "float64" if t == "float64" else "float32"
-    allowed = {"T": {t}, "Y": {t}, "P": {p} & {t, a}, "S": {p}, "X": {p}, "A": {a}}
+    allowed = {
+        "T": {t},
+        "Y": {t},
+        "P": {p} & {t, a},
+        "S": {p},
+        "X": {p},
+        "A": {a},
+        "D": {"float64"},
+    }
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
     fits = (
         dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes

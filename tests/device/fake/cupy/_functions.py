@@ -179,6 +179,8 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         if out is not None:
             return out
         if type(result) is np.ndarray:
+            if poisons and memory.is_capturing():
+                return made(*memory.blank(result))
             if poisons:
                 return made(*memory.blank(result))
             if type(first) is ndarray:
