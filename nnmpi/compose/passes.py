@@ -600,7 +600,7 @@ _FAMILIES = {
     "": ("dense", "activation", "softmax", "copy", "updates"),
     "BatchNorm": ("norm",),
     "GroupNorm": ("norm",),
-    "RMSNorm": ("norm",),
+    "RMSNorm": ("layer_norm",),
     "LayerNorm": ("layer_norm",),
     "Embedding": ("embedding",),
     "Dropout": ("dropout",),
@@ -610,6 +610,7 @@ _FAMILIES = {
     "AvgPool2d": ("pooling",),
     "AdaptiveAvgPool2d": ("pooling",),
     "GlobalAvgPool2d": ("pooling",),
+    "Upsample": ("pooling",),
 }
 
 
@@ -626,7 +627,7 @@ def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
     wide, low = model.storage.dtype.name, low_dtype(mode)
     narrow = wide if low is None else low.name
     kernels.compile_ahead(families, narrow, wide)
-    kernels.compile_ahead(["updates"], wide, wide)
+    kernels.compile_ahead(["updates", "sums"], wide, wide)
     # copies within a dtype and between them; the seed of a backward pass is float64
     for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
         kernels.compile_ahead(["copy"], target, source)

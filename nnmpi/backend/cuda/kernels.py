@@ -50,7 +50,8 @@ class DeviceKernels(KernelLauncher):
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
-    move = partialmethod(_update, "move")  # data += fraction * (value - data)
+    # running mean and variance, a batch's mean and variance, fraction, the variance's factor
+    track = partialmethod(_update, "track")
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.

@@ -42,11 +42,16 @@ extern "C" __global__ void __launch_bounds__(256)
         both(data), in(grad), both(m), both(v));
 }
 
-// data moves a fraction of the way to the value: running statistics.
+// Running statistics move a fraction of the way to a batch's mean and to its variance times a factor.
 extern "C" __global__ void __launch_bounds__(256)
-    move(T* data, const T* value, double fraction, long long n) {
-    A part = (A)fraction;
+    track(T* mean, T* variance, const T* to_mean, const T* to_variance, double fraction,
+          double factor, long long n) {
+    A part = (A)fraction, unbiased = (A)factor;
     for_each(
-        n, [=](T& at, T& to) { set(at, wide(at) + part * (wide(to) - wide(at))); }, both(data),
-        in(value));
+        n,
+        [=](T& first, T& second, T& to_first, T& to_second) {
+            set(first, wide(first) + part * (wide(to_first) - wide(first)));
+            set(second, wide(second) + part * (wide(to_second) * unbiased - wide(second)));
+        },
+        both(mean), both(variance), in(to_mean), in(to_variance));
 }
