@@ -49,7 +49,7 @@ def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
         for place, function in (
             (buffers, "fetch"),
             (execution, "fetch"),
-            (losses, "fetch"),
+            (losses, "start_fetch"),
             (clip, "_read"),
         ):
             patch.setattr(place, function, _allowed(getattr(place, function)))
@@ -314,7 +314,8 @@ def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
         counted(xp.ndarray, "set", "sent")
         for name in ("asarray", "array"):
             counted(xp, name, "sent", host_only=True)
-        counted(xp.cuda.Stream, "synchronize", "wait")
+        for kind in (xp.cuda.Stream, xp.cuda.Event):
+            counted(kind, "synchronize", "wait")
         yield counts
 
 

@@ -38,18 +38,22 @@ class DeviceKernels(KernelLauncher):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    def _update(self, name: str, *args: Any) -> None:
+    def _update(self, name: str, *args: Any, guard: Array | None = None) -> None:
         count, data = len(KERNELS[name][1]), args[0]
         numbers = map(float, args[count:])
-        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
+        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, guard, data.size)
 
-    # Optimizers' updates of a block; see nnmpi/optim for the arguments.
+    # Optimizers' updates of a block; see nnmpi/optim for the arguments. They change nothing if the
+    # guard, a float64 on the device, is not finite.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
     # data, grad, momentum, lr, beta, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
-    move = partialmethod(_update, "move")  # data += fraction * (value - data)
+
+    def move(self, data: Array, value: Array, fraction: float) -> None:
+        """data += fraction * (value - data)."""
+        self.flat("move", data.size, data.dtype.itemsize, data, value, float(fraction), data.size)
 
     def squares(self, grad: Array, to: Array) -> None:
         """Add the squares of all elements to a number, `to`, in float64.
