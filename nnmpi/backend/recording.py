@@ -84,13 +84,20 @@ def record_note(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
-    """Return a function's array; in a recording, a buffer that each replay fills by a call."""
+    """Return a function's array; in a recording, a buffer that each replay fills by a call.
+
+    The array comes from outside of the step, or from a recorded call: no graph of a device needs to
+    end before it.
+    """
     recorder = _active.get()
-    if recorder is None:
-        return function(*args)
-    buffer: Array = recorder.run_eagerly(lambda: recorder.copy(function(*args)))
-    recorder.record(_fill, buffer, partial(function, *args))
-    return buffer
+    return function(*args) if recorder is None else recorder.input(partial(function, *args))
+
+
+def recorded_copy(array: Array) -> Array:
+    """Return a copy of an array that each replay makes anew at this place."""
+    recorder = _active.get()
+    is_captured = recorder is not None and recorder.captures
+    return array.copy() if is_captured else recorded_input(array.copy)
 
 
 def to_library(xp: Any, values: Any) -> Array:
@@ -107,7 +114,8 @@ def recorded_numbers(function: Callable[[], Any]) -> Any:
     return function() if recorder is None else recorder.numbers(function)
 
 
-def _fill(buffer: Array, function: Callable[[], Any]) -> None:
+def fill(buffer: Array, function: Callable[[], Any]) -> None:
+    """Write a function's array to a buffer."""
     buffer[...] = function()
 
 
@@ -288,6 +296,12 @@ class Recorder:
         self.record(function, *args)
         return result
 
+    def input(self, function: Callable[[], Array]) -> Array:
+        """Return a buffer with a function's array, which replays fill anew."""
+        buffer: Array = self.run_eagerly(lambda: self.copy(function()))
+        self.record(fill, buffer, function)
+        return buffer
+
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Do the same for a function that only computes on arrays."""
         return self.record_call(function, *args)
@@ -369,7 +383,7 @@ class _RecordingFunction:
         if self._writes_out():
             self._recorder.record(self._bound(args, {**kwargs, "out": out}))
         else:
-            self._recorder.record(_fill, out, partial(self._function, *args, **kwargs))
+            self._recorder.record(fill, out, partial(self._function, *args, **kwargs))
         return out
 
     def _writes_out(self) -> bool:

@@ -23,7 +23,7 @@ import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import active, record_call, recorded_input
+from nnmpi.backend.recording import active, record_call, record_note, recorded_input
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement
@@ -405,7 +405,7 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
-            record_call(self._caller.begin_backward, microbatch)
+            record_note(self._caller.begin_backward, microbatch)
             grads: Sequence[Array] = [recorded_input(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))

@@ -613,7 +613,7 @@ def _warn_of_untracked(model: Module, loss: Tensor) -> None:
 
 # Families of a device's kernels by what needs them; nearly every model needs those of "".
 _FAMILIES = {
-    "": ("dense", "activation", "softmax", "copy", "updates"),
+    "": ("dense", "activation", "softmax", "copy"),
     "BatchNorm": ("norm",),
     "GroupNorm": ("norm",),
     "RMSNorm": ("norm",),
@@ -642,7 +642,7 @@ def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
     wide, low = model.storage.dtype.name, low_dtype(mode)
     narrow = wide if low is None else low.name
     kernels.compile_ahead(families, narrow, wide)
-    kernels.compile_ahead(["updates"], wide, wide)
+    kernels.compile_ahead(["sums", "updates"], wide, wide)
     # copies within a dtype and between them; the seed of a backward pass is float64
     for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
         kernels.compile_ahead(["copy"], target, source)

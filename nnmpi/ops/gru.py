@@ -27,6 +27,8 @@ class GRUFunction(Function):
 
     __slots__ = ()
 
+    captured = True
+
     def forward(
         self, x: Array, weight: Array, recurrent: Array, bias: Array, bias_n: Array, h: Any
     ) -> Array:

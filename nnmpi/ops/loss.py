@@ -215,6 +215,44 @@ class ElementwiseLoss(Function):
         return to_x, xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
 
 
+class DeviceLoss(Function):
+    """`ElementwiseLoss` by a device's kernels, which read x and the target once each way.
+
+    Args:
+        reduction: one of REDUCTIONS.
+        form: one of `LOSSES` of the kernels.
+        delta: of "huber".
+    """
+
+    __slots__ = ("delta", "form", "reduction")
+
+    replayable = True
+
+    def __init__(self, reduction: str, form: str, delta: float) -> None:
+        self.reduction, self.form, self.delta = reduction, form, delta
+
+    averages = ElementwiseLoss.averages
+    summands = ElementwiseLoss.summands
+
+    def forward(self, x: Array, target: Array) -> Array:
+        kernels = kernels_for(x, "losses")
+        share = 1 / max(x.size, 1) if self.reduction == "mean" else 1.0
+        self.saved = (x, target, share, kernels)
+        result: Array = kernels.losses(
+            self.xp, self.form, x, target, self.delta, None if self.reduction == "none" else share
+        )
+        return result
+
+    def backward(self, grad: Array) -> Grads:
+        x, target, share, kernels = self.saved
+        if self.reduction == "none":
+            share = 1.0
+        result: Grads = kernels.losses_grad(
+            self.xp, self.form, grad, (x, target), self.needs, self.delta, share
+        )
+        return result
+
+
 def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
     """(x - target)^2"""
     difference = xp.subtract(x, target)
@@ -365,7 +403,7 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     """
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
-    return _error("huber", partial(_huber, float(delta)), x, target, reduction)
+    return _error("huber", partial(_huber, float(delta)), x, target, reduction, float(delta))
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -424,7 +462,12 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 
 def _error(
-    name: str, evaluate: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str
+    name: str,
+    evaluate: Callable[..., tuple[Array, ...]],
+    x: Tensor,
+    target: Any,
+    reduction: str,
+    delta: float = 0.0,
 ) -> Tensor:
     check_reduction(reduction)
     require_floating(name, x)
@@ -434,7 +477,12 @@ def _error(
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)
-    return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
+    if kernels_for(x.data, "losses") is None:
+        return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
+    function = DeviceLoss(reduction, name, delta)
+    if x.dtype == target.dtype:
+        return function(x, target)
+    return in_float32(function, x, target, narrow=False)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

@@ -40,7 +40,6 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_for
-from nnmpi.backend.recording import refuse
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
@@ -189,27 +188,24 @@ class LSTMFunction(Function):
     Args:
         reverse: whether to go from the last time step to the first.
         ends: whether to append the last h and c; otherwise the result is (batch, time, features).
+        lengths: (batch,), integers on the host; None if no sequence is padded.
     """
 
-    __slots__ = ("ends", "reverse")
+    __slots__ = ("ends", "lengths", "reverse")
 
-    captured = True
+    def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
+        self.reverse, self.ends, self.lengths = reverse, ends, lengths
 
-    def __init__(self, reverse: bool, ends: bool) -> None:
-        self.reverse, self.ends = reverse, ends
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether nothing is copied from the host, as the packed order is."""
+        return self.lengths is None
 
     def forward(
-        self,
-        x: Array,
-        weight: Array,
-        recurrent: Array,
-        bias: Array,
-        h: Any,
-        c: Any,
-        lengths: Any = None,
+        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
-        packing = Packing.of(batch, time, lengths, xp)
+        packing = Packing.of(batch, time, self.lengths, xp)
         rows = packing.pack(xp, x)
         gates = empty(xp, (len(rows), 4 * features), x.dtype)
         kernels, factors = kernels_for(gates, "lstm_step"), (weight, recurrent, bias)
@@ -277,7 +273,7 @@ class LSTMFunction(Function):
             packing.unsort(end) if need else None
             for end, need in zip(ends, self.needs[4:6], strict=True)
         )
-        return to_x, to_weight, to_recurrent, to_bias, *first, None
+        return to_x, to_weight, to_recurrent, to_bias, *first
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
@@ -382,8 +378,6 @@ def lstm(
     Raises:
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
-        UsageError: for lengths in a compiled step on a device: their numbers decide which rows a
-            step's kernels read, and would be copied from the host.
     """
     may_meet("lstm", require_floating("lstm", x), weight, recurrent, bias, *state or ())
     features = recurrent.shape[0]
@@ -399,10 +393,8 @@ def lstm(
             raise ShapeError(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
-    if lengths is not None and type(x.data) is not np.ndarray:
-        refuse("the lengths of an lstm on a device", "leave them out, or do not compile this step")
-    inputs = x, weight, recurrent, bias, *(state or (None, None))
-    return in_float32(LSTMFunction(reverse, ends), *inputs, _checked(lengths, x.shape))
+    function = LSTMFunction(reverse, ends, _checked(lengths, x.shape))
+    return in_float32(function, x, weight, recurrent, bias, *(state or (None, None)))
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:

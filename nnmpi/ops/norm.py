@@ -198,7 +198,7 @@ class DeviceBatchNormFunction(Function):
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
         xp, kernels = self.xp, kernels_for(x, "moments")
-        rows = _samples(xp, x, 1, scale.size)
+        rows = _samples(xp, kernels, x, 1, scale.size)
         scale, shift = map(xp.ascontiguousarray, (scale, shift))
         local = rows.shape[1]
         offset, variance, mean = (item[0] for item in kernels.moments(xp, rows))
@@ -219,7 +219,7 @@ class DeviceBatchNormFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         (rows, offset, variance, scale, n, kernels), xp = self.saved, self.xp
-        given = xp.ascontiguousarray(xp.reshape(grad, rows.shape))
+        given = kernels.contiguous(xp, grad).reshape(rows.shape)
         to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
         saved = rows, offset, variance
         kernels.norm_sums(xp, given, *saved, self.eps, (to_shift, to_scale))
@@ -256,7 +256,7 @@ class FixedNormFunction(Function):
 
     def forward(self, x: Array, scale: Array, shift: Array, mean: Array, variance: Array) -> Array:
         xp, kernels = self.xp, kernels_for(x, "moments")
-        rows = _samples(xp, x, 1, scale.size)
+        rows = _samples(xp, kernels, x, 1, scale.size)
         scale, shift = map(xp.ascontiguousarray, (scale, shift))
         self.saved = (rows, mean, variance, scale, kernels)
         return kernels.normalize(xp, rows, mean, variance, scale, shift, self.eps, False).reshape(
@@ -265,7 +265,7 @@ class FixedNormFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         (rows, mean, variance, scale, kernels), xp = self.saved, self.xp
-        given = xp.ascontiguousarray(xp.reshape(grad, rows.shape))
+        given = kernels.contiguous(xp, grad).reshape(rows.shape)
         sums = to_shift, to_scale = tuple(
             place_for(self, i, scale.shape, scale.dtype) for i in (2, 1)
         )
@@ -278,11 +278,11 @@ class FixedNormFunction(Function):
         return to_x, to_scale, to_shift, None, None
 
 
-def _samples(xp: Any, x: Array, count: int, channels: int) -> Array:
+def _samples(xp: Any, kernels: Any, x: Array, count: int, channels: int) -> Array:
     """Return x as (count, rows, channels), contiguous."""
-    return xp.ascontiguousarray(
-        xp.reshape(x, (count, x.size // max(count * channels, 1), channels))
-    )
+    rows = x.size // max(count * channels, 1)
+    result: Array = kernels.contiguous(xp, x).reshape(count, rows, channels)
+    return result
 
 
 def _by_kernels(function: Function, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -604,7 +604,7 @@ class GroupNormFunction(Function):
             return xp.empty(x.shape, x.dtype)
         kernels = kernels_for(x, "moments")
         if kernels is not None:
-            images = _samples(xp, x, n, channels)
+            images = _samples(xp, kernels, x, n, channels)
             scale, shift = map(xp.ascontiguousarray, (scale, shift))
             saved = images, *kernels.moments(xp, images, self.count)[:2], scale
             self.saved = (*saved, kernels)
@@ -671,7 +671,7 @@ class GroupNormFunction(Function):
         """Return the gradients, by a device's kernels."""
         (*saved, scale, kernels), xp = self.saved, self.xp
         images = saved[0]
-        given = xp.ascontiguousarray(xp.reshape(grad, images.shape))
+        given = kernels.contiguous(xp, grad).reshape(images.shape)
         sums = tuple(xp.empty((len(images), scale.size), scale.dtype) for _ in range(2))
         kernels.norm_sums(xp, given, *saved, self.eps, sums)
         to_x = None

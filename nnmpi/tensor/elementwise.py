@@ -9,9 +9,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, masked
-from nnmpi.backend.kernels import add, kernels_for
-from nnmpi.tensor.function import Elementwise, Function, Grads
-from nnmpi.tensor.operand import in_float32
+from nnmpi.backend.kernels import add, cast, kernels_for
+from nnmpi.backend.precision import is_low
+from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
+from nnmpi.tensor.operand import in_float32, mixes
 
 
 class Rule(NamedTuple):
@@ -81,6 +82,34 @@ class Pointwise(Elementwise):
         if to_second is None:
             return (first,)
         return first, to_second(self.xp, grad, *saved) if needs[1] else None
+
+
+class AddLow(Elementwise):
+    """a + b of float32 and half precision, of one shape, by a device's kernel.
+
+    Without it b would be converted by a pass of its own.
+    """
+
+    replayable = True
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.saved = (b.dtype,)
+        result: Array = kernels_for(b, "add_low").add_low(self.xp, a, b)
+        return result
+
+    def backward(self, grad: Array) -> Grads:
+        return grad, cast(self.xp, grad, self.saved[0]) if self.needs[1] else None
+
+
+def add_low(a: Any, b: Any) -> Any:
+    """Return the sum of two tensors in mixed precision in one pass; None for all others."""
+    if not isinstance(b, Variable) or a.data.dtype == b.data.dtype or a.data.shape != b.data.shape:
+        return None
+    if is_low(a.data.dtype):
+        a, b = b, a
+    if not mixes(a.data.dtype, b.data.dtype) or kernels_for(b.data, "add_low") is None:
+        return None
+    return AddLow()(a, b)
 
 
 class DeviceActivation(Elementwise):

@@ -53,7 +53,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated
+from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
 from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import (
     AsType,
@@ -255,6 +255,9 @@ class Tensor(Variable):
         return np.array(self.numpy(), dtype, copy=copy)
 
     def __add__(self, other: Any) -> Tensor:
+        mixed = add_low(self, other)
+        if mixed is not None:
+            return mixed
         return _sum(Pointwise("add"), *operands("add", self, other))
 
     __radd__ = __add__

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import nn, ops
+from nnmpi import nn, ops, tensor
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -121,14 +121,14 @@ def pooling(public: str, function: Any) -> list[Sample]:
     ]
 
 
-def attending(heads: int, time: int, causal: bool) -> Sample:
-    """Return the row of packed self-attention."""
-    name = f"{time} {'causal' if causal else 'all'}"
+def attending(heads: int, time: int, causal: bool, features: int = 20) -> Sample:
+    """Return the row of packed self-attention; cuDNN has heads with a multiple of 8 features."""
+    name = f"{time} {'causal' if causal else 'all'}{'' if features % 8 else ' in eights'}"
     return Sample(
         "ops.attention",
         name,
         lambda x: ops.attention(x, heads, causal),
-        [anywhere(2, time, 60 * heads)],
+        [anywhere(2, time, 3 * features * heads)],
     )
 
 
@@ -211,6 +211,20 @@ TABLE: list[Sample] = [
         layer("ops.linear_gelu", f"{rows} rows", ops.linear_gelu, [(rows, 2), (2, n), (n,)])
         for rows, n in ((5000, 3), (3, 4099))
     ),
+    *(
+        Sample(
+            "tensor.concatenate",
+            f"axis {axis}",
+            lambda *given, axis=axis: tensor.concatenate(given, axis),
+            [
+                anywhere(*(n if i == axis else size for i, size in enumerate((3, 5, 16))))
+                for n in (1, 24, 7)
+            ],
+        )
+        for axis in range(3)
+    ),
+    # beside a parameter's float32 in mixed precision, on either side
+    layer("tensor.add", "parameter", lambda x, p: (x + p) * (p + x), [(ROWS, 131), (ROWS, 131)]),
     unary("ops.log_softmax", ops.log_softmax),
     unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
@@ -296,6 +310,13 @@ TABLE: list[Sample] = [
         for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
     ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
+    *(attending(3, time, causal, 24) for time in (2, 150) for causal in (False, True)),
+    Sample(
+        "ops.scaled_dot_product_attention",
+        "crossed in eights",
+        ops.scaled_dot_product_attention,
+        [anywhere(2, 3, 9, 16), anywhere(2, 3, 70, 16), anywhere(2, 3, 70, 16)],
+    ),
     Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width
         "crossed",

@@ -16,7 +16,14 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import DEVICE
 
-UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, CAPTURED_EVENT = 900, 901, 904, 905, 907
+UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = (
+    900,
+    901,
+    904,
+    905,
+    906,
+    907,
+)
 # Where launched work is done only when somebody waits for it, and what it has not written is NaN.
 LATE = DEVICE in (None, "lazy")
 
@@ -73,12 +80,16 @@ def play(device: Backend) -> Play:
 
 
 def step(play: Play) -> tuple[Array, ...]:
-    """Compute by functions, in place, by indices, by a product, a sort and nnmpi's kernels."""
+    """Compute by functions, in place, in views, by a product, a sort and nnmpi's kernels."""
     xp, x = play.xp, play.x
     y = gemm(xp, x, x.T)
     y += 1
     y[0, 1:] = xp.exp(y[1, 1:] * -0.125)
     back = xp.argsort(-x[1])
+    y[1][1:] -= 0.5
+    row = y.T.reshape(-1)[1:3]  # of a copy
+    row[...] = x[0, :2]
+    y.reshape(-1)[::2] *= row.sum()
     soft = ops.softmax(Tensor(x))
     halves = xp.split(xp.take(x, back, axis=1), 3, axis=1)
     return y, y.sum(axis=0), back, xp.concatenate(halves[::-1], axis=0), soft.data, x.T
@@ -224,10 +235,30 @@ def test_waits_spoil_a_capture(play: Play) -> None:
     np.testing.assert_array_equal(y.get(), 2 * play.x.get())
 
 
-def test_the_default_stream_captures_nothing(play: Play) -> None:
-    """As CuPy says."""
+def test_the_default_stream_and_captures(play: Play) -> None:
+    """It captures nothing, is used beside a capture, and waits for no blocking stream that does."""
+    default, error = play.cuda.Stream.null, play.cuda.runtime.CUDARuntimeError
     with pytest.raises(RuntimeError, match="default"):
-        play.cuda.Stream.null.begin_capture()
+        default.begin_capture()
+
+    def beside() -> Array:
+        with default:
+            return play.x + 1
+
+    _, y = play.capture(beside)
+    default.synchronize()
+    np.testing.assert_array_equal(y.get(), play.x.get() + 1)
+    play.stream = play.cuda.Stream()
+    seen = []
+
+    def wait() -> None:
+        with pytest.raises(error) as caught:
+            default.synchronize()
+        seen.append(caught.value.status)
+
+    with pytest.raises(error) as caught:
+        play.capture(wait)
+    assert [*seen, caught.value.status] == [IMPLICIT, INVALIDATED]
 
 
 # ---------------------------------------------------------------- memory

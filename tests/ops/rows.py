@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from nnmpi import ops
 from nnmpi.ops.loss import REDUCTIONS
-from tests.device.here import on_device
 from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, rows
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary
@@ -60,8 +59,9 @@ def lstm(draw: Draw) -> Case:
     """
     n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
     sizes = [(n, time, i), (i, 4 * o), (o, 4 * o), (4 * o,), (n, o), (n, o)]
-    shorter = not on_device() and draw(st.booleans())  # there no recording takes lengths
-    lengths = np.array([draw(st.integers(1, time)) for _ in range(n)]) if shorter else None
+    lengths = (
+        np.array([draw(st.integers(1, time)) for _ in range(n)]) if draw(st.booleans()) else None
+    )
     reverse, ends, begun = (draw(st.booleans()) for _ in range(3))
 
     def run(x, weight, recurrent, bias, *state):

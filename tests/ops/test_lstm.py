@@ -5,8 +5,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, nn, ops
-from nnmpi.base.errors import UsageError
-from tests.device.here import here, on_device
+from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
 LENGTHS = np.array([3, 7, 1, 7, 5])
@@ -77,16 +76,24 @@ def test_compiled() -> None:
         )
 
 
-def test_a_recording_on_a_device_takes_no_lengths() -> None:
-    """It would copy them from the host; on the host they are a part of it."""
-    one, lengths = layer().layers[0], LENGTHS.copy()
+@pytest.mark.parametrize("shorter", [True, False])
+def test_compiled_with_constant_lengths(shorter: bool) -> None:
+    """On a device they are copied from the host, so no graph contains the operation."""
+    one, lengths = layer().layers[0], LENGTHS.copy() if shorter else None
 
-    def run(x: Tensor) -> Tensor:
-        return ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths)
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        one.weight.grad = None
+        y = ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths, ends=True)
+        (y * y).sum().backward()
+        return y
 
-    x = Tensor(here(X))
-    if on_device():
-        with pytest.raises(UsageError, match="lengths of an lstm on a device"):
-            nnmpi.compile(run)(x)
-    else:
-        assert np.array_equal(nnmpi.compile(run)(x).numpy(), run(x).numpy())
+    for scale in (1.0, 0.5, 2.0, 3.0):
+        x = Tensor(here(scale * X))
+        y, grad = step(x).numpy(), Tensor(one.weight.grad).numpy().copy()
+        one.weight.grad = None
+        right = ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths, ends=True)
+        (right * right).sum().backward()
+        assert np.array_equal(y, right.numpy())
+        assert np.array_equal(grad, Tensor(one.weight.grad).numpy())
+    assert step.refusal == ""

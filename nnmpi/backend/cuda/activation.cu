@@ -67,11 +67,6 @@ struct Leaky {
     __device__ __forceinline__ A value(A x) const { return x > 0 ? x : below * x; }
     __device__ __forceinline__ A chain(A grad, A x) const { return x > 0 ? grad : below * grad; }
 };
-// e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows
-__device__ __forceinline__ A sigmoid_of(A x) {
-    A small = exponential(x < 0 ? x : -x);
-    return (x < 0 ? small : (A)1) / (1 + small);
-}
 struct Sigmoid {  // keeps the value
     __device__ __forceinline__ A value(A x) const { return sigmoid_of(x); }
     __device__ __forceinline__ A chain(A grad, A y) const { return grad * (y * (1 - y)); }
@@ -130,4 +125,10 @@ extern "C" __global__ void __launch_bounds__(256)
     for_each(
         n, [=](T& first, T& second, T& to) { set(to, wide(first) + wide(second)); }, in(a), in(b),
         out(sum));
+}
+extern "C" __global__ void __launch_bounds__(256)
+    add_low(const P* a, const T* b, P* sum, long long n) {
+    for_each(
+        n, [=](P& first, T& second, P& to) { set(to, (A)widen(first) + wide(second)); }, in(a),
+        in(b), out(sum));
 }

@@ -85,6 +85,8 @@ __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
+__device__ __forceinline__ float logarithm_plus_1(float x) { return log1pf(x); }
+__device__ __forceinline__ double logarithm_plus_1(double x) { return log1p(x); }
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 __device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
@@ -95,6 +97,11 @@ __device__ __forceinline__ double error_function(double x) { return erf(x); }
 __device__ __forceinline__ A infinity() { return (A)__int_as_float(0x7F800000); }
 __device__ __forceinline__ A not_a_number() { return (A)__int_as_float(0x7FC00000); }
 __device__ __forceinline__ A relu(A x) { return x < 0 ? (A)0 : x; }  // of NaN: NaN
+// e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows
+__device__ __forceinline__ A sigmoid_of(A x) {
+    A small = exponential(x < 0 ? x : -x);
+    return (x < 0 ? small : (A)1) / (1 + small);
+}
 
 // ---------------------------------------------------------------- 16 bytes at a time
 

@@ -30,7 +30,6 @@ from nnmpi.backend.precision import is_low, precision
 from nnmpi.backend.recording import record_launch
 from nnmpi.backend.windows import RowsAndColumns
 
-CACHED_PLANS = 1024  # a run has as many as it has operations on different shapes
 ALIGNED = 16  # bytes; cuDNN takes each address for a multiple
 
 TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
@@ -75,6 +74,7 @@ class Cudnn:
     def __init__(self, xp: ModuleType, library: ModuleType) -> None:
         self._xp, self._library = xp, library
         self._handles = threading.local()  # of this thread, by the number of the device
+        # Never dropped: a graph that was captured runs the kernels that belong to them.
         self._plans: dict[Any, Any] = {}
 
     # ---- convolution
@@ -159,8 +159,6 @@ class Cudnn:
         key = (self._xp.cuda.runtime.getDevice(), name, options, tf32, forms)
         plan = self._plans.get(key, self)
         if plan is self:
-            if len(self._plans) >= CACHED_PLANS:
-                self._plans.clear()
             plan = self._plans[key] = self._plan(name, dict(options), tf32, arrays)
         if plan is None:
             return False

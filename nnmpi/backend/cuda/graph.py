@@ -30,7 +30,7 @@ from weakref import finalize
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.recording import Recorder
+from nnmpi.backend.recording import Recorder, fill
 from nnmpi.base.errors import UsageError
 
 NUMBERS = 1024  # uint32, in a block of device memory
@@ -113,6 +113,7 @@ class GraphRecorder(Recorder):
         self.is_complete, self._launched = captures, 0
         self._memory = memory
         self._capture: tuple[ExitStack, Any] | None = None  # while work is being captured
+        self._outer: Any = None  # the stream of the launches
         self._blocks: list[tuple[Array, Array]] = []  # of numbers, on the device and on the host
         self._first = self._used = NUMBERS  # in the last block: of this graph's numbers, of all
         self._numbers: list[tuple[Array, Array]] = []  # of this graph, in earlier blocks
@@ -153,6 +154,15 @@ class GraphRecorder(Recorder):
         self._begin()
         return result
 
+    def input(self, function: Callable[[], Array]) -> Array:
+        """Return a buffer with a function's array, which replays fill before the graph."""
+        if not self.is_complete:
+            return super().input(function)
+        with self._outside():
+            buffer: Array = Recorder.run_eagerly(self, function).copy(order="K")
+        self.record(fill, buffer, function)
+        return buffer
+
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function whose work becomes a part of the graph."""
         return function(*args)
@@ -164,10 +174,8 @@ class GraphRecorder(Recorder):
         values = np.array(function(), np.uint32)
         if self._used + values.size > NUMBERS:
             self._take_numbers()
-            xp = self._memory.xp
-            # not in the graph's memory, where earlier results of the graph may lie
-            with xp.cuda.using_allocator(xp.get_default_memory_pool().malloc):
-                block = xp.empty(NUMBERS, np.uint32)
+            with self._outside():
+                block = self._memory.xp.empty(NUMBERS, np.uint32)
             self._blocks.append((block, np.empty(NUMBERS, np.uint32)))
             self._first = self._used = 0
         target, host = (block[self._used : self._used + values.size] for block in self._blocks[-1])
@@ -184,9 +192,20 @@ class GraphRecorder(Recorder):
             self._first = self._used
         return self._numbers
 
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Compute in the stream of the launches, before the next one.
+
+        Results do not lie in the memory of the graph, where its earlier results may.
+        """
+        xp = self._memory.xp
+        allocator = xp.get_default_memory_pool().malloc
+        with xp.cuda.using_allocator(allocator), self._outer:
+            yield
+
     def _begin(self) -> None:
         cuda = self._memory.xp.cuda
-        outer = cuda.get_current_stream()
+        outer = self._outer = cuda.get_current_stream()
         with ExitStack() as stack:
             stream = stack.enter_context(self._memory.inside())
             if self.is_complete:

@@ -1,5 +1,6 @@
 """A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
 
+from collections.abc import Sequence
 from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
@@ -13,9 +14,7 @@ from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import (
     KERNELS,
     NAMES,
-    ROWS_EACH,
     SUM_BLOCKS,
-    THREADS,
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
@@ -25,6 +24,8 @@ from nnmpi.backend.random import least_kept, place_of
 COPY_AXES = 6  # as in copy.cu
 # In the order of activation.cu.
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
+# In the order of sums.cu.
+LOSSES = ("mse", "mae", "huber", "binary_cross_entropy")
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -55,18 +56,6 @@ class DeviceKernels(KernelLauncher):
         """data += fraction * (value - data)."""
         self.flat("move", data.size, data.dtype.itemsize, data, value, float(fraction), data.size)
 
-    def squares(self, grad: Array, to: Array) -> None:
-        """Add the squares of all elements to a number, `to`, in float64.
-
-        Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
-        overflows; the order of the sum depends on the size alone.
-        """
-        if grad.size:
-            blocks = min(SUM_BLOCKS, 1 + (grad.size - 1) // (THREADS * ROWS_EACH))
-            partial = self.xp.empty(blocks, "float64")
-            self.run("squares", (blocks,), (THREADS,), grad, partial, grad.size)
-            self.run("squares_total", (1,), (THREADS,), partial, to, blocks, like=grad)
-
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
 
@@ -95,33 +84,112 @@ class DeviceKernels(KernelLauncher):
         self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
         return result
 
+    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
+        """Return a + b for float32 and half precision of one shape, in float32."""
+        result = xp.empty(a.shape, a.dtype)
+        given = self.contiguous(xp, a), self.contiguous(xp, b)
+        self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
+        return result
+
     # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
 
     def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
         """Return the activation of x."""
         y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
         numbers = (code, float(number), x.size)
-        self.flat("activate", x.size, x.dtype.itemsize, xp.ascontiguousarray(x), y, *numbers)
+        self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
         return y
 
     def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
         """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
         to_x = xp.empty(kept.shape, kept.dtype)
-        arrays = (xp.ascontiguousarray(grad), xp.ascontiguousarray(kept), to_x)
+        arrays = (self.contiguous(xp, grad), self.contiguous(xp, kept), to_x)
         numbers = (ACTIVATIONS.index(form), float(number), kept.size)
         self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
         return to_x
+
+    # ---- sums of all elements, in float64
+
+    def squares(self, grad: Array, to: Array) -> None:
+        """Add the squares of all elements, contiguous, to a number in float64.
+
+        Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
+        overflows.
+        """
+        self.total_of("squares", (grad,), to, None)
+
+    def losses(
+        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+    ) -> Array:
+        """Return the losses of one of LOSSES; or their sum times `share`, 0-d. In float32 or more.
+
+        Args:
+            delta: of "huber".
+        """
+        x, target = self.contiguous(xp, x), self.contiguous(xp, target)
+        numbers = (LOSSES.index(form), float(delta))
+        if share is None:
+            result = xp.empty(x.shape, _accumulated(x))
+            size = x.dtype.itemsize
+            self.flat("loss", x.size, size, x, target, result, None, *numbers, x.size)
+        else:
+            result = xp.empty((), _accumulated(x))
+            self.total_of("loss", (x, target, None), result, share, *numbers)
+        return result
+
+    def losses_grad(
+        self,
+        xp: Any,
+        form: str,
+        grad: Array,
+        inputs: tuple[Array, Array],
+        needs: tuple[bool, ...],
+        delta: float,
+        share: float,
+    ) -> tuple[Array | None, ...]:
+        """Return the gradients of x and of the target, each if it is needed.
+
+        Args:
+            grad: of each loss, or 0-d, of the sum times `share`.
+            inputs: x and the target.
+        """
+        shape, size = inputs[0].shape, inputs[0].size
+        x, target = (self.contiguous(xp, item) for item in inputs)
+        results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
+        numbers = (LOSSES.index(form), float(delta), float(share), int(grad.ndim > 0), size)
+        arrays = (x, target, self.contiguous(xp, grad), *results)
+        self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
+        return results
+
+    def contiguous(self, xp: Any, x: Array) -> Array:
+        """Return x itself if it is C-contiguous, else a copy."""
+        if x.flags.c_contiguous:
+            return x
+        result = xp.empty(x.shape, x.dtype)
+        return result if self.copy(result, x) else xp.ascontiguousarray(x)
+
+    def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
+        """Return arrays of one dtype joined along an axis."""
+        shape, start = list(arrays[0].shape), 0
+        shape[axis] = sum(x.shape[axis] for x in arrays)
+        result = xp.empty(tuple(shape), arrays[0].dtype)
+        for x in arrays:
+            part = result[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)]
+            if not self.copy(part, x):
+                xp.copyto(part, x)
+            start += x.shape[axis]
+        return result
 
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
         # a sum's gradient is broadcast, so not contiguous
-        self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
+        self.sums("column_sum", "column_total", (self.contiguous(xp, grad),), (to_bias,))
 
     def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
         """y += bias, in place."""
-        self.over_columns("add_bias", y, y.shape[-1], xp.ascontiguousarray(bias))
+        self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place; NaN stays."""
@@ -250,13 +318,13 @@ class DeviceKernels(KernelLauncher):
     def softmax(self, xp: Any, x: Array) -> Array:
         """Return the softmax along the last axis."""
         y = xp.empty(x.shape, x.dtype)
-        self._softmax("softmax", 1.0, False, xp.ascontiguousarray(x), y)
+        self._softmax("softmax", 1.0, False, self.contiguous(xp, x), y)
         return y
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
         """Return the gradient."""
         to_x = xp.empty(y.shape, y.dtype)
-        self._softmax("softmax_grad", 1.0, False, xp.ascontiguousarray(grad), y, to_x)
+        self._softmax("softmax_grad", 1.0, False, self.contiguous(xp, grad), y, to_x)
         return to_x
 
     def softmax_loss(
@@ -266,7 +334,7 @@ class DeviceKernels(KernelLauncher):
 
         A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
-        (logits, lead), labels = _in_rows(xp, logits), xp.ascontiguousarray(labels)
+        (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
         wide, count = _accumulated(logits), len(logits)
         losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
@@ -316,8 +384,8 @@ class DeviceKernels(KernelLauncher):
 
         Without a shift the mean counts as 0.
         """
-        x, scale = map(xp.ascontiguousarray, (x, scale))
-        shift = None if shift is None else xp.ascontiguousarray(shift)
+        x, scale = (self.contiguous(xp, item) for item in (x, scale))
+        shift = None if shift is None else self.contiguous(xp, shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(
@@ -338,7 +406,7 @@ class DeviceKernels(KernelLauncher):
         """Write the gradients, each unless its target is None."""
         # this scale is contiguous, the argument may not be
         x, inverse, mean, scale, centered = residuals
-        saved = (xp.ascontiguousarray(grad), x, inverse, mean)
+        saved = (self.contiguous(xp, grad), x, inverse, mean)
         if to_x is not None:
             numbers = (int(centered), *x.shape)
             self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
@@ -446,7 +514,7 @@ class DeviceKernels(KernelLauncher):
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""
         rows = xp.empty((*indices.shape, table.shape[1]), dtype)
-        table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
+        table, indices = self.contiguous(xp, table), self.contiguous(xp, indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
         self.flat("embedding", rows.size, dtype.itemsize, *args)
         return rows
@@ -463,8 +531,8 @@ class DeviceKernels(KernelLauncher):
     ) -> Array:
         """Add rows in order, in place; indices out of range are skipped."""
         spread = xp.empty(shape, dtype) if into is None else into
-        grad = xp.ascontiguousarray(grad)
-        indices = xp.ascontiguousarray(indices)
+        grad = self.contiguous(xp, grad)
+        indices = self.contiguous(xp, indices)
         count = indices.size
         if not add:
             spread.fill(0)
@@ -492,7 +560,7 @@ class DeviceKernels(KernelLauncher):
         """
         result = xp.empty(x.shape, x.dtype)
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
-        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
+        x, rows = self.contiguous(xp, x), x.shape[0] if x.ndim else 1
         numbers = (
             *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
@@ -541,7 +609,7 @@ class DeviceKernels(KernelLauncher):
 
         A NaN is the maximum of its window; the border never is.
         """
-        x = xp.ascontiguousarray(x)
+        x = self.contiguous(xp, x)
         y = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
@@ -558,13 +626,13 @@ class DeviceKernels(KernelLauncher):
             *grad.shape[1:3],
             *sum(over, ()),
         )
-        args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
+        args = (self.contiguous(xp, grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
     def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
         """Return each window's sum times `share`; the border counts as 0."""
-        x = xp.ascontiguousarray(x)
+        x = self.contiguous(xp, x)
         (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
         y = xp.empty((n, *out, c), x.dtype)
         if over.kernel == (h, w) and over.padding == (0, 0):
@@ -578,7 +646,7 @@ class DeviceKernels(KernelLauncher):
         """Return for each pixel the sum of the windows that contain it, times `share`."""
         to_x = xp.empty(shape, grad.dtype)
         numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
-        args = (xp.ascontiguousarray(grad), to_x, *numbers)
+        args = (self.contiguous(xp, grad), to_x, *numbers)
         self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 

@@ -29,6 +29,7 @@ NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 #     T    an array in the activations' dtype, floating point
 #     P    an array in T's dtype, or in float32 if T has 16 bits
 #     A    an array in float32, or in float64 if T is
+#     D    an array in float64
 #     S    an array in any floating-point dtype, in kernels without P
 #     X, Y the same as S and T, of any strides
 #     i    integers of any kind
@@ -50,6 +51,7 @@ KERNELS = {
     "activate": ("activation", "TT"),
     "activate_grad": ("activation", "TTT"),
     "add": ("activation", "TTT"),
+    "add_low": ("activation", "PTP"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
     "softmax_loss": ("softmax", "Yi.AA"),
@@ -81,12 +83,14 @@ KERNELS = {
     "avg_pool": ("pooling", "TT"),
     "avg_pool_grad": ("pooling", "TT"),
     "whole_pool": ("pooling", "TT"),
+    "loss": ("sums", "TTAD"),
+    "loss_grad": ("sums", "TTATT"),
+    "squares": ("sums", "TD"),
+    "sum_total": ("sums", "DAD"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
     "move": ("updates", "TT"),
-    "squares": ("updates", "T"),
-    "squares_total": ("updates", ""),
 }
 
 THREADS = 256
@@ -136,6 +140,25 @@ class KernelLauncher:
             self.run(
                 name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
             )
+
+    def total_of(
+        self, name: str, arrays: tuple[Any, ...], out: Array, share: float | None, *numbers: Any
+    ) -> None:
+        """Launch a kernel that adds up a number for each element, and one over its blocks.
+
+        Args:
+            name: the first kernel.
+            arrays: those that it reads, contiguous; None for a missing one.
+            out: of one element; times a `share`, or added to a float64 number without one.
+            numbers: its last arguments, without the number of elements.
+        """
+        first = arrays[0]
+        least = 16 * THREADS * ROWS_EACH
+        blocks = min(SUM_BLOCKS, 1 + first.size * first.dtype.itemsize // least)
+        partial = self.xp.empty((blocks,), "float64")
+        self.run(name, (blocks,), (THREADS,), *arrays, partial, *numbers, first.size)
+        targets = (None, out, 1.0) if share is None else (out, None, float(share))
+        self.run("sum_total", (1,), (1024,), partial, *targets, blocks, like=first)
 
     def over_columns(self, name: str, y: Array, n: int, *args: Any) -> None:
         """Launch a kernel over a matrix (..., n): columns along x, rows along y."""
@@ -319,7 +342,15 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
     p = next((dtype.name for role, dtype in dtypes if role in "PSX"), t)
     a = "float64" if t == "float64" else "float32"
-    allowed = {"T": {t}, "Y": {t}, "P": {p} & {t, a}, "S": {p}, "X": {p}, "A": {a}}
+    allowed = {
+        "T": {t},
+        "Y": {t},
+        "P": {p} & {t, a},
+        "S": {p},
+        "X": {p},
+        "A": {a},
+        "D": {"float64"},
+    }
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
     fits = (
         dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes

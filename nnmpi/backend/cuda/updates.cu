@@ -1,39 +1,10 @@
 // Updates in one pass: those of optimizers over the parameters (see nnmpi/optim for the formulas),
-// and those of running statistics; and the gradient's norm.
+// and those of running statistics.
 
 // An optimizer's update changes nothing if its guard, a number, is infinite or NaN: the host need
 // not know whether a gradient is finite when it launches the update.
 __device__ __forceinline__ bool refuses(const double* guard) {
     return guard && !(*guard - *guard == 0);
-}
-
-// The sum over a block of 256 threads, in a fixed order, in its first thread.
-__device__ __forceinline__ double block_total(double mine) {
-    __shared__ double sums[256];
-    sums[threadIdx.x] = mine;
-    for (int half = 128; half; half /= 2) {
-        __syncthreads();
-        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    return sums[0];
-}
-
-// In float64, where squares of float32 neither overflow nor underflow. Each block has a sum of its
-// own; squares_total adds them to a number.
-extern "C" __global__ void __launch_bounds__(256)
-    squares(const T* grad, double* partial, long long n) {
-    double sum = 0;
-    for_each(n, [&](T& at) { sum += (double)widen(at) * (double)widen(at); }, in(grad));
-    double total = block_total(sum);
-    if (threadIdx.x == 0) partial[blockIdx.x] = total;
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    squares_total(const double* partial, double* to, long long parts) {
-    double sum = 0;
-    for (int i = threadIdx.x; i < parts; i += 256) sum += partial[i];
-    double total = block_total(sum);
-    if (threadIdx.x == 0) *to += total;
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -27,7 +27,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.backend.sums import ELEMENTS, ROWS
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient
@@ -77,7 +77,7 @@ def _call(xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec) -> 
     single = all(item.dtype == FLOAT32 for item in arrays) and images.size > 0
     compiled = kernels_for(images, "depthwise") if single else None
     if compiled is None:
-        record_call(convolve if forward else products, *arrays, spec)
+        record_launch(convolve if forward else products, *arrays, spec)
         return
     (h, w, c), (top, left) = images.shape[1:], spec.padding
     columns, size = w + 2 * left, spec.pooled_size(h, w)

@@ -12,7 +12,7 @@ double has no kernel.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ class Capture:
     def add(
         self,
         work: Callable[[], None],
-        touches: list[weakref.ref[memory.BaseMemory]],
+        touches: Sequence[weakref.ref[memory.BaseMemory]],
         stream: _streams.Stream | None = None,
     ) -> None:
         """Put some work into the graph.
@@ -143,25 +143,41 @@ class Capture:
     def take(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put a function's call into the graph and return its result, which holds rubbish.
 
-        A view is made now: it computes nothing.
+        Arrays of zeros that cannot be written to stand for the arguments, or others if that is an
+        error. What writes nothing and gives only views computes nothing, and is done now.
         """
         standing: dict[int, _array.ndarray] = {}  # an array, by what stands for it
         zeros: list[Any] = []
 
+        writes = False
+
         def to_zeros(array: _array.ndarray) -> _array.ndarray:
             host = np.zeros_like(array._host)
+            host.flags.writeable = writes
             result = _array.made(host, memory.Aside(host))
             memory.OWNERS[id(host)] = result._mem  # so that a view of it is known as one
             standing[id(result)] = array
             zeros.append(result._mem)
             return result
 
-        with _streams.aside(traces=True), np.errstate(all="ignore"):
-            traced = function(*_each(to_zeros, args), **_each(to_zeros, kwargs))
+        def trace() -> Any:
+            with _streams.aside(traces=True), np.errstate(all="ignore"):
+                return function(*_each(to_zeros, args), **_each(to_zeros, kwargs))
+
+        try:
+            traced = trace()
+        except ValueError as error:
+            if "read-only" not in str(error):
+                raise
+            writes = True
+            standing.clear()
+            traced = trace()
         results = _arrays(traced)
-        if any(id(item) not in standing and item._mem in zeros for item in results):
+        if not writes and all(item._mem in zeros for item in results):
             with _streams.aside():
                 return function(*args, **kwargs)
+        if any(item._mem in zeros and id(item) not in standing for item in results):
+            raise NotImplementedError("the double captures nothing that gives a view and computes")
 
         targets: list[Any] = []
 
@@ -200,13 +216,7 @@ def submit(work: Callable[[], None], *addresses: int) -> None:
     Args:
         addresses: of the memory that it reads and writes.
     """
-    if not _streams.is_aside():
-        capture = _streams.capturing()
-        if capture is not None:
-            capture.add(work, _references(map(memory.base_of, addresses)))
-            return
-        _streams.settle()
-    work()
+    _streams.submit(work, _references(map(memory.base_of, addresses)))
 
 
 def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cupy import _streams
-from cupy._array import is_doubled, ndarray, unwrap, view, wrap
+from cupy._array import is_doubled, made, ndarray, unwrap, view, wrap
 from cupy._names import MODULES, Parameters, parameters
 from cupy._ufunc import ufunc
 from cupy.cuda import memory
@@ -179,6 +179,8 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         if out is not None:
             return out
         if type(result) is np.ndarray:
+            if poisons and memory.is_capturing():
+                return made(*memory.blank(result))
             if poisons:
                 result = memory.rubbish(
                     result.shape, result.dtype, "C" if result.flags.c_contiguous else "F"

@@ -31,7 +31,7 @@ def _method(name: str, entry: str) -> Any:
         known.check(name, args, kwargs)
         if name in COUNTS:
             _streams.reads_host()
-        out = kwargs.get("out")
+        out = dict(zip(known.positional, args, strict=False)).get("out", kwargs.get("out"))
         if out is not None and type(out) is not ndarray:
             raise TypeError("Output arguments type must be cupy.ndarray")
         if args:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ class _Wait:
 
 
 class Launch:
-    """Work that has been launched."""
+    """A graph that has been launched."""
 
     to_host = False
 
@@ -320,6 +320,21 @@ def queued(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return call
+
+
+def submit(work: Callable[[], None], touches: Sequence[Any] = ()) -> None:
+    """Do some work of the current stream, or put it into a graph.
+
+    Args:
+        touches: references to the memory that it reads and writes.
+    """
+    if not is_aside():
+        capture = capturing()
+        if capture is not None:
+            capture.add(work, touches)
+            return
+        settle()
+    work()
 
 
 def reads_host(stream: Stream | None = None) -> None:

@@ -75,7 +75,8 @@ class ufunc:
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
         method = array.sum if self.__name__ == "add" else array.prod
-        return method(axis, dtype, out=out, keepdims=keepdims)  # by name: the result is `out`
+        # by name: a method knows its target by that, also in a capture
+        return method(axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
     @_streams.queued
     def at(self, a: Any, indices: Any, b: Any = None) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,19 +87,21 @@ class PooledMemory(BaseMemory):
         pool: where it comes from.
     """
 
-    __slots__ = ("_block", "_pool")
+    __slots__ = ("_block", "_pool", "_stream")
 
     def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool) -> None:
         self.ptr, self.size = block.ptr if size else 0, size
         self._owner = bytes_at(block.ptr, size, block.mem._owner)
-        self._owner[...] = 0xFF
+        # In its turn: what used this memory before may not have been done yet.
+        _streams.submit(partial(self._owner.fill, 0xFF))
         self._block, self._pool = block, weakref.ref(pool)
+        self._stream = _streams.current()
         OWNERS[id(self._owner)] = self
 
     def __del__(self) -> None:
         pool = self._pool()
         if pool is not None:
-            pool._give_back(self._block)
+            pool._give_back(self._block, self._stream)
 
 
 class UnownedMemory(BaseMemory):
@@ -163,6 +166,13 @@ def array_at(
     return np.ndarray(shape, dtype, owner, pointer.ptr - pointer.mem.ptr, strides, order)
 
 
+def is_capturing() -> bool:
+    """Return whether new memory is left as it is: a graph that has not been launched yet may read
+    an array that has been freed there since.
+    """
+    return not _streams.is_aside() and _streams.capturing() is not None
+
+
 def placed(array: Any) -> tuple[Any, BaseMemory]:
     """Return a result of NumPy as it lies on the device, and its memory: new memory, if it is no
     view of some.
@@ -205,12 +215,12 @@ class MemoryPool:
 
     Args:
         allocator: gives memory, which this keeps until `free_all_blocks` and uses again for arrays
-            of the same size; by default it is the device's.
+            of the same size in the same stream; by default it is the device's.
     """
 
     def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
         self._allocator = allocator
-        self._free: dict[int, list[MemoryPointer]] = {}
+        self._free: dict[Any, list[MemoryPointer]] = {}
         self._used = 0
         self._total = 0
         self._limit = 0
@@ -237,7 +247,7 @@ class MemoryPool:
         if self._allocator is None:
             return MemoryPointer(Memory(rubbish((size,), np.uint8)), 0)
         whole = -(-size // UNIT) * UNIT
-        blocks = self._free.get(whole)
+        blocks = self._free.get((_streams.current(), whole))
         if blocks:
             block = blocks.pop()
         else:
@@ -250,9 +260,9 @@ class MemoryPool:
         self._used += whole
         return MemoryPointer(PooledMemory(block, size, self), 0)
 
-    def _give_back(self, block: MemoryPointer) -> None:
+    def _give_back(self, block: MemoryPointer, stream: Any) -> None:
         self._used -= block.mem.size
-        self._free.setdefault(block.mem.size, []).append(block)
+        self._free.setdefault((stream, block.mem.size), []).append(block)
 
     def used_bytes(self) -> int:
         """Return what arrays hold."""
