@@ -39,12 +39,13 @@ class DeviceKernels(KernelLauncher):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    def _update(self, name: str, *args: Any) -> None:
+    def _update(self, name: str, *args: Any, guard: Array | None = None) -> None:
         count, data = len(KERNELS[name][1]), args[0]
         numbers = map(float, args[count:])
-        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
+        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, guard, data.size)
 
-    # Optimizers' updates of a block; see nnmpi/optim for the arguments.
+    # Optimizers' updates of a block; see nnmpi/optim for the arguments. They change nothing if the
+    # guard, a float64 on the device, is not finite.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
     # data, grad, momentum, lr, beta, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
