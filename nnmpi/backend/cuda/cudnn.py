@@ -69,8 +69,9 @@ Windows: TypeAlias = tuple[RowsAndColumns, RowsAndColumns, RowsAndColumns]
 class Cudnn:
     """cuDNN's operations on one library's arrays, with their plans.
 
-    The methods return False, and write nothing, when cuDNN has no plan for the arrays. They read
-    and write arrays without elements nowhere.
+    The methods return False, and write nothing, when cuDNN has no plan for the arrays, or one of
+    them has no elements. An address that is no multiple of 16 is the caller's to avoid, except in
+    attention, which is then refused.
 
     Args:
         xp: cupy.
