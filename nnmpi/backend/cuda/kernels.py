@@ -586,9 +586,10 @@ class DeviceKernels(KernelLauncher):
     def _depthwise(
         self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
     ) -> None:
-        # a thread computes four pixels
-        pixels = -(-result.size // 4)
-        self.flat(name, pixels, result.itemsize, given, weight, result, *sizes)
+        # a thread computes some channels, of 4 bytes or more each, of four pixels
+        lanes = 16 // max(result.itemsize, 4)
+        each = 4 * (1 if result.shape[3] % lanes else lanes)
+        self.flat(name, -(-result.size // each), 16, given, weight, result, *sizes)
 
     def depthwise_weight_grad(
         self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
