@@ -56,6 +56,10 @@ class Backend:
         """Return the memory in use and its limit."""
         return host_memory()
 
+    def room_bytes(self) -> int:
+        """Return the bytes that new arrays may take on a device; 0 on the host, which nobody asks."""
+        return 0
+
     def release_memory(self) -> None:
         """Give memory that no array uses back to the device."""
 

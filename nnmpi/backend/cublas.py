@@ -1,8 +1,8 @@
-"""Matrix products on a device: cuBLAS through CuPy's undocumented bindings.
+"""Matrix products on a device: cuBLAS, through NVIDIA's bindings (nvmath-python).
 
 Reasons not to use cupy.matmul (14.2): it has no float32 results of float16 and bfloat16, no
 accumulation into `out` and no TF32. It refuses stacks of bfloat16, converts stacks of float16 to
-float32, and copies transposed views.
+float32, and copies transposed views. CuPy's handle refuses to work while a stream captures a graph.
 
 BLAS expects column-major matrices, NumPy's are row-major: to BLAS, a row-major matrix is its
 transpose. So the call is for
@@ -28,6 +28,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as product_of
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -46,12 +47,53 @@ REAL = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77
 DEFAULT_ALGORITHM = -1
 # cublasMath_t, "disallow reduced precision reduction": cuBLAS may split a long sum into parts, and
-# must not add them in the result's 16 bits.
+# must not add them in the result's 16 bits. Without its other flags float32 is not rounded to TF32.
 WIDE_SUMS = 16
+HOPPER = 9  # compute capability
+# what cuBLAS's documentation recommends from Hopper on, and before
+WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 << 20, 4 << 20
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 Multiply = Callable[[Any, Any, Any, bool], None]  # (a, b, out, add)
+
+
+class Handle:
+    """cuBLAS on one device, in the current stream.
+
+    Each stream has a workspace: a product's own memory, which cuBLAS would allocate at a time of its
+    choice, also during a capture. They come from CuPy's default pool, because the current allocator
+    may belong to a capture. They are kept, because graphs compute in them: graphs that were captured
+    in one stream must not run at the same time.
+
+    Args:
+        xp: cupy.
+        bindings: of cuBLAS.
+        device: its number; it is the calling thread's current one.
+    """
+
+    def __init__(self, xp: ModuleType, bindings: ModuleType, device: int) -> None:
+        hopper = xp.cuda.runtime.getDeviceProperties(device)["major"] >= HOPPER
+        self._bytes = WORKSPACE_BYTES if hopper else SMALL_WORKSPACE_BYTES
+        self._pool, self._current_stream = xp.get_default_memory_pool(), xp.cuda.get_current_stream
+        self._bindings, self._device = bindings, device
+        self._handle: int = bindings.create()
+        self._stream: int | None = None
+        self._workspaces: dict[int, Any] = {}
+        bindings.set_math_mode(self._handle, WIDE_SUMS)
+
+    def here(self) -> int:
+        """Return the handle, set to the current stream."""
+        stream = self._current_stream(self._device).ptr
+        if stream != self._stream:
+            if stream not in self._workspaces:
+                self._workspaces[stream] = self._pool.malloc(self._bytes)
+            self._bindings.set_stream(self._handle, stream)
+            # in this order: a new stream takes the workspace away
+            workspace = self._workspaces[stream]
+            self._bindings.set_workspace(self._handle, workspace.ptr, self._bytes)
+            self._stream = stream
+        return self._handle
 
 
 class Products:
@@ -63,15 +105,17 @@ class Products:
 
     def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
-        # The bindings set the handle's stream to the current one at every call. The module must be
-        # read as an attribute: only then does CuPy search the wheels that may contain the library.
-        # A plain import searches the system's path alone.
-        self._bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
-        # returns the handle of the thread's current device
-        self._handle = importlib.import_module("cupy.cuda.device").get_cublas_handle
+        self._bindings = importlib.import_module("nvmath.bindings.cublas")
+        self._handles: dict[int, Handle] = {}  # by device
+        self._lock = Lock()  # of the handles: ranks may be threads
         self._prepared: dict[Any, Multiply] = {}
         # 0 and 1 as alpha and beta, which cuBLAS reads from host memory in the type of the sums
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
+
+    def prepare(self) -> None:
+        """Allocate now what products in the current stream need, so that a capture does not."""
+        with self._lock:
+            self._handle(self._xp.cuda.runtime.getDevice()).here()
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
         """Write, or add, a @ b to `out`; the caller has checked shapes and dtypes.
@@ -123,6 +167,12 @@ class Products:
             self._prepared[key] = product
         product(a, b, out, add)
 
+    def _handle(self, device: int) -> Handle:
+        result = self._handles.get(device)
+        if result is None:
+            result = self._handles[device] = Handle(self._xp, self._bindings, device)
+        return result
+
     def _prepare(
         self, layouts: list[Matrices], given: Dtype, result_dtype: Dtype, tf32: bool
     ) -> tuple[Multiply, int]:
@@ -144,8 +194,7 @@ class Products:
             )
         bindings = self._bindings
         wide = given == _DOUBLE
-        narrow = result_dtype.itemsize < _SINGLE.itemsize
-        function = bindings.gemmStridedBatchedEx if stacked else bindings.gemmEx
+        function = bindings.gemm_strided_batched_ex if stacked else bindings.gemm_ex
         compute = (
             COMPUTE_64F
             if wide
@@ -176,15 +225,16 @@ class Products:
                 a, b = b, a
             try:
                 at_b, at_a, at_out = b.data.ptr, a.data.ptr, out.data.ptr
+                device = out.data.device_id
             except AttributeError as error:
                 raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
-            handle, beta = self._handle(), item if add else zero
-            if narrow:
-                bindings.setMathMode(handle, WIDE_SUMS)  # each time: the handle is CuPy's, too
-            for x, y, z in starts:
-                function(
-                    handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail
-                )
+            beta = item if add else zero
+            with self._lock:
+                handle = self._handle(device).here()
+                for x, y, z in starts:
+                    function(
+                        handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail
+                    )
 
         return call, len(starts)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.cuda.graph import free_unused
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.units import format_bytes
@@ -37,7 +38,16 @@ def device_problem() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
         return explain_start(error, *_versions(cupy))
-    return None if count else explain_start(None, *_versions(cupy))
+    if not count:
+        return explain_start(None, *_versions(cupy))
+    try:
+        importlib.import_module("nvmath.bindings.cublas")  # for `backend.cublas`
+    except Exception as error:
+        return (
+            f"matrix products need NVIDIA's bindings of cuBLAS, which cannot be imported"
+            f" ({_short(error)}); pip install nvmath-python"
+        )
+    return None
 
 
 def cupy_backend(local_rank: int) -> Backend:
@@ -123,11 +133,18 @@ class DeviceBackend(Backend):
 
     def memory(self) -> MemoryUse:
         """Return the device memory in use by this process's arrays, and its limit."""
+        free_unused()
         pool = self.xp.get_default_memory_pool()
         taken, limit = pool.total_bytes(), pool.get_limit()
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
         note = self.pool.note or ("CUPY_GPU_MEMORY_LIMIT or set_limit" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
+
+    def room_bytes(self) -> int:
+        """Return the bytes that new arrays may take: free on the device, or up to the limit."""
+        pool, (free, _) = self.xp.get_default_memory_pool(), self.xp.cuda.runtime.memGetInfo()
+        limit = pool.get_limit() or free + pool.total_bytes()
+        return int(min(free + pool.total_bytes(), limit) - pool.used_bytes())
 
     def release_memory(self) -> None:
         """Return unused memory to the device and the host."""
@@ -295,7 +312,7 @@ def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError |
         return _out_of_memory(getattr(error, "_size", None), error, backend)
     if isinstance(error, ImportError | RuntimeError) and _misses_library(error):
         return DeviceError(f"{_short(error)}; install CUDA's libraries with cupy's extra [ctk]")
-    if module not in ("cupy", "cupy_backends"):
+    if module not in ("cupy", "cupy_backends", "nvmath"):
         return None
     if name == "CUDARuntimeError" and status == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error):
         return _out_of_memory(None, error, backend)

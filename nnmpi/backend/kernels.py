@@ -4,6 +4,7 @@
     NumPy's                                    none
     NumPy's, float32, inside `with jit():`     numba's, `jit.kernels`      jit(), jit(False)
     a device's, floating point                 CUDA C++, `cuda.kernels`    on, except in jit(False)
+                                               and cuDNN's, `cuda.cudnn`
 
 An operation's arithmetic is in its Function, written in the array library's functions, which run
 anywhere. The Function first looks for a faster kernel here:
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, namespace
+from nnmpi.backend.cuda.cudnn import TYPES, Cudnn, cudnn_of
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.sums import repeated, row_sum
@@ -47,6 +49,12 @@ def kernels_for(array: Array, name: str) -> Any:
     elif _enabled.get() is not False and works_on(array.dtype):
         result = device_kernels(namespace(array))
     return result if hasattr(result, name) else None
+
+
+def cudnn_for(array: Array) -> Cudnn | None:
+    """Return cuDNN's operations for arrays like this, or None."""
+    known = type(array) is not np.ndarray and array.dtype.name in TYPES
+    return cudnn_of(namespace(array)) if known and _enabled.get() is not False else None
 
 
 def copy(xp: Any, target: Array, x: Array) -> None:
@@ -75,6 +83,19 @@ def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
 def to_float32(xp: Any, x: Array) -> Array:
     """Return float16 and bfloat16 converted to float32, any other x itself."""
     return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
+
+
+def add(xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+    """Return a + b, as `xp.add` does; a device's kernel adds arrays of one shape and dtype.
+
+    CuPy's sum of two bfloat16 arrays converts every element by itself.
+    """
+    if type(a) is not np.ndarray and hasattr(a, "flags"):
+        kernels = kernels_for(a, "add")
+        result = None if kernels is None else kernels.add(xp, a, b, out)
+        if result is not None:
+            return result
+    return xp.add(a, b) if out is None else xp.add(a, b, out=out)
 
 
 def add_bias(xp: Any, y: Array, bias: Array) -> None:

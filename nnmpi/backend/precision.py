@@ -8,7 +8,8 @@
 
 Parameters, their gradients and the optimizer's state are float32 in every mode ("master weights",
 Micikevicius et al., "Mixed precision training", 2018). Operations round parameters as they read
-them. Activations have the low precision. A parameter's gradient accumulates in float32 in the flat
+them. Activations have the low precision. Recurrent layers compute in float32 inside, with products
+in tf32 on a device in bf16 and fp16, too. A parameter's gradient accumulates in float32 in the flat
 storage, so that optimizers and exchanges never meet the low precision.
 """
 

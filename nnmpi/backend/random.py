@@ -66,8 +66,13 @@ def least_kept(rate: float) -> int:
     return min(round(rate * 2**32), 2**32 - 1)
 
 
+def place_of(key: Any, first_row: int) -> Any:
+    """Return the key that has the same bits from row 0 on."""
+    return key if first_row == 0 else (key[0], (first_row + key[1]) & 0xFFFFFFFF)
+
+
 def random_bits(
-    xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]
+    xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int] | Array
 ) -> Array:
     """Return 32 random bits for each element of an array (rows, columns), as uint32.
 
@@ -82,12 +87,14 @@ def random_bits(
         rows: the number of rows to return.
         columns: the number of columns; or, for a shard, the numbers of its columns in the full
             array (1-D, uint32).
-        key: two 32-bit numbers, of `key_pair`.
+        key: two 32-bit numbers, of `key_pair`; or (2,) uint32, in the module's memory.
     """
     numbers = xp.arange(columns, dtype=xp.uint32) if isinstance(columns, int) else columns
-    across = _mix(xp, numbers + xp.uint32(key[0]))
-    start = (first_row + key[1]) & 0xFFFFFFFF
-    down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + xp.uint32(start)) + xp.uint32(ODD))
+    first, start = place_of(key, first_row)
+    if isinstance(key, tuple):
+        first, start = xp.uint32(first), xp.uint32(start)
+    across = _mix(xp, numbers + first)
+    down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + start) + xp.uint32(ODD))
     return _mix(xp, across[None, :] ^ down[:, None])
 
 

@@ -31,7 +31,7 @@ from functools import partial
 from math import prod
 from operator import itemgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -71,17 +71,51 @@ def record_call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if recorder is None else recorder.record_call(function, *args)
 
 
-def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
-    """Return a function's array; in a recording, a buffer that each replay fills by a call."""
+def record_launch(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that only computes on arrays: in a graph of a device it is a part of that."""
     recorder = _active.get()
-    if recorder is None:
-        return function(*args)
-    buffer = recorder.copy(recorder.run_eagerly(function, *args))
-    recorder.record(_fill, buffer, partial(function, *args))
-    return buffer
+    return function(*args) if recorder is None else recorder.launch(function, *args)
 
 
-def _fill(buffer: Array, function: Callable[[], Any]) -> None:
+def record_note(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that computes on no array: no graph of a device needs to end before it."""
+    recorder = _active.get()
+    return function(*args) if recorder is None else recorder.note(function, *args)
+
+
+def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
+    """Return a function's array; in a recording, a buffer that each replay fills by a call.
+
+    The array comes from outside of the step, or from a recorded call: no graph of a device needs to
+    end before it.
+    """
+    recorder = _active.get()
+    return function(*args) if recorder is None else recorder.input(partial(function, *args))
+
+
+def recorded_copy(array: Array) -> Array:
+    """Return a copy of an array that each replay makes anew at this place."""
+    recorder = _active.get()
+    is_captured = recorder is not None and recorder.captures
+    return array.copy() if is_captured else recorded_input(array.copy)
+
+
+def to_library(xp: Any, values: Any) -> Array:
+    """Return values as an array of a library; a recording on a device copies them in each replay."""
+    if type(values) is np.ndarray and xp is not np:
+        return recorded_input(xp.asarray, values)
+    result: Array = xp.asarray(values)
+    return result
+
+
+def recorded_numbers(function: Callable[[], Any]) -> Any:
+    """Return a function's numbers; in a graph of a device, an array that each replay fills."""
+    recorder = _active.get()
+    return function() if recorder is None else recorder.numbers(function)
+
+
+def fill(buffer: Array, function: Callable[[], Any]) -> None:
+    """Write a function's array to a buffer."""
     buffer[...] = function()
 
 
@@ -131,7 +165,12 @@ class Recorder:
         owners: the objects, by id, whose settings the calls depend on: numbers, texts and flags
             among their attributes, and in dictionaries that are attributes.
         pool: as given.
+        captures: whether it records graphs of a device, see `cuda.graph`.
+        is_complete: whether the calls are all that a replay needs.
     """
+
+    captures: ClassVar[bool] = False
+    is_complete = True
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
         self.calls: list[Call] = []
@@ -251,6 +290,26 @@ class Recorder:
         self.record(function, *args)
         return result
 
+    def note(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Do the same for a function that computes on no array."""
+        result = Recorder.run_eagerly(self, function, *args)  # no graph ends
+        self.record(function, *args)
+        return result
+
+    def input(self, function: Callable[[], Array]) -> Array:
+        """Return a buffer with a function's array, which replays fill anew."""
+        buffer: Array = self.run_eagerly(lambda: self.copy(function()))
+        self.record(fill, buffer, function)
+        return buffer
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Do the same for a function that only computes on arrays."""
+        return self.record_call(function, *args)
+
+    def numbers(self, function: Callable[[], Any]) -> Any:
+        """Return a function's numbers; only operations that are recorded whole need them."""
+        return function()
+
 
 class _RecordingModule:
     """An array library whose functions record their calls."""
@@ -324,7 +383,7 @@ class _RecordingFunction:
         if self._writes_out():
             self._recorder.record(self._bound(args, {**kwargs, "out": out}))
         else:
-            self._recorder.record(_fill, out, partial(self._function, *args, **kwargs))
+            self._recorder.record(fill, out, partial(self._function, *args, **kwargs))
         return out
 
     def _writes_out(self) -> bool:

@@ -76,7 +76,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
                 result.loss_sum += float(loss(outputs, batch.y).numpy())
-                result.score_sum += float(loss.score(outputs.data, batch))
+                result.score_sum += float(loss.score(outputs.data, batch.y))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()

@@ -463,7 +463,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             storage.zero_grad()
             self._passes.train(batch, step)
             storage.finish_gradients()
-            (loss_sum, score_sum, targets), norm = self._passes.sums(), 0.0
+            (loss_sum, score_sum, targets), norm = self._passes.send_sums()(), 0.0
             if targets:
                 norm = global_norm(storage.grads) * (batch.global_targets / targets)
                 if self.clip is not None:
@@ -486,7 +486,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            return evaluate_all(self.group, batches, self._passes.evaluate)
+            return evaluate_all(self.group, batches, self._passes.evaluate, self._passes.evaluated)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

@@ -32,13 +32,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from nnmpi.backend.array import namespace
 from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
+from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.data.loader import Batch
-from nnmpi.optim.clip import global_norm, scale, sum_of_squares
+from nnmpi.optim.clip import add_squares, global_norm, scale, sum_of_squares, trusted
 from nnmpi.parallel.data import DataParallel, Replicas
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.fused import FusedUpdate, fusing_pays
@@ -70,6 +73,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
             each rank has its own.
         notice: an option that could not be used as given, and why; otherwise empty.
+        squares: the sum that `note_squares` noted, once it is read; NaN for none.
     """
 
     keeps_own: ClassVar[bool] = True
@@ -77,6 +81,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     holders = 1
     _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
     weights: ShardedDataParallel | None = None
+    squares = math.nan
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
         arrangement = self.arrangement = trainer.arrangement
@@ -111,6 +116,12 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self.strategy.finish()
         self._sum_ties()
 
+    def note_squares(self, scalars: DeferredScalars) -> None:
+        """Add the squares of a device's gradient to the step's numbers, to be read with them."""
+        grads = self.model.storage.grads
+        if self.arrangement.is_plain and grads and not isinstance(grads[0], np.ndarray):
+            add_squares(grads, scalars.place(SQUARES, namespace(grads[0])))
+
     def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
         """Return sums of some numbers over all ranks, and the gradient norm.
 
@@ -118,7 +129,12 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
-        norm = math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement)
+        if self._updates:
+            norm = math.nan
+        elif trusted(self.squares):
+            norm = math.sqrt(self.squares)
+        else:
+            norm = gradient_norm(self.model.storage, self.arrangement)
         self.group.count_sum(*self._meeting)
         return sums, norm
 

@@ -11,7 +11,8 @@ a sample here, with all its elements: its loss and its score are means over them
 samples is the mean over all elements of the global batch.
 
 Reading a number from a device waits for all work queued before, and the device is idle until the
-host queues more. So a step's losses and correct predictions are read at its end, in one copy.
+host queues more. So a step's losses, correct predictions and the squares of its gradient are read
+at its end, in one copy.
 NumPy's numbers are read at once. For the same reason labels and indices are checked on the host,
 before or while a device computes: a kernel cannot raise an error.
 """
@@ -28,12 +29,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, Shape, namespace, zeros
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, Settled, ShapeError, UsageError, counted
-from nnmpi.comm.buffers import to_host
+from nnmpi.comm.buffers import room_for, start_fetch
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.dataset import IGNORED
@@ -49,6 +50,7 @@ from nnmpi.tensor.tensor import Tensor
 CROSS_ENTROPY = "cross-entropy"
 
 LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
+SQUARES = "squares"  # of the gradient
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
 
@@ -85,9 +87,8 @@ class SumError(Settled, fixed="name"):
         total = self._function(reshaped, targets, reduction="sum")
         return total if item == 1 else total / item
 
-    def score(self, outputs: Array, batch: Batch) -> Array | float:
+    def score(self, outputs: Array, targets: Array) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
-        targets = batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
         xp = namespace(outputs)
@@ -128,11 +129,14 @@ class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, ignore_index=_ignored(self, labels))
 
-    def score(self, logits: Array, batch: Batch) -> Array | float:
-        """Return the number of labels with their row's largest logit."""
+    def score(self, logits: Array, labels: Array) -> Array | float:
+        """Return the number of labels with their row's largest logit.
+
+        Args:
+            labels: on the host if the classes are sharded.
+        """
         if self._group is None:
-            return count_correct(logits, batch)
-        labels = Tensor(batch.y).numpy() if batch.labels is None else batch.labels
+            return count_correct(logits, labels)
         return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
@@ -270,13 +274,12 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     return total
 
 
-def count_correct(logits: Array, batch: Batch) -> Array | float:
+def count_correct(logits: Array, y: Array) -> Array | float:
     """Return the number of correct labels; for quantities the score of their squared errors.
 
     The result on a device is an array of one number, without waiting. If the logits fit neither
     labels nor quantities, it is NaN.
     """
-    y = batch.y
     if y.dtype.kind == "f":
         return squared_errors(logits, y)
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
@@ -298,11 +301,27 @@ def _fits(outputs: Array, targets: Array) -> bool:
     return bool(outputs.shape[:1] == targets.shape[:1] and outputs.size == targets.size)
 
 
+SLOTS = 64  # numbers of a device's vector, which is read as a whole
+
+
 class DeferredScalars:
-    """Sums by name, in float64, of numbers from the host or a device."""
+    """Sums by name, in float64, of numbers from the host or a device.
+
+    A device's numbers are added there, to vectors that stay where they are: additions that a
+    recorded step repeats without Python arrive, too.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, float] = {}
+        self._places: dict[Hashable, int] = {}
+        self._vectors: list[Array] = []
+        self._hosts: list[list[Array]] = [[], []]  # page-locked; two may be in use
+
+    def clear(self) -> None:
+        """Set all sums to 0, and forget the names of the host's."""
+        self._values = {}
+        for vector in self._vectors:
+            vector.fill(0)
 
     def add(self, name: Hashable, value: Array | float) -> None:
         """Add a number to the sum of this name, without waiting.
@@ -310,26 +329,44 @@ class DeferredScalars:
         Args:
             value: a Python number, or an array of one element, on the host or the device.
         """
-        values, number = self._values, _number(value)
-        values[name] = values[name] + number if name in values else number
+        if isinstance(value, HOST_NUMBERS):
+            self._values[name] = self._values.get(name, 0.0) + float(value)
+            return
+        xp = namespace(value)
+        total = self.place(name, xp)
+        xp.add(total, to_float32(xp, value).reshape(1), out=total)
+
+    def place(self, name: Hashable, xp: Any) -> Array:
+        """Return a sum on a device, (1,) in float64, to which the caller adds."""
+        number, place = divmod(self._places.setdefault(name, len(self._places)), SLOTS)
+        if number == len(self._vectors):
+            self._vectors.append(zeros(xp, SLOTS, "float64"))
+            for hosts in self._hosts:
+                hosts.append(room_for(xp, SLOTS, "float64"))
+        return self._vectors[number][place : place + 1]
+
+    def send(self) -> Callable[[], dict[Hashable, float]]:
+        """Begin to copy the sums as they are now; return a function that waits and returns them.
+
+        Of a device's sums at most two copies may be under way.
+        """
+        values, places = self._values, self._places
+        if not self._vectors:
+            return lambda: values
+        self._hosts.reverse()
+        hosts = self._hosts[0]
+        arrive = start_fetch(list(zip(self._vectors, hosts, strict=True)))
+
+        def read() -> dict[Hashable, float]:
+            arrive()
+            numbers = [number for host in hosts for number in host.tolist()]
+            return {name: numbers[place] for name, place in places.items()} | values
+
+        return read
 
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name; waits once for a device, not at all without its numbers."""
-        on_device = {
-            name: value for name, value in self._values.items() if not isinstance(value, float)
-        }
-        if not on_device:
-            return self._values
-        arrays = list(on_device.values())
-        numbers = to_host(namespace(arrays[0]).concatenate(arrays))
-        return self._values | dict(zip(on_device, map(float, numbers), strict=True))
-
-
-def _number(value: Array | float) -> Any:
-    """Return a number as float, or a new array (1,) of float64 on the device."""
-    if isinstance(value, HOST_NUMBERS):
-        return float(value)
-    return value.reshape(1).astype("float64")
+        return self.send()()
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
@@ -348,7 +385,7 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:
     return batch.to(backend)
 
 
-def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> None:
+def check_labels(loss: SumLoss, batch: Batch, first: int, shape: Shape) -> None:
     """Check a microbatch's labels on the host, for a loss on a device, which cannot check them.
 
     Only the labels of nnmpi's cross-entropy are checked: another loss may define labels
@@ -358,7 +395,7 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> Non
         loss: the loss.
         batch: the microbatch.
         first: the index of its first row in the batch.
-        logits: this rank's logits of the microbatch.
+        shape: of this rank's logits of the microbatch.
 
     Raises:
         ShapeError: for a label outside the classes.
@@ -370,7 +407,7 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, logits: Tensor) -> Non
     if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
         return
     if labels.dtype.kind in "iu":
-        count = getattr(loss, "classes", 0) or logits.shape[-1]
+        count = getattr(loss, "classes", 0) or shape[-1]
         _check_range("label", labels, count, first, _ignored(loss, labels))
 
 

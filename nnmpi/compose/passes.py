@@ -21,15 +21,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
-from math import isfinite
+from math import isfinite, nan
 from statistics import median
 from typing import Any
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import record_call, recorded_input
+from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.cuda.kernels import device_kernels
+from nnmpi.backend.precision import low_dtype
+from nnmpi.backend.recording import record_call, record_launch, record_note, recorded_input
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import UsageError, is_own
 from nnmpi.base.shard import split
@@ -42,6 +43,7 @@ from nnmpi.compose.executor import Executor, PassHandler
 from nnmpi.compose.losses import (
     LOSS,
     SCORE,
+    SQUARES,
     DeferredScalars,
     SumCrossEntropy,
     SumError,
@@ -78,7 +80,8 @@ PASSES_KEPT = 20
 def evaluate_all(
     group: Group,
     batches: Iterable[Batch],
-    evaluate: Callable[[Batch, DeferredScalars], bool],
+    evaluate: Callable[[Batch], bool],
+    scalars: DeferredScalars,
     parts: int = 1,
 ) -> Totals:
     """Return loss and score over this rank's parts of all batches, summed over ranks. Collective.
@@ -88,14 +91,16 @@ def evaluate_all(
     Args:
         evaluate: adds loss and score of a batch to the scalars, and returns whether this rank's
             batches count.
+        scalars: of evaluations; their sums begin anew.
         parts: the number of ranks that share the positions of each sample; every one of them
             counts its rows.
     """
     begin = clock.now()
-    scalars, rows, own_targets = DeferredScalars(), 0, 0
+    rows, own_targets = 0, 0
+    scalars.clear()
     with no_grad():
         for batch in batches:
-            if evaluate(batch, scalars):
+            if evaluate(batch):
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     loss, score, samples, targets = group.sum_floats(
@@ -154,10 +159,9 @@ class Passes(PassHandler):
 
     Attributes:
         replay: records and replays.
-        poll: called before each backward pass on a rank that also serves others; None on other
-            ranks.
         updates: whether the pass itself updates the weights, after every microbatch; otherwise the
             Worker does, once per step.
+        evaluated: the sums of an evaluation.
         counts: whether this rank's losses count: it is the first tensor-parallel rank of the last
             stage.
         planned: the model under its plan, after the first pass with a budget for activations.
@@ -176,7 +180,6 @@ class Passes(PassHandler):
         self.world = trainer.group
         self._arrangement = arrangement
         self.exchange = exchange
-        self.poll: Callable[[], None] | None = None
         self._losses = (trainer.loss, trainer.evaluation_loss)
         self._seed = trainer.seed
         self._optimizer = trainer.optimizer
@@ -196,19 +199,24 @@ class Passes(PassHandler):
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
             self.slow, exchange.strategy.before_sum = trainer.slow, self._pace_layer
-        self.replay = Replay(model, _refusal(arrangement, backend, self._losses))
+        self.replay = Replay(model, _refusal(arrangement, self._losses), backend.xp)
         self._now: Running
+        # of training and of evaluation, always the same, since recorded passes add to them
+        self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
+        self.is_alone = backend.is_device and trainer.group.size == 1 and not self.is_cut
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
         self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
+        if backend.is_device:
+            _compile_ahead(model, backend.xp, trainer.precision)
 
     # ---- for the trainer ----
 
@@ -217,7 +225,7 @@ class Passes(PassHandler):
     ) -> StepReport:
         """Compute the gradients of the mean loss, summed over replicas.
 
-        Does not wait for a device, so the report has neither loss nor score; `sums` returns them.
+        Does not wait for a device, so the report has neither loss nor score; `send_sums` does.
 
         Args:
             step: the number of the update, which keys dropout.
@@ -230,7 +238,8 @@ class Passes(PassHandler):
         else:
             self.exchange.begin(batch)
         self.paused_s = 0.0
-        now = self._begin(batch, step, DeferredScalars(), cuts, scale=scale)
+        self._scalars.clear()
+        now = self._begin(batch, step, self._scalars, cuts, scale=scale)
         report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
         if self.is_cut:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
@@ -254,36 +263,47 @@ class Passes(PassHandler):
                 self._passes.append(report)
         if self.exchange is not None and not self.updates_per_microbatch:
             self.exchange.finish()
+            self.exchange.note_squares(now.scalars)
         return report
 
-    def sums(self) -> tuple[float, float, int]:
-        """Return this rank's contribution of the last batch: losses, score, counted labels.
+    def send_sums(self) -> Callable[[], tuple[float, float, int]]:
+        """Begin to copy this rank's contribution of the last batch: losses, score, counted labels.
 
-        If several ranks have equal results, all but one return zeros. Waits for a device's
-        numbers. May communicate, so call it on all ranks.
+        Returns a function that waits for a device's numbers, and returns them. If several ranks
+        have equal results, all but one return zeros. It may communicate, so call it on all ranks.
         """
-        now = self._now
-        values = now.scalars.read()
-        numbers = range(len(now.cuts) if self.reports_loss else 0)
-        losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
-        loss = (
-            sum(losses.values())
-            if self.exchange is None
-            else self.exchange.strategy.sum_losses(losses, self.world)
-        )
-        return (
-            loss,
-            sum(values[SCORE, m] for m in numbers),
-            now.batch.own_targets if self.reports_loss else 0,
-        )
+        now, arrive = self._now, self._now.scalars.send()
 
-    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add a batch's LOSS and SCORE in evaluation mode, if this rank counts; return whether.
+        def read() -> tuple[float, float, int]:
+            values = arrive()
+            if self.exchange is not None:
+                self.exchange.squares = values.get(SQUARES, nan)
+            numbers = range(len(now.cuts) if self.reports_loss else 0)
+            losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
+            loss = (
+                sum(losses.values())
+                if self.exchange is None
+                else self.exchange.strategy.sum_losses(losses, self.world)
+            )
+            return (
+                loss,
+                sum(values[SCORE, m] for m in numbers),
+                now.batch.own_targets if self.reports_loss else 0,
+            )
+
+        return read
+
+    def guard(self) -> Array:
+        """Return a number on a device that is finite if the batch's loss and gradient are."""
+        return self._scalars.place(SQUARES, self.backend.xp)
+
+    def evaluate(self, batch: Batch) -> bool:
+        """Add a batch's LOSS and SCORE to `evaluated`, if this rank counts; return whether.
 
         Call it within `no_grad`.
         """
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
-        now = self._begin(batch, 0, scalars, cuts, trains=False)
+        now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
         return self.reports_loss
 
@@ -409,17 +429,28 @@ class Passes(PassHandler):
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         now, again = self._now, current().again
-        if not again:  # before the loss: a device would read out of range silently
-            check_labels(now.loss, now.parts[microbatch], now.cuts[microbatch].start, logits)
+        if not again and self.backend.is_device:
+            # before the loss: a device would read out of range silently
+            record_note(self._check_labels, microbatch, logits.shape)
         labels = recorded_input(lambda: self._now.parts[microbatch].y)
         loss = sum_of(now.loss, logits, labels)
         if not again:
-            record_call(self._note_numbers, microbatch, logits.data, loss.data)
+            # with sharded classes ranks exchange their best ones, which no graph contains
+            record = record_call if self._arrangement.classes else record_launch
+            record(self._note_numbers, microbatch, labels, logits.data, loss.data)
         return loss
 
-    def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
+    def _check_labels(self, microbatch: int, shape: Shape) -> None:
         now = self._now
-        score = self._score(logits, now.parts[microbatch])
+        check_labels(now.loss, now.parts[microbatch], now.cuts[microbatch].start, shape)
+
+    def _note_numbers(self, microbatch: int, labels: Array, logits: Array, loss: Array) -> None:
+        now = self._now
+        if self._arrangement.classes:
+            labels = now.parts[microbatch].on_host
+        score = self._score(logits, labels)
+        if now.trains and self.is_alone:
+            now.scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
         if now.trains or self.reports_loss:
             for name, number in ((LOSS, loss), (SCORE, score)):
                 now.scalars.add((name, microbatch) if now.trains else name, number)
@@ -442,8 +473,6 @@ class Passes(PassHandler):
 
     def begin_backward(self, microbatch: int) -> None:
         """See `PassHandler`."""
-        if self.poll is not None:
-            self.poll()
         if self._looks:
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
@@ -517,12 +546,11 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in parts)
 
 
-def _refusal(arrangement: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
+def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; empty if they can."""
     layout = arrangement.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
-        "a device's recordings would take more memory than its steps": backend.is_device,
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
         "ZeRO 2 and 3 acquire and release weights and gradients between layers": layout.zero > 1,
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
@@ -576,6 +604,44 @@ def _warn_of_untracked(model: Module, loss: Tensor) -> None:
                 stacklevel=2,
             )
             return
+
+
+# Families of a device's kernels by what needs them; nearly every model needs those of "".
+_FAMILIES = {
+    "": ("dense", "activation", "softmax", "copy"),
+    "BatchNorm": ("norm",),
+    "GroupNorm": ("norm",),
+    "RMSNorm": ("layer_norm",),
+    "LayerNorm": ("layer_norm",),
+    "Embedding": ("embedding",),
+    "Dropout": ("dropout",),
+    "GRULayer": ("recurrent",),
+    "LSTMDirection": ("recurrent",),
+    "MaxPool2d": ("pooling",),
+    "AvgPool2d": ("pooling",),
+    "AdaptiveAvgPool2d": ("pooling",),
+    "GlobalAvgPool2d": ("pooling",),
+    "Upsample": ("pooling",),
+}
+
+
+def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
+    """Begin to compile the kernels that a model on a device needs, all at the same time.
+
+    The first step compiled them one by one, in 0.5 to 1.3 s each; later runs find them on disk.
+    """
+    kernels = device_kernels(xp)
+    if kernels is None or not model.storage.data:
+        return
+    names = {type(module).__name__ for _, module in model.named_modules()}
+    families = {family for name in ("", *names) for family in _FAMILIES.get(name, ())}
+    wide, low = model.storage.dtype.name, low_dtype(mode)
+    narrow = wide if low is None else low.name
+    kernels.compile_ahead(families, narrow, wide)
+    kernels.compile_ahead(["updates", "sums"], wide, wide)
+    # copies within a dtype and between them; the seed of a backward pass is float64
+    for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
+        kernels.compile_ahead(["copy"], target, source)
 
 
 def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:

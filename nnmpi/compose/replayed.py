@@ -5,6 +5,9 @@
                                             `nn.compiled`)
                                later        the calls are replayed: the same bits, no graph, no
                                             checks
+    on a device                2nd time     eager, in the memory of its graphs (see `cuda.graph`)
+                               3rd time     captured
+                               later        the graphs are launched
 
 A replay would freeze any decision that Python makes in a forward pass. So a model is replayed only
 if nothing in it decides by values: if all of its modules, and the loss, are nnmpi's own, or declare
@@ -18,6 +21,8 @@ steps later, far from their cause.
 
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.precision import precision
@@ -47,6 +52,7 @@ class Replay(Compiled):
     Args:
         model: the model of the passes.
         refusal: why no pass may be replayed at all; otherwise empty.
+        xp: the library of the model's arrays.
 
     Attributes:
         replays: the number of replayed passes.
@@ -55,9 +61,9 @@ class Replay(Compiled):
     # it is written to in every step, and by nobody else
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
-    def __init__(self, model: Module, refusal: str) -> None:
+    def __init__(self, model: Module, refusal: str, xp: Any = np) -> None:
         super().__init__(lambda: None)
-        self._model, self._reason = model, refusal
+        self._xp, self._model, self._reason = xp, model, refusal
         self._refused = bool(self._reason)
         self._shapes: set[Any] = set()
         self._watch: Watch | None = None  # of the model
@@ -70,7 +76,7 @@ class Replay(Compiled):
     @property
     def held_bytes(self) -> int:
         """The memory that recordings hold between two passes, in bytes."""
-        return self.pool.size_bytes
+        return self.pool.size_bytes + (self._graphs.size_bytes if self._graphs else 0)
 
     def run_or_replay(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
@@ -102,7 +108,8 @@ class Replay(Compiled):
             del self._held[key]
             self._reason = "a parameter has another array, or was frozen"
         elif key in self._shapes and len(self._held) < MOST_RECORDINGS:
-            self._record(key, (), mode)
+            self._record(key, (), mode, xp=self._xp)
+            self._reason = self.refusal or self._reason
             return
         elif len(self._shapes) < MOST_SHAPES:
             self._shapes.add(key)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from nnmpi.backend.array import Array, Integers
+from nnmpi.backend.array import Array, Integers, namespace
 from nnmpi.backend.random import key_pair, random_bits
 from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
 from nnmpi.data.dataset import Dataset
@@ -126,8 +126,9 @@ class Normalize:
             raise ShapeError(
                 f"mean {mean.shape} and std {std.shape} do not fit samples of shape {shape}"
             ) from None
-        result = x.reshape(len(x), flat_mean.size) - flat_mean
-        result /= flat_std
+        xp = namespace(x)
+        result = x.reshape(len(x), flat_mean.size) - xp.asarray(flat_mean)
+        result /= xp.asarray(flat_std)
         return result.reshape(x.shape)
 
 

@@ -31,9 +31,9 @@ import numpy as np
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, Shape, is_array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.upload import pinned
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import format_bytes
-from nnmpi.comm.buffers import pinned
 from nnmpi.tensor.function import Function, Variable
 
 HOST = "host"

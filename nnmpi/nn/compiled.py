@@ -21,9 +21,7 @@ step closes over, the globals that it names, the attributes of its objects and m
 is another object than when the recording began, the step is recorded again. A step that changes
 such a value itself is recorded in every call: right, and slower than an eager step.
 
-On a device a replay makes the same calls of the array library and of nnmpi's kernels, one by one.
-It is no CUDA graph: CuPy refuses to call cuBLAS during a capture. There each result has its own
-memory as long as the recording exists, so a recorded step needs more memory than an eager one.
+On a device the second call is captured, and later ones launch CUDA graphs (see `cuda.graph`).
 """
 
 import random
@@ -45,6 +43,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
@@ -58,6 +57,9 @@ from nnmpi.tensor.tensor import Tensor
 
 # An epoch has two or three batch sizes; beyond this number the oldest recording is dropped.
 MOST_RECORDINGS = 16
+# Captures of a step on a device; one that always changes what it computes with stays eager.
+MOST_TRIES = 4
+MOST_KEYS = 256  # whose tries are counted
 
 
 class Compiled(Settled, fixed="pool"):
@@ -68,12 +70,17 @@ class Compiled(Settled, fixed="pool"):
         calls: the number of calls in the last recording that was made or replayed.
         pool: the memory of all recordings. They can share it: only one runs at a time, and callers
             get copies of its results.
+        refusal: why the last step on a device was not captured; empty if it was.
     """
+
+    _graphs: GraphMemory | None = None
+    refusal: str = ""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, Recording] = {}
+        self._tries: dict[Any, int] = {}  # of steps on a device, by key
         self.pool = MemoryPool()
         self._lock = RLock()
         self.calls = 0
@@ -126,22 +133,29 @@ class Compiled(Settled, fixed="pool"):
                     " compared"
                 ) from None
             if held is None or not held.is_valid():
-                return self._record(key, inputs, mode, Watch((self._step, inputs), mode.memory))
+                watch = Watch((self._step, inputs), mode.memory)
+                return self._record(key, inputs, mode, watch, watch.library())
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
     def _record(
-        self, key: Any, inputs: tuple[Any, ...], mode: Mode, watch: "Watch | None" = None
+        self,
+        key: Any,
+        inputs: tuple[Any, ...],
+        mode: Mode,
+        watch: "Watch | None" = None,
+        xp: Any = np,
     ) -> Any:
+        """Do one step, and record it; on a device, `xp`, the second time that this is called."""
         self._held.pop(key, None)
         is_full = len(self._held) >= MOST_RECORDINGS
         # Return malloc's free memory to the system: replays use the pool instead. Not once the
         # recordings are full, since then each call may record: trimming would take longer.
         if is_full:
             del self._held[next(iter(self._held))]
-        else:
+        elif xp is np:
             return_freed_memory()
-        recorder = Recorder(self.pool)
+        recorder = Recorder(self.pool) if xp is np else self._device_recorder(key, xp)
         try:
             buffers = _mapped(_input_buffer, inputs)
             with recorder.running():
@@ -149,15 +163,35 @@ class Compiled(Settled, fixed="pool"):
             held = Recording(recorder, buffers, outputs, watch)
             if watch is not None:
                 watch.refuse_drawn()
+        except Exception as error:
+            if not (isinstance(recorder, GraphRecorder) and recorder.can_begin_again(error)):
+                raise
+            restore(mode)
+            self._tries[key], self.refusal = MOST_TRIES, f"{error}"
+            return self._record(key, inputs, mode, watch, xp)
         finally:
             restore(mode)
             recorder.copy_loose_grads()
-            if not is_full:
+            if not is_full and xp is np:
                 return_freed_memory()  # held results until they were copied to the pool
-        if watch is None or watch.is_unchanged():
-            self._held[key] = held  # otherwise a replay would leave out what the step has changed
         self.calls = len(recorder.calls)
+        if recorder.is_complete:
+            self.refusal = ""
+            if watch is None or watch.is_unchanged():
+                self._held[key] = held
+            else:  # a replay would leave out what the step has changed
+                self.refusal = "the step changes what it computes with"
         return held.results()
+
+    def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
+        """Return the recorder of a step's next try; it captures from the second one on."""
+        if self._graphs is None:
+            self._graphs = GraphMemory(xp)
+        if len(self._tries) >= MOST_KEYS:
+            self._tries.clear()
+        count = self._tries.get(key, 0)
+        self._tries[key] = min(count + 1, MOST_TRIES)
+        return GraphRecorder(self._graphs, captures=0 < count < MOST_TRIES)
 
 
 class Recording:
@@ -312,6 +346,11 @@ class Watch:
         now = list(chain.from_iterable(self._holders))
         return len(now) == len(self._parts) and all(map(is_, now, self._parts))
 
+    def library(self) -> Any:
+        """Return the module of the first array on a device, or NumPy if there is none."""
+        arrays: Iterable[Any] = (getattr(part, "data", part) for part in self._parts)
+        return next((namespace(x) for x in arrays if is_array(x) and type(x) is not np.ndarray), np)
+
     def refuse_drawn(self) -> None:
         """Refuse a step that has drawn random numbers since the watch began.
 
@@ -341,7 +380,7 @@ class Watch:
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
             yield _Names(item.__globals__, names)
-            for thing in filter(None, map(item.__globals__.get, names)):
+            for thing in map(item.__globals__.get, names):
                 if isinstance(thing, ModuleType) and not _is_library(thing):
                     yield _Names(vars(thing), names)
         elif isinstance(item, MethodType):

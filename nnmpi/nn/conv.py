@@ -8,7 +8,14 @@ from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.conv.transposed import conv_transpose2d
-from nnmpi.ops.pool import avg_pool2d, max_pool2d, pool_windows
+from nnmpi.ops.pool import (
+    AvgPool2dFunction,
+    Upsample2dFunction,
+    avg_pool2d,
+    max_pool2d,
+    on_device,
+    pool_windows,
+)
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor, stack
@@ -214,6 +221,10 @@ class GlobalAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
+        if x.ndim == 4 and x.shard is None and x.size:
+            means = on_device(AvgPool2dFunction, x, (x.shape[1], x.shape[2]))
+            if means is not None:
+                return means.reshape(x.shape[0], x.shape[3])
         return x.mean(axis=(1, 2))
 
 
@@ -262,6 +273,9 @@ class Upsample(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images."""
         (n, h, w, c), (rows, columns) = _images("Upsample", x), self.scale_factor
+        larger = on_device(Upsample2dFunction, x, self.scale_factor) if x.shard is None else None
+        if larger is not None:
+            return larger
         ones = namespace(x.data).ones((rows, 1, columns, 1), x.dtype)
         return (x.reshape(n, h, 1, w, 1, c) * Tensor(ones)).reshape(n, h * rows, w * columns, c)
 

@@ -6,19 +6,13 @@ from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
-from nnmpi.ops.activation import sigmoid
-from nnmpi.ops.linear import linear
+from nnmpi.ops.gru import gru
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor, stack
 
 
 class GRULayer(Module):
-    """One layer. The columns of the weights and of `bias` are those of r, z and n, side by side.
-
-    r, z = sigmoid(x W + h R + b)
-    n = tanh(x W_n + b_n + r * (h R_n + bias_n))
-    h = n + z * (h - n)
-    """
+    """One layer. See `ops.gru`."""
 
     def __init__(self, inputs: int, features: int) -> None:
         self.weight = Parameter((inputs, 3 * features), fan_in(features))
@@ -26,21 +20,9 @@ class GRULayer(Module):
         self.bias = Parameter((3 * features,), fan_in(features))
         self.bias_n = Parameter((features,), fan_in(features))
 
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, h: Any = None) -> Tensor:
         """Return h of each time: (batch, time, features)."""
-        gates, two, result = linear(x, self.weight, self.bias), 2 * self.bias_n.size, []
-        for t in range(x.shape[1]):
-            local = gates[:, t]
-            product = None if h is None else h @ self.recurrent
-            opened = sigmoid(
-                local[:, :two] if product is None else local[:, :two] + product[:, :two]
-            )
-            r, z = opened[:, : two // 2], opened[:, two // 2 :]
-            more = r * self.bias_n if product is None else r * (product[:, two:] + self.bias_n)
-            new = (local[:, two:] + more).tanh()
-            h = new - z * new if h is None else new + z * (h - new)
-            result.append(h)
-        return stack(result, 1)
+        return gru(x, self.weight, self.recurrent, self.bias, self.bias_n, h)
 
 
 class GRU(Module, fixed="hidden_size"):
@@ -49,8 +31,6 @@ class GRU(Module, fixed="hidden_size"):
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of
     cuDNN and PyTorch, in which r multiplies the product with h. Padding follows the sequences, so
     it changes no earlier result; labels of -1 exclude it from a loss.
-
-    It is written as operations on tensors, one set per time step, without a fused operation.
 
     Args:
         input_size: the length of x's last axis.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nnmpi.backend.array import namespace
-from nnmpi.backend.recording import active, record_call
+from nnmpi.backend.recording import active, record_launch
 from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
@@ -103,7 +103,7 @@ class LSTM(Module, fixed="hidden_size directions"):
             memory[self.path] = ends
         else:  # replays read the state from the recorded arrays: write it back into them
             for state, end in zip(before, ends, strict=True):
-                record_call(namespace(state.data).copyto, state.data, end.data)
+                record_launch(namespace(state.data).copyto, state.data, end.data)
         return y
 
     def with_state(

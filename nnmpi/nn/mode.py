@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_note
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -77,10 +77,10 @@ class within(ContextDecorator, AbstractContextManager[None]):
         return within(self._change)  # threads that call a decorated function share no state
 
     def __enter__(self) -> None:
-        record_call(self._enter)
+        record_note(self._enter)
 
     def __exit__(self, *error: object) -> None:
-        record_call(self._leave)
+        record_note(self._leave)
 
     def _enter(self) -> None:
         mode = _mode.get()

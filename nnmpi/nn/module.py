@@ -33,7 +33,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import active, recorded_input
+from nnmpi.backend.recording import active, recorded_copy
 from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
@@ -108,7 +108,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """
     now = {buffer: buffer.data for _, buffer in model.named_buffers()}
     if not current().again:
-        read[key] = {buffer: recorded_input(data.copy) for buffer, data in now.items()}
+        read[key] = {buffer: recorded_copy(data) for buffer, data in now.items()}
         return run(x, *key)
     _put(read[key])
     result = run(x, *key)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from nnmpi.backend.array import Array, Shape, namespace
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
@@ -11,6 +12,7 @@ from nnmpi.ops.norm import (
     Count,
     at_least_one,
     batch_norm,
+    fixed_norm,
     group_norm,
     layer_norm,
     rms_norm,
@@ -73,6 +75,11 @@ class BatchNorm(Module):
                 f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
             )
         if not current().training:
+            running = self.running_mean.data, self.running_variance.data
+            fixed = fixed_norm(x, weight, bias, *running, self.eps)
+            if fixed is not None:
+                warn_later(fixed)
+                return fixed
             # as operations on tensors: replays then read the current running statistics
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
             shift = bias - scale * self.running_mean.data
@@ -92,6 +99,9 @@ class BatchNorm(Module):
             )
         factor = count / at_least_one(count - 1)
         if isinstance(factor, int | float):
+            if self.observe is None:
+                self.update_running(mean, variance, factor)
+                return
             unbiased = variance * factor
         else:
             # a count on the device, which the host does not wait for: so an empty batch is
@@ -103,13 +113,20 @@ class BatchNorm(Module):
             )
         (self.observe or self.update_running)(mean, unbiased)
 
-    def update_running(self, mean: Array, variance: Array) -> None:
-        """Move the running statistics towards a batch's (variance with divisor n - 1).
+    def update_running(self, mean: Array, variance: Array, factor: float = 1.0) -> None:
+        """Move the running statistics towards a batch's.
+
+        The variance times the factor has the divisor n - 1.
 
         A strategy that needs another order of updates sets `observe`, which is called instead.
         """
-        for buffer, value in ((self.running_mean, mean), (self.running_variance, variance)):
-            buffer.data += self.momentum * (value - buffer.data)
+        running = self.running_mean.data, self.running_variance.data
+        kernels = kernels_for(mean, "track")
+        if kernels is not None:
+            kernels.track(*running, mean, variance, self.momentum, factor)
+            return
+        for data, value in zip(running, (mean, variance * factor), strict=True):
+            data += self.momentum * (value - data)
 
 
 class LayerNorm(Module):

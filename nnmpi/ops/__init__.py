@@ -19,6 +19,7 @@ from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
+from nnmpi.ops.gru import gru
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
@@ -45,6 +46,7 @@ __all__ = [
     "embedding",
     "gelu",
     "group_norm",
+    "gru",
     "huber",
     "layer_norm",
     "leaky_relu",

@@ -17,6 +17,7 @@ from nnmpi.backend.sums import row_blocks
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import flattened, rectify_grad
+from nnmpi.tensor.elementwise import activated
 from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import checked_axes, in_float32, operands, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -94,19 +95,19 @@ class SigmoidFunction(Elementwise):
 
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return in_float32(ReluFunction(), require_floating("relu", x))
+    return activated("relu", ReluFunction(), require_floating("relu", x))
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
     require_floating("leaky_relu", x)
-    _, slope = operands("leaky_relu", x, negative_slope)
-    return in_float32(LeakyReluFunction(float(slope)), x)
+    slope = float(operands("leaky_relu", x, negative_slope)[1])
+    return activated("leaky_relu", LeakyReluFunction(slope), x, slope)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
-    return in_float32(SigmoidFunction(), require_floating("sigmoid", x))
+    return activated("sigmoid", SigmoidFunction(), require_floating("sigmoid", x))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ FORMS = {"gelu": (_gelu, 4), "gelu_tanh": (_gelu_tanh, 2), "silu": (_silu, 2)}
 
 
 def _smooth(form: str, x: Any) -> Tensor:
-    return with_kernels(f"bias_{form}", SmoothActivation(form), x)
+    return activated(form, SmoothActivation(form), x)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -61,7 +61,7 @@ class AttentionDropout:
     """
 
     rate: float
-    key: tuple[int, int]
+    key: Any
     first_row: int
 
     @property

@@ -14,7 +14,8 @@ from typing import Any
 import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.random import place_of
+from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
@@ -200,16 +201,20 @@ class PackedAttention(Function):
         (heads,) = self._split(y, 1)
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
-            drop = (
-                AttentionDropout(self.rate, *self.mask_key()).from_head(
-                    self.first, self.length or time
-                ),
-            )
+            key = recorded_numbers(lambda: self._mask_place(time))
+            drop = (AttentionDropout(self.rate, key, 0),)
         self.saved = (
             self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
             drop,
         )
         return y
+
+    def _mask_place(self, time: int) -> Any:
+        """Return the key of this pass's mask, from this rank's first head and row on."""
+        assert self.mask_key is not None
+        drop = AttentionDropout(self.rate, *self.mask_key())
+        drop = drop.from_head(self.first, self.length or time)
+        return place_of(drop.key, drop.first_row)
 
     def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
         """Attend to the cached tokens and these."""
@@ -243,6 +248,11 @@ class DroppedAttention(PackedAttention):
     __slots__ = ()
 
     replayable = False
+
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether no other rank has a part in it; its key lies in the device's memory then."""
+        return not self.length
 
 
 def attention(

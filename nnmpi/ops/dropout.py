@@ -9,7 +9,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.random import least_kept, random_bits
+from nnmpi.backend.random import least_kept, place_of, random_bits
+from nnmpi.backend.recording import recorded_numbers, to_library
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.shard import Region
 from nnmpi.ops.linear import with_kernels
@@ -37,6 +38,8 @@ class DropoutFunction(Function):
 
     __slots__ = ("columns", "mask_key", "rate")
 
+    captured = True  # its key then lies in the device's memory
+
     def __init__(self, rate: float, mask_key: Callable[[], MaskKey]) -> None:
         self.rate, self.mask_key = rate, mask_key
         self.columns: Array | None = None
@@ -56,19 +59,20 @@ class DropoutFunction(Function):
 
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
-        columns = None if self.columns is None else xp.asarray(self.columns)
-        (key, first_row), kernels = self.mask_key(), kernels_for(x, "dropout")
+        columns = None if self.columns is None else to_library(xp, self.columns)
+        key, kernels = recorded_numbers(self._place), kernels_for(x, "dropout")
         if kernels is not None:  # backward draws the mask again, which saves its memory
-            self.saved = (kernels, (self.rate, key, first_row, columns))
+            self.saved = (kernels, (self.rate, key, columns))
             return kernels.dropout(xp, x, *self.saved[1])
         rows = x.shape[0] if x.ndim else 1
-        bits = random_bits(
-            xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key
-        )
+        bits = random_bits(xp, 0, rows, prod(x.shape[1:]) if columns is None else columns, key)
         mask = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
-        factor = mask * xp.asarray(1 / (1 - self.rate), x.dtype)
+        factor = mask * xp.full((), 1 / (1 - self.rate), x.dtype)
         self.saved = (None, factor)
         return x * factor
+
+    def _place(self) -> Any:
+        return place_of(*self.mask_key())
 
     def backward(self, grad: Array) -> Grads:
         kernels, saved = self.saved

@@ -8,7 +8,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
 from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import add_rows
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
@@ -26,6 +26,8 @@ class EmbeddingFunction(Function):
     """
 
     __slots__ = ("reads",)
+
+    captured = True
 
     def __init__(self, reads: Dtype) -> None:
         self.reads = reads
@@ -91,7 +93,7 @@ def embedding(
     rows = values_of(table)
     if kernels_for(rows, "embedding") is None or type(values) is np.ndarray:
         record_call(_check_indices, values, table.shape[0] if entries is None else entries)
-        values = namespace(rows).asarray(values)
+        values = to_library(namespace(rows), values)
     return make(dtype)(table, indices if is_sharded(indices) else values)
 
 

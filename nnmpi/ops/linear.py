@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, constant
-from nnmpi.backend.gemm import gemm
+from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.base.errors import ShapeError
@@ -59,7 +59,10 @@ class LinearFunction(Function):
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
-            y = gemm(xp, rows, weight, dtype=self.gives)
+            out, gives = None, self.gives or reads
+            if bias is None and not self.kernel:  # whose kernels need contiguous arrays
+                out = empty_rows(xp, len(rows), weight.shape[1], gives)
+            y = gemm(xp, rows, weight, out, dtype=gives)
         self.saved = (
             rows,
             weight if self.needs[0] else None,
@@ -73,9 +76,11 @@ class LinearFunction(Function):
         rows, weight, shape, saved, dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
-            grad = xp.ascontiguousarray(cast(xp, grad, rows.dtype))
+            grad = cast(xp, grad, rows.dtype)
         if len(shape) != 2:
             grad = xp.reshape(grad, (len(rows), grad.shape[-1]))
+        if dtypes is not None:
+            grad = in_rows(xp, grad)
         to_x = to_weight = to_bias = None
         if self.needs[2]:
             to_bias = place_for(

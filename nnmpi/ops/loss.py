@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
-from nnmpi.backend.kernels import cast, kernels_for
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import row_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.ops.linear import with_kernels
@@ -62,34 +62,34 @@ class CrossEntropy(Function):
         xp, classes = self.xp, logits.shape[-1]
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
-        losses, residuals = self._losses(rows, labels)
+        losses, residuals, kernels = self._losses(rows, labels)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
             count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
-        self.saved = (residuals, logits.shape, logits.dtype, count)
+        self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
         return _averaged(xp, xp.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
-        residuals, shape, dtype, count = self.saved
+        residuals, shape, kernels, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
         # (1,) for all rows, or (rows,)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
-        if len(residuals) == 1:
-            # compiled kernels compute the gradients together with the losses
-            to_rows = cast(xp, xp.multiply(residuals[0], xp.reshape(share, (share.size, 1))), dtype)
+        if kernels is not None:
+            settings = self.ignore_index, self.smoothing
+            to_rows = kernels.softmax_loss_grad(xp, share, residuals, *settings)
         else:
             to_rows = self._gradient(share, residuals)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
-    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row (rows, classes), and the residuals for the gradient.
+    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals, Any]:
+        """Return the loss of each row (rows, classes), residuals for the gradient, and the kernels.
 
-        These are e^(logit - largest) and their sums. Blocks of rows are computed one by one, each
-        while it is in the cache.
+        Without kernels the residuals are e^(logit - largest) and their sums. Blocks of rows are
+        computed one by one, each while it is in the cache.
         """
         xp, (count, classes), smoothing, used = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
@@ -99,7 +99,7 @@ class CrossEntropy(Function):
             else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
         )
         if result is not None:
-            return result
+            return *result, kernels
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
             labels = xp.where(used, labels, 0)
@@ -123,7 +123,7 @@ class CrossEntropy(Function):
         losses = xp.subtract(xp.log(sums), target)
         if used is not None:
             losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
-        return losses, (powers, sums, targets, used)
+        return losses, (powers, sums, targets, used), None
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """Return (softmax(logits) - target) * share, for the losses' gradients (rows,) or (1,)."""
@@ -213,6 +213,44 @@ class ElementwiseLoss(Function):
         if not self.needs[1]:
             return to_x, None
         return to_x, xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
+
+
+class DeviceLoss(Function):
+    """`ElementwiseLoss` by a device's kernels, which read x and the target once each way.
+
+    Args:
+        reduction: one of REDUCTIONS.
+        form: one of `LOSSES` of the kernels.
+        delta: of "huber".
+    """
+
+    __slots__ = ("delta", "form", "reduction")
+
+    replayable = True
+
+    def __init__(self, reduction: str, form: str, delta: float) -> None:
+        self.reduction, self.form, self.delta = reduction, form, delta
+
+    averages = ElementwiseLoss.averages
+    summands = ElementwiseLoss.summands
+
+    def forward(self, x: Array, target: Array) -> Array:
+        kernels = kernels_for(x, "losses")
+        share = 1 / max(x.size, 1) if self.reduction == "mean" else 1.0
+        self.saved = (x, target, share, kernels)
+        result: Array = kernels.losses(
+            self.xp, self.form, x, target, self.delta, None if self.reduction == "none" else share
+        )
+        return result
+
+    def backward(self, grad: Array) -> Grads:
+        x, target, share, kernels = self.saved
+        if self.reduction == "none":
+            share = 1.0
+        result: Grads = kernels.losses_grad(
+            self.xp, self.form, grad, (x, target), self.needs, self.delta, share
+        )
+        return result
 
 
 def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
@@ -307,7 +345,7 @@ def checked_labels(
     values = (
         given
         if isinstance(labels, Variable)
-        else namespace(logits.data).asarray(Tensor(given).data)
+        else to_library(namespace(logits.data), Tensor(given).data)
     )
     if values.dtype.kind not in "iu":
         raise DtypeError(
@@ -365,7 +403,7 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     """
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
-    return _error("huber", partial(_huber, float(delta)), x, target, reduction)
+    return _error("huber", partial(_huber, float(delta)), x, target, reduction, float(delta))
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -424,17 +462,27 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 
 def _error(
-    name: str, evaluate: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str
+    name: str,
+    evaluate: Callable[..., tuple[Array, ...]],
+    x: Tensor,
+    target: Any,
+    reduction: str,
+    delta: float = 0.0,
 ) -> Tensor:
     check_reduction(reduction)
     require_floating(name, x)
     refuse_parts(name, x, target)
     if not isinstance(target, Variable):
-        target = namespace(x.data).asarray(target)
+        target = to_library(namespace(x.data), target)
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)
-    return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
+    if kernels_for(x.data, "losses") is None:
+        return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
+    function = DeviceLoss(reduction, name, delta)
+    if x.dtype == target.dtype:
+        return function(x, target)
+    return in_float32(function, x, target, narrow=False)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

@@ -20,9 +20,12 @@ the first rows of a state:
 (Hochreiter and Schmidhuber, 1997; the forget gate is by Gers et al., 2000.)
 
 The gates lie side by side in the order i, f, o, g. A sigmoid is (1 + tanh(x / 2)) / 2, so one tanh
-computes all four. The weights of i, f and o are halved once for all steps, which is exact. The tanh
-is saved instead of the sigmoids: a step then has a third fewer calls of NumPy, and takes 43 us
+computes all four. NumPy halves the weights of i, f and o once for all steps, which is exact. The
+tanh is saved instead of the sigmoids: a step then has a third fewer calls of NumPy, and takes 43 us
 forward instead of 88, and 60 us backward instead of 109 (32 rows of 256 features).
+
+On a device a step is a product and a kernel, each way. The states lie beside the initial one (see
+`States`), so that a step reads the one before it in place.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
-from nnmpi.backend.kernels import bias_grad, kernels_for
+from nnmpi.backend.kernels import bias_grad, copy, kernels_for
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
@@ -81,8 +84,12 @@ class Packing:
         """Return the real rows, (packed rows, n), of (batch, time, n)."""
         if self.rows is not None:
             return x[self.rows, self.times]
-        batch, time, n = x.shape
-        return xp.ascontiguousarray(x.swapaxes(0, 1)).reshape(batch * time, n)
+        x = x.swapaxes(0, 1)
+        if not x.flags.c_contiguous:
+            rows = empty(xp, x.shape, x.dtype)
+            copy(xp, rows, x)
+            x = rows
+        return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
 
     def unpack(self, rows: Array, into: Array) -> None:
         """Write packed rows to (time, batch, n), and 0 to the padding."""
@@ -105,83 +112,159 @@ class Packing:
         return result
 
 
+class States:
+    """A state before and after every step, in one array: the initial one beside the packed rows.
+
+        forward    | initial | after step 0 | after step 1 | ...
+        reverse    | after step 0 | ... | after the last step | initial |
+
+    Args:
+        xp: the arrays' module.
+        packing: of the batch.
+        reverse: whether the last time step is the first.
+        like: (packed rows, any), for the dtype.
+        shape: (batch, features), of one state.
+        initial: the first state; None for 0.
+
+    Attributes:
+        first: (batch, features), the initial state, in the packed rows' order.
+        after: (packed rows, features), the states after each step.
+    """
+
+    def __init__(
+        self, xp: Any, packing: Packing, reverse: bool, like: Array, shape: Shape, initial: Any
+    ) -> None:
+        (batch, features), count = shape, len(like)
+        memory = empty(xp, (batch + count, features), like.dtype)
+        early, late, head, tail = memory[:count], memory[count:], memory[:batch], memory[batch:]
+        parts = (early, late, tail, head) if reverse else (tail, head, early, late)
+        self.after, self.first, self._before, self._end = parts
+        self._packing, self._reverse = packing, reverse
+        if initial is None:
+            self.first.fill(0)
+        else:
+            copy(xp, self.first, initial if packing.order is None else initial[packing.order])
+
+    def before(self, xp: Any, earlier: slice, n: int) -> Array:
+        """Return the state before a step: the previous step's; the initial one for new sequences.
+
+        Args:
+            xp: the arrays' module.
+            earlier: the previous step's rows, see `steps`.
+            n: the step's number of sequences.
+        """
+        running = earlier.stop - earlier.start
+        if running == n:
+            return self.after[earlier]
+        new = self.first[running:n]
+        return xp.concatenate((self.after[earlier], new)) if running else new
+
+    def all_before(self, xp: Any) -> Array:
+        """Return the states before all steps, (packed rows, features)."""
+        packing = self._packing
+        if packing.rows is None:
+            return self._before
+        result = xp.empty(self.after.shape, self.after.dtype)
+        for here, n, earlier in steps(packing.sizes, self._reverse):
+            result[here] = self.before(xp, earlier, n)
+        return result
+
+    def last(self, xp: Any) -> Array:
+        """Return the state after each sequence's last step, (batch, features), in its order."""
+        packing, stop = self._packing, 0
+        if packing.rows is None or self._reverse:
+            return packing.unsort(self._end)
+        result = xp.empty(self.first.shape, self.first.dtype)
+        for n, later in zip(packing.sizes, (*packing.sizes[1:], 0), strict=True):
+            stop += n
+            if later < n:
+                result[later:n] = self.after[stop - n + later : stop]
+        return packing.unsort(result)
+
+
 class LSTMFunction(Function):
     """One layer in one direction: (batch, time + 2, features), h over time, the last h, the last c.
 
     Args:
         reverse: whether to go from the last time step to the first.
         ends: whether to append the last h and c; otherwise the result is (batch, time, features).
+        lengths: (batch,), integers on the host; None if no sequence is padded.
     """
 
-    __slots__ = ("ends", "reverse")
+    __slots__ = ("ends", "lengths", "reverse")
 
-    def __init__(self, reverse: bool, ends: bool) -> None:
-        self.reverse, self.ends = reverse, ends
+    def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
+        self.reverse, self.ends, self.lengths = reverse, ends, lengths
+
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether nothing is copied from the host, as the packed order is."""
+        return self.lengths is None
 
     def forward(
-        self,
-        x: Array,
-        weight: Array,
-        recurrent: Array,
-        bias: Array,
-        h: Any,
-        c: Any,
-        lengths: Any = None,
+        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
-        packing = Packing.of(batch, time, lengths, xp)
-        zeros = xp.zeros((batch, features), x.dtype)
-        first_h, first_c = (zeros if state is None else packing.sort(state) for state in (h, c))
-        rows, halved = packing.pack(xp, x), _halves(xp, recurrent)
+        packing = Packing.of(batch, time, self.lengths, xp)
+        rows = packing.pack(xp, x)
         gates = empty(xp, (len(rows), 4 * features), x.dtype)
-        gemm(xp, rows, xp.multiply(weight, halved), out=gates)
-        xp.add(gates, xp.multiply(bias, halved), out=gates)
-        times = multiplier(xp, xp.multiply(recurrent, halved))
-        h, c = first_h.copy(), first_c.copy()
-        hidden, cells = (empty(xp, (len(gates), features), c.dtype) for _ in range(2))
-        scratch = empty(xp, (batch, 4 * features), c.dtype)
-        for here, n, _ in steps(packing.sizes, self.reverse):
-            product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-            times(h[:n], product)
-            _step(xp, gates[here], product, c[:n], new_c, new_h)
-            h[:n], c[:n] = new_h, new_c
+        kernels, factors = kernels_for(gates, "lstm_step"), (weight, recurrent, bias)
+        if kernels is None:  # a kernel halves the sums instead
+            halves = xp.ones(4 * features, x.dtype)
+            halves[: 3 * features] = 0.5
+            factors = tuple(xp.multiply(item, halves) for item in factors)
+        gemm(xp, rows, factors[0], out=gates)
+        shift = xp.ascontiguousarray(factors[2])
+        if kernels is None:
+            xp.add(gates, shift, out=gates)
+        times = multiplier(xp, factors[1])
+        states = packing, self.reverse, gates, (batch, features)
+        hidden, cells = (States(xp, *states, initial) for initial in (h, c))
+        scratch = empty(xp, (batch, 4 * features), x.dtype)
+        for here, n, earlier in steps(packing.sizes, self.reverse):
+            times(hidden.before(xp, earlier, n), scratch[:n])
+            last_c, new = cells.before(xp, earlier, n), (cells.after[here], hidden.after[here])
+            if kernels is None:
+                _step(xp, gates[here], scratch[:n], last_c, *new)
+            else:
+                kernels.lstm_step(gates[here], scratch[:n], shift, last_c, *new)
         if True in self.needs:
-            self.saved = (packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c)
+            self.saved = (packing, rows, weight, recurrent, gates, hidden, cells)
         if packing.rows is None and not self.ends:
-            return hidden.reshape(time, batch, features).swapaxes(0, 1)
+            return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
         y = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
-        packing.unpack(hidden, y[:time])
+        packing.unpack(hidden.after, y[:time])
         if self.ends:
-            y[time], y[time + 1] = packing.unsort(h), packing.unsort(c)
+            y[time], y[time + 1] = hidden.last(xp), cells.last(xp)
         return y.swapaxes(0, 1)
 
     def backward(self, grad: Array) -> Grads:
-        packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c = self.saved
-        xp, time = namespace(grad), len(packing.sizes)
+        packing, rows, weight, recurrent, gates, hidden, cells = self.saved
+        xp, time, batch = namespace(grad), len(packing.sizes), grad.shape[0]
         # the gradients of the last h and c; step by step they become those of the initial state
         ends = [
-            packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(first_c) for i in (0, 1)
+            packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(cells.first)
+            for i in (0, 1)
         ]
         to_h, to_c = ends
         to_hidden = packing.pack(xp, grad[:, :time])
-        to_gates, before_h = (empty(xp, like.shape, like.dtype) for like in (gates, hidden))
+        to_gates = empty(xp, gates.shape, gates.dtype)
         times = multiplier(xp, recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
-            slopes, last_c = to_gates[here], _before(xp, first_c, cells, earlier, n)
-            if self.needs[2]:
-                before_h[here] = _before(xp, first_h, hidden, earlier, n)
-            _step_grad(
-                xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n]
-            )
+            slopes, last_c = to_gates[here], cells.before(xp, earlier, n)
+            after = cells.after[here]
+            _step_grad(xp, gates[here], slopes, to_h[:n], to_hidden[here], after, last_c, to_c[:n])
             times(slopes, to_h[:n])
         to_x = to_bias = None
         if self.needs[0]:
-            to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
-            packing.unpack(gemm(xp, to_gates, weight.T), to_x)
-            to_x = to_x.swapaxes(0, 1)
+            to_x = gemm(xp, to_gates, weight.T)
+            if packing.rows is not None:
+                packed, to_x = to_x, xp.empty((time, batch, weight.shape[0]), grad.dtype)
+                packing.unpack(packed, to_x)
+            to_x = to_x.reshape(time, batch, weight.shape[0]).swapaxes(0, 1)
         to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
             gemm(xp, left.T, to_gates, *self.sum_into(i)) if self.needs[i] else None
-            for i, left in ((1, rows), (2, before_h))
+            for i, left in ((1, rows), (2, hidden.all_before(xp)))
         )
         if self.needs[3]:
             to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
@@ -190,14 +273,7 @@ class LSTMFunction(Function):
             packing.unsort(end) if need else None
             for end, need in zip(ends, self.needs[4:6], strict=True)
         )
-        return to_x, to_weight, to_recurrent, to_bias, *first, None
-
-
-def _halves(xp: Any, recurrent: Array) -> Array:
-    """Return (4 features,), 1/2 for the columns of the sigmoids and 1 for those of the tanh."""
-    factors = np.full(recurrent.shape[1], 0.5, recurrent.dtype)
-    factors[3 * len(recurrent) :] = 1
-    return xp.asarray(factors)
+        return to_x, to_weight, to_recurrent, to_bias, *first
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
@@ -205,15 +281,11 @@ def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Arra
 
     Args:
         xp: the arrays' module.
-        g: (n, 4 features), x W + b; overwritten by the tanh of the gates.
-        product: (n, 4 features), h R.
+        g: (n, 4 features), x W + b, halved for the sigmoids; overwritten by the tanh of the gates.
+        product: (n, 4 features), h R, halved likewise.
         c: (n, features), before the step.
         new_c, new_h: (n, features), out.
     """
-    kernels = kernels_for(g, "lstm_step")
-    if kernels is not None:
-        kernels.lstm_step(g, product, c, new_c, new_h)
-        return
     i, f, o, candidate = _four(g)
     xp.tanh(xp.add(g, product, out=g), out=g)
     xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
@@ -269,20 +341,6 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
         earlier = here
 
 
-def _before(xp: Any, first: Array, rows: Array, earlier: slice, n: int) -> Array:
-    """Return the state before a step: the previous step's; the initial one for new sequences.
-
-    Args:
-        xp: the arrays' module.
-        first: (batch, features), the initial state.
-        rows: (packed rows, features), the state after each step.
-        earlier: the previous step's rows, see `steps`.
-        n: the step's number of sequences.
-    """
-    running = earlier.stop - earlier.start
-    return rows[earlier] if running == n else xp.concatenate((rows[earlier], first[running:n]))
-
-
 def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
     n = gates.shape[1] // 4
     return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
@@ -301,7 +359,7 @@ def lstm(
     """Return h over time of an LSTM layer (Hochreiter and Schmidhuber, 1997).
 
     Padding is not read, and h is 0 there: a sequence has the same result with or without padding,
-    alone or in a batch. Mixed precision computes in float32.
+    alone or in a batch. Mixed precision computes in float32, a device's products in tf32.
 
     Args:
         x: (batch, time, in).
@@ -335,8 +393,8 @@ def lstm(
             raise ShapeError(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
-    inputs = x, weight, recurrent, bias, *(state or (None, None))
-    return in_float32(LSTMFunction(reverse, ends), *inputs, _checked(lengths, x.shape))
+    function = LSTMFunction(reverse, ends, _checked(lengths, x.shape))
+    return in_float32(function, x, weight, recurrent, bias, *(state or (None, None)))
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:

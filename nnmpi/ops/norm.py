@@ -17,12 +17,13 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.recording import record_call, record_launch
 from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
+from nnmpi.tensor.operand import converted, in_float32, may_meet, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import in_turn
@@ -115,7 +116,8 @@ class BatchNormFunction(Function):
         # an array: in a replay other ranks may have other numbers of rows
         n = xp.empty((), np.float64)
         results = mean, variance, offset, n
-        count = record_call(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
+        record = record_launch if self.all_reduce is None else record_call
+        count = record(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
         # NaN for infinity; 1 / sqrt would hide it as 0
@@ -182,6 +184,114 @@ class BatchNormFunction(Function):
         return to_x, to_scale, to_shift
 
 
+class DeviceBatchNormFunction(Function):
+    """`BatchNormFunction` by a device's kernels, which read x once for the statistics.
+
+    In half precision x, the result and their gradients alone have 16 bits.
+    """
+
+    __slots__ = ("all_reduce", "eps", "observe", "statistics")
+
+    replayable = True
+
+    def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
+        self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
+
+    def forward(self, x: Array, scale: Array, shift: Array) -> Array:
+        xp, kernels = self.xp, kernels_for(x, "moments")
+        rows = _samples(xp, kernels, x, 1, scale.size)
+        scale, shift = map(xp.ascontiguousarray, (scale, shift))
+        local = rows.shape[1]
+        offset, variance, mean = (item[0] for item in kernels.moments(xp, rows))
+        count: Count = local
+        n = None
+        if self.all_reduce is not None:
+            # an array: in a replay other ranks may have other numbers of rows
+            n = xp.empty((), np.float64)
+            results = mean, variance, offset
+            count = record_call(_count_ranks, self.all_reduce, local, results, n)
+        if self.observe is not None:
+            (record_launch if n is None else record_call)(self.observe, mean, variance, count)
+        self.statistics = (mean, variance, count)
+        self.saved = (rows, offset, variance, scale, n, kernels)
+        return kernels.normalize(xp, rows, offset, variance, scale, shift, self.eps).reshape(
+            x.shape
+        )
+
+    def backward(self, grad: Array) -> Grads:
+        (rows, offset, variance, scale, n, kernels), xp = self.saved, self.xp
+        given = kernels.contiguous(xp, grad).reshape(rows.shape)
+        to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
+        saved = rows, offset, variance
+        kernels.norm_sums(xp, given, *saved, self.eps, (to_shift, to_scale))
+        to_x = None
+        if self.needs[0]:
+            sums, share = (to_shift, to_scale), 1 / max(rows.shape[1], 1)
+            if n is not None:
+                both = xp.concatenate(sums)
+                record_call(_all_reduce, self.all_reduce, both)
+                xp.divide(both, n, out=both)
+                sums, share = (both[: scale.size], both[scale.size :]), 1.0
+            to_x = kernels.norm_grad(xp, given, *saved, scale, sums, self.eps, share, False)
+            to_x = to_x.reshape(grad.shape)
+        return to_x, to_scale, to_shift
+
+
+def _count_ranks(
+    all_reduce: AllReduce, local: int, results: tuple[Array, Array, Array], n: Array
+) -> Count:
+    count = _over_ranks(all_reduce, local, *results)
+    n[...] = at_least_one(count)
+    return count
+
+
+class FixedNormFunction(Function):
+    """Normalization by given means and variances, by a device's kernels, for `fixed_norm`."""
+
+    __slots__ = ("eps",)
+
+    replayable = True
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def forward(self, x: Array, scale: Array, shift: Array, mean: Array, variance: Array) -> Array:
+        xp, kernels = self.xp, kernels_for(x, "moments")
+        rows = _samples(xp, kernels, x, 1, scale.size)
+        scale, shift = map(xp.ascontiguousarray, (scale, shift))
+        self.saved = (rows, mean, variance, scale, kernels)
+        return kernels.normalize(xp, rows, mean, variance, scale, shift, self.eps, False).reshape(
+            x.shape
+        )
+
+    def backward(self, grad: Array) -> Grads:
+        (rows, mean, variance, scale, kernels), xp = self.saved, self.xp
+        given = kernels.contiguous(xp, grad).reshape(rows.shape)
+        sums = to_shift, to_scale = tuple(
+            place_for(self, i, scale.shape, scale.dtype) for i in (2, 1)
+        )
+        saved = rows, mean, variance
+        kernels.norm_sums(xp, given, *saved, self.eps, sums, False)
+        to_x = None
+        if self.needs[0]:
+            to_x = kernels.norm_grad(xp, given, *saved, scale, sums, self.eps, 0.0, False)
+            to_x = to_x.reshape(grad.shape)
+        return to_x, to_scale, to_shift, None, None
+
+
+def _samples(xp: Any, kernels: Any, x: Array, count: int, channels: int) -> Array:
+    """Return x as (count, rows, channels), contiguous."""
+    rows = x.size // max(count * channels, 1)
+    result: Array = kernels.contiguous(xp, x).reshape(count, rows, channels)
+    return result
+
+
+def _by_kernels(function: Function, x: Tensor, *parameters: Tensor) -> Tensor:
+    """Apply an operation of a device's kernels: parameters are float32, or as wide as x."""
+    wide = FLOAT32 if is_low(x.dtype) else x.dtype
+    return function(x, *(converted(item, wide) for item in parameters))
+
+
 def _measure(
     rows: Array,
     kept: Array,
@@ -226,21 +336,30 @@ def _measure(
         offset[...] = further = sums[0] / max(local, 1)
         variance[...] = xp.maximum(sums[1] - further * sums[0], 0)
         mean += offset
+    variance /= max(local, 1)
     count: Count = local
-    if all_reduce is None:
-        variance /= max(local, 1)
-    else:
-        ours = mean.astype(xp.float64)
-        total = all_reduce(xp.concatenate([xp.full(1, local, xp.float64), local * ours]))
-        count = float(total[0]) if xp.__name__ == "numpy" else total[0]
-        wide_mean = total[1:] / at_least_one(count)
-        variance[...] = all_reduce(variance + local * (ours - wide_mean) ** 2) / at_least_one(count)
-        mean[...] = wide_mean
-        offset += wide_mean - ours
+    if all_reduce is not None:
+        count = _over_ranks(all_reduce, local, mean, variance, offset)
     n[...] = at_least_one(count)
     # an overflow is observed in the second computation
     if observe is not None and not (type(rows) is np.ndarray and overflows(variance)):
         observe(mean, variance, count)
+    return count
+
+
+def _over_ranks(
+    all_reduce: AllReduce, local: int, mean: Array, variance: Array, offset: Array
+) -> Count:
+    """Turn a rank's statistics of `local` elements into those of all ranks; return their number."""
+    xp = namespace(mean)
+    ours = mean.astype(xp.float64)
+    total = all_reduce(xp.concatenate([xp.full(1, local, xp.float64), local * ours]))
+    count: Count = float(total[0]) if xp.__name__ == "numpy" else total[0]
+    wide_mean = total[1:] / at_least_one(count)
+    squares = local * (variance + (ours - wide_mean) ** 2)
+    variance[...] = all_reduce(squares) / at_least_one(count)
+    mean[...] = wide_mean
+    offset += wide_mean - ours
     return count
 
 
@@ -347,7 +466,7 @@ class LayerNormFunction(Function):
         rows = xp.reshape(x, (x.size // n, n))
         scale_row = xp.reshape(scale, (n,))
         shift_row = xp.reshape(shift[0], (n,)) if shift else None
-        kernels = kernels_for(x, "layer_norm") if self.centered else None
+        kernels = kernels_for(x, "layer_norm")
         if kernels is not None:
             y, residuals = kernels.layer_norm(xp, rows, scale_row, shift_row, self.eps)
         else:
@@ -484,6 +603,13 @@ class GroupNormFunction(Function):
         xp, n, channels = self.xp, len(x), scale.size
         if not x.size:
             return xp.empty(x.shape, x.dtype)
+        kernels = kernels_for(x, "moments")
+        if kernels is not None:
+            images = _samples(xp, kernels, x, n, channels)
+            scale, shift = map(xp.ascontiguousarray, (scale, shift))
+            saved = images, *kernels.moments(xp, images, self.count)[:2], scale
+            self.saved = (*saved, kernels)
+            return kernels.normalize(xp, *saved, shift, self.eps).reshape(x.shape)
         pixels = x.size // (n * channels)
         repeats = _repeats(pixels, channels, LONG) if type(x) is np.ndarray else 1
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
@@ -505,7 +631,7 @@ class GroupNormFunction(Function):
         if type(x) is np.ndarray:
             again = Again(partial(GroupNormFunction, self.count, self.eps))
             record_call(again.forward, y, inverse, self.needs, x, scale, shift)
-        self.saved = (kept, inverse, scale, pixels, again)
+        self.saved = (kept, inverse, scale, pixels, again, None)
         return y.reshape(x.shape)
 
     @_quiet
@@ -513,7 +639,9 @@ class GroupNormFunction(Function):
         xp = self.xp
         if not grad.size:
             return grad, *(xp.zeros(grad.shape[-1:], grad.dtype) for _ in range(2))
-        kept, inverse, scale, pixels, again = self.saved
+        if self.saved[-1] is not None:
+            return self._gradients(grad)
+        kept, inverse, scale, pixels, again, _ = self.saved
         given = xp.reshape(grad, kept.shape)
         to_x, scratch = xp.empty(kept.shape, grad.dtype), self._scratch(kept)
         sums, products = (xp.empty(inverse.shape, grad.dtype) for _ in range(2))
@@ -539,6 +667,24 @@ class GroupNormFunction(Function):
         if again is not None:
             record_call(again.backward, grad, to_x, to_scale, to_shift)
         return to_x.reshape(grad.shape) if self.needs[0] else None, to_scale, to_shift
+
+    def _gradients(self, grad: Array) -> Grads:
+        """Return the gradients, by a device's kernels."""
+        (*saved, scale, kernels), xp = self.saved, self.xp
+        images = saved[0]
+        given = kernels.contiguous(xp, grad).reshape(images.shape)
+        sums = tuple(xp.empty((len(images), scale.size), scale.dtype) for _ in range(2))
+        kernels.norm_sums(xp, given, *saved, self.eps, sums)
+        to_x = None
+        if self.needs[0]:
+            means = kernels.group_sums(xp, sums, scale, self.count, images)
+            share = 1 / images.shape[1]
+            to_x = kernels.norm_grad(xp, given, *saved, scale, means, self.eps, share, True)
+            to_x = to_x.reshape(grad.shape)
+        to_scale, to_shift = (place_for(self, i, scale.shape, scale.dtype) for i in (1, 2))
+        for item, target in zip(sums, (to_shift, to_scale), strict=True):
+            bias_grad(xp, item, target)
+        return to_x, to_scale, to_shift
 
     def _scratch(self, images: Array) -> Array:
         return self.xp.empty(images[row_blocks(images)[0]].shape, images.dtype)
@@ -586,7 +732,8 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     groups = check_int("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
-    return in_float32(GroupNormFunction(scale.size // groups, number("eps", eps)), x, scale, shift)
+    apply = in_float32 if kernels_for(x.data, "moments") is None else _by_kernels
+    return apply(GroupNormFunction(scale.size // groups, number("eps", eps)), x, scale, shift)
 
 
 def batch_norm(
@@ -620,12 +767,33 @@ def batch_norm(
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("batch_norm", x, scale, shift)
-    function = BatchNormFunction(number("eps", eps), all_reduce, observe)
+    has_kernels = kernels_for(x.data, "moments") is not None
+    make = DeviceBatchNormFunction if has_kernels else BatchNormFunction
+    function = make(number("eps", eps), all_reduce, observe)
     turns = getattr(all_reduce, "turns", None) if x.requires_grad else None
-    y = in_turn(turns, function, x, scale, shift, apply=in_float32)
+    apply = _by_kernels if has_kernels else in_float32
+    y = in_turn(turns, function, x, scale, shift, apply=apply)
     statistics = function.statistics
     del function.statistics  # the tape should hold only what backward needs
     return y, *statistics
+
+
+def fixed_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, mean: Array, variance: Array, eps: float
+) -> Tensor | None:
+    """Normalize each channel by a given mean and variance in one pass; None without kernels for x.
+
+    Args:
+        x: (..., channels).
+        scale, shift, mean, variance: (channels,).
+        eps: added to the variance.
+    """
+    if x.shard is not None or kernels_for(x.data, "moments") is None:
+        return None
+    may_meet("batch_norm", x, scale, shift)
+    wide = FLOAT32 if is_low(x.dtype) else x.dtype
+    parameters = (converted(item, wide) for item in (scale, shift))
+    return FixedNormFunction(eps)(x, *parameters, mean, variance)
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
@@ -659,7 +827,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         DtypeError: when x and scale differ in dtype.
     """
     _check("rms_norm", x, scale, scale)
-    return in_float32(LayerNormFunction(number("eps", eps), False), x, scale)
+    return with_kernels("layer_norm", LayerNormFunction(number("eps", eps), False), x, scale)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, axes: int | None = 1) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.recording import to_library
 from nnmpi.backend.windows import PairLike, RowsAndColumns, bordered, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
@@ -104,7 +105,7 @@ class MaxPool2dFunction(Pool2dFunction):
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
                 first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, namespace(x).asarray(first))
+                xp.copyto(winner, to_library(namespace(x), first))
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])
@@ -142,9 +143,12 @@ class AvgPool2dFunction(Pool2dFunction):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        xp, over = self.xp, self.over
+        xp, over, kernels = self.xp, self.over, kernels_for(x, "avg_pool")
+        if kernels is not None:
+            self.saved = (x.shape, kernels)
+            return kernels.avg_pool(xp, x, over, 1 / prod(over.kernel))
         x = bordered(x, over.padding, 0.0, xp)
-        self.saved = (x.shape,)
+        self.saved = (x.shape, None)
         first, *others = over.taps(x)
         y = xp.empty(first.shape, x.dtype)
         xp.copyto(y, first)
@@ -153,12 +157,45 @@ class AvgPool2dFunction(Pool2dFunction):
         return xp.multiply(y, 1 / prod(over.kernel), out=y)
 
     def backward(self, grad: Array) -> Grads:
-        xp, over = self.xp, self.over
-        result = xp.zeros(*self.saved, grad.dtype)
+        (shape, kernels), xp, over = self.saved, self.xp, self.over
+        if kernels is not None:
+            return (kernels.avg_pool_grad(xp, grad, shape, over, 1 / prod(over.kernel)),)
+        result = xp.zeros(shape, grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))
         for tap in over.taps(result):
             xp.add(tap, share, out=tap)
         return (over.inside(result),)
+
+
+class Upsample2dFunction(Pool2dFunction):
+    """Each pixel as a window of copies, by a device's kernels."""
+
+    __slots__ = ()
+
+    replayable = True
+
+    def forward(self, x: Array) -> Array:
+        (n, h, w, c), (rows, columns) = x.shape, self.over.kernel
+        kernels = kernels_for(x, "avg_pool")
+        self.saved = (kernels,)
+        shape = n, h * rows, w * columns, c
+        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1.0)
+
+    def backward(self, grad: Array) -> Grads:
+        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1.0),)
+
+
+def on_device(function: type[Pool2dFunction], x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
+    """Apply a pooling operation with windows side by side; None without a device's kernels for x.
+
+    Args:
+        function: `AvgPool2dFunction` or `Upsample2dFunction`.
+        x: images.
+        kernel: the size of the windows.
+    """
+    if kernels_for(x.data, "avg_pool") is None:
+        return None
+    return function(PoolWindows(kernel, kernel, (0, 0)))(x)
 
 
 def max_pool2d(

@@ -16,13 +16,14 @@ all, without a further message.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace
+from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
@@ -41,8 +42,8 @@ _TRUSTED = (1e-25, math.inf)
 def sum_of_squares(grads: Sequence[Array]) -> float:
     """Return the sum of all squared elements, accumulated over blocks in float64.
 
-    Within a block of float32 the sum is a float32 dot product: relative error about 1e-8, in a
-    quarter of the time of float64. After an overflow or underflow the sum is computed again in
+    On the host a block of float32 is summed by a float32 dot product: relative error about 1e-8, in
+    a quarter of the time of float64. After an overflow or underflow the sum is computed again in
     float64, block by block, so that gradients of 1e30 or 1e-30 have the right norm.
     """
     refuse("a gradient's norm")
@@ -50,6 +51,12 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     if not trusted(total):
         total = _read(sum(_squares(grad, "float64") for grad in grads))
     return total
+
+
+def add_squares(grads: Sequence[Array], to: Array) -> None:
+    """Add the first sum of `sum_of_squares` to a number on the gradients' device, not waiting."""
+    for grad in grads:
+        _add_squares(grad, grad.dtype, to)
 
 
 def _read(total: Array | float) -> float:
@@ -145,17 +152,31 @@ def _clip(grads: Sequence[Array], max_norm: float) -> float:
 def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """Return the sum of one gradient's squares, each block's in `dtype`, the total in float64.
 
-    On a device the total is a 0-d array, for which the host need not wait yet.
+    On a device the total is an array of a number, for which the host need not wait yet.
     """
-    xp = namespace(grad)
-    total = 0.0 if xp is np else xp.zeros((), "float64")
-    for (part,) in pieces([grad], block_elements(grad)):
-        block = part.astype(dtype, copy=False)  # copies one block at most
-        if xp is np:
-            total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
-        else:
-            xp.add(total, xp.dot(block, block), out=total)
+    if not isinstance(grad, np.ndarray):
+        result = zeros(namespace(grad), (), "float64")
+        _add_squares(grad, dtype, result)
+        return result
+    total = 0.0
+    for block in _blocks(grad, dtype):
+        total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
     return total
+
+
+def _add_squares(grad: Array, dtype: DTypeLike, to: Array) -> None:
+    kernels = kernels_for(grad, "squares")
+    if kernels is not None:
+        kernels.squares(grad, to)
+        return
+    xp = namespace(grad)
+    for block in _blocks(grad, dtype):
+        xp.add(to, xp.dot(block, block), out=to)
+
+
+def _blocks(grad: Array, dtype: DTypeLike) -> Iterator[Array]:
+    for (part,) in pieces([grad], block_elements(grad)):
+        yield part.astype(dtype, copy=False)  # copies one block at most
 
 
 class LossScale(Settled):

@@ -21,7 +21,7 @@ from typing import NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_call, record_note
 from nnmpi.base.errors import (
     CommError,
     DeviceError,
@@ -140,13 +140,13 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
         if self.group.size > 1 and samples not in self._checked and len(self._checked) < CHECKED:
             self._check_samples(loss_sum, samples, last)
-        # `record_call` records the call, so that a compiled step repeats it each time
-        record_call(self.begin_pass, last)
+        # recorded, so that a compiled step repeats it each time
+        record_note(self.begin_pass, last)
         try:
             loss_sum.backward(seed)
             record_call(self.finish_pass)
         finally:
-            record_call(self.end_pass)
+            record_note(self.end_pass)
         if last:
             record_call(self.finish)
 

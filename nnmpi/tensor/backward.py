@@ -163,7 +163,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                         _check_unchanged(node)
                     if deferred is not None:
                         grads = deferred.backward(node, grad)
-                    elif recorder is None or node.by_calls:
+                    elif recorder is None or not node.is_whole(recorder):
                         grads = node.backward(grad)
                     else:
                         buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
@@ -174,7 +174,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     _pass_on(node, grads, xp)
                     if not (retain or (deferred is not None and deferred.holds(node))):
                         node.release()
-                        if recorder is not None and not node.by_calls:
+                        if recorder is not None and node.is_whole(recorder):
                             # each replay's forward saves arrays anew, so each replay releases them
                             recorder.record(node.release)
                 if finals is not None:

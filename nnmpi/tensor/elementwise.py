@@ -9,7 +9,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, masked
-from nnmpi.tensor.function import Elementwise, Grads
+from nnmpi.backend.kernels import add, cast, kernels_for
+from nnmpi.backend.precision import is_low
+from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
+from nnmpi.tensor.operand import in_float32, mixes
 
 
 class Rule(NamedTuple):
@@ -68,7 +71,7 @@ class Pointwise(Elementwise):
         self.name, self.rule = name, RULES[name]
 
     def forward(self, *inputs: Any) -> Array:
-        y = getattr(self.xp, self.name)(*inputs)
+        y = add(self.xp, *inputs) if self.name == "add" else getattr(self.xp, self.name)(*inputs)
         values = (*inputs, y)
         self.saved = tuple([values[i] for i in self.rule.saves])
         return y
@@ -81,8 +84,72 @@ class Pointwise(Elementwise):
         return first, to_second(self.xp, grad, *saved) if needs[1] else None
 
 
+class AddLow(Elementwise):
+    """a + b of float32 and half precision, of one shape, by a device's kernel.
+
+    Without it b would be converted by a pass of its own.
+    """
+
+    replayable = True
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.saved = (b.dtype,)
+        result: Array = kernels_for(b, "add_low").add_low(self.xp, a, b)
+        return result
+
+    def backward(self, grad: Array) -> Grads:
+        return grad, cast(self.xp, grad, self.saved[0]) if self.needs[1] else None
+
+
+def add_low(a: Any, b: Any) -> Any:
+    """Return the sum of two tensors in mixed precision in one pass; None for all others."""
+    if not isinstance(b, Variable) or a.data.dtype == b.data.dtype or a.data.shape != b.data.shape:
+        return None
+    if is_low(a.data.dtype):
+        a, b = b, a
+    if not mixes(a.data.dtype, b.data.dtype) or kernels_for(b.data, "add_low") is None:
+        return None
+    return AddLow()(a, b)
+
+
+class DeviceActivation(Elementwise):
+    """An activation by a device's kernels, which read half precision and compute in float32.
+
+    Args:
+        form: one of `ACTIVATIONS` of the kernels.
+        slope: of "leaky_relu" below 0.
+    """
+
+    __slots__ = ("form", "slope")
+
+    replayable = True
+
+    def __init__(self, form: str, slope: float) -> None:
+        self.form, self.slope = form, slope
+
+    def forward(self, x: Array) -> Array:
+        kernels = kernels_for(x, "activate")
+        y: Array = kernels.activate(self.xp, self.form, x, self.slope)
+        # the result, where it suffices, is mostly kept by the next operation, too
+        self.saved = (y if self.form in ("relu", "sigmoid", "tanh") else x, kernels)
+        return y
+
+    def backward(self, grad: Array) -> Grads:
+        kept, kernels = self.saved
+        return (kernels.activate_grad(self.xp, self.form, grad, kept, self.slope),)
+
+
+def activated(form: str, function: Function, x: Any, slope: float = 0.0) -> Any:
+    """Apply an activation: by a device's kernels where there are some, else `function`."""
+    if kernels_for(x.data, "activate") is None:
+        return in_float32(function, x)
+    return DeviceActivation(form, slope)(x)
+
+
 class Power(Elementwise):
     """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
+
+    captured = True
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b

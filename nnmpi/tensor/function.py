@@ -45,7 +45,7 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
-from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.kernels import add, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
@@ -187,7 +187,7 @@ class Variable:
         if recorder is None:
             self._grad = target
         else:
-            recorder.record_call(setattr, self, "_grad", target)
+            recorder.note(setattr, self, "_grad", target)
             if self.buffer is None:
                 recorder.loose.append((self, target))
 
@@ -261,6 +261,8 @@ class Function:
         xp: the module of the input arrays; set before `forward` is called.
         replayable: whether the operation keeps the rules of the module's docstring.
         by_calls: whether a recording relies on it, as it does for this package's operations only.
+        captured: whether a graph of a device may contain it, though replays on the host call it
+            whole.
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
@@ -285,6 +287,7 @@ class Function:
 
     replayable: ClassVar[bool] = False
     by_calls: ClassVar[bool] = False
+    captured: bool = False
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
 
@@ -441,9 +444,9 @@ class Function:
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
-            xp.add(self.grad, grad, out=self.grad)
+            add(xp, self.grad, grad, self.grad)
         else:  # the sum of two 0-d arrays is a NumPy scalar, which `out` cannot write to
-            self.grad, self.owns_grad = xp.add(self.grad, grad), self.shape != ()
+            self.grad, self.owns_grad = add(xp, self.grad, grad), self.shape != ()
 
     def own_grad(self, xp: Any) -> Array:
         """Return the output's gradient so far, for the caller to add to parts of it."""
@@ -480,10 +483,14 @@ class Function:
         for x in inputs:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:
                 recorder.record_leaf(x)
-        if not self.by_calls:
+        if self.is_whole(recorder):
             return record_whole(recorder, self.forward, values)
         self.xp = recorder.module(self.xp)
         return self.forward(*values)
+
+    def is_whole(self, recorder: Recorder) -> bool:
+        """Whether a recording repeats the operation as one call."""
+        return not (self.by_calls or (recorder.captures and self.captured))
 
     def _record(self, inputs: tuple[Any, ...], result: Variable) -> None:
         if hasattr(self, "edges"):
@@ -584,15 +591,24 @@ def record_whole(
         inputs: its arguments.
         buffers: the gradients' arrays, of which a result may be a view as well.
     """
-    results = recorder.run_eagerly(compute, *inputs)
-    is_single = is_result(results)
-    matches = [results] if is_single else results
-    if not isinstance(matches, tuple | list) or not all(
-        item is None or is_result(item) for item in matches
-    ):
+    is_single, known = False, (*inputs, *buffers)
+
+    def first() -> tuple[Any, tuple[Any, ...] | None]:
+        nonlocal is_single
+        results = compute(*inputs)
+        is_single = is_result(results)
+        matches = [results] if is_single else results
+        if not isinstance(matches, tuple | list) or not all(
+            item is None or is_result(item) for item in matches
+        ):
+            return results, None
+        return results, tuple(
+            None if item is None else _writable(recorder, item, known) for item in matches
+        )
+
+    results, saved = recorder.run_eagerly(first)
+    if saved is None:
         return results  # the caller refuses it
-    known = (*inputs, *buffers)
-    saved = tuple(None if item is None else _writable(recorder, item, known) for item in matches)
     bare, targets = [alias(item) for item in inputs], [alias(item) for item in saved]
 
     def again() -> None:

@@ -21,7 +21,7 @@ from weakref import ref
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
-from nnmpi.backend.recording import active, record_call
+from nnmpi.backend.recording import active, record_call, record_note
 from nnmpi.base.errors import (
     GraphError,
     Settled,
@@ -425,7 +425,7 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
         self.check_tree()
-        record_call(self._clear_grads)
+        record_note(self._clear_grads)
         recorder = active()
         if recorder is not None:
             recorder.cleared.update(map(id, self._parameters))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.sums import add_rows
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, placement_if_uncut, same_placement, with_axis
@@ -84,7 +85,11 @@ class Concatenate(Function):
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
-        return self.xp.concatenate(inputs, axis=self.axis)
+        kernels = kernels_for(inputs[0], "concatenate")
+        if kernels is None or any(x.dtype != inputs[0].dtype for x in inputs):
+            return self.xp.concatenate(inputs, axis=self.axis)
+        result: Array = kernels.concatenate(self.xp, inputs, self.axis)
+        return result
 
     def backward(self, grad: Array) -> Grads:
         *stops, _ = accumulate(self.saved)
@@ -139,6 +144,15 @@ class GetItem(Function):
 
     def __init__(self, key: Index) -> None:
         self.key = key
+
+    @property
+    def captured(self) -> bool:  # type: ignore[override]
+        """Whether the key needs no copy from the host, nor a look at its values."""
+        return not any(
+            isinstance(part, np.ndarray | list)
+            or getattr(getattr(part, "dtype", None), "kind", "") == "b"
+            for part in self.key
+        )
 
     def check(self, shape: Shape) -> None:
         """Raise IndexError for a key that does not fit the shape, unless it is on the device."""

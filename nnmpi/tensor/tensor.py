@@ -38,7 +38,7 @@ from nnmpi.backend.array import (
 )
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
-from nnmpi.backend.recording import refuse
+from nnmpi.backend.recording import refuse, to_library
 from nnmpi.base.errors import (
     DtypeError,
     GraphError,
@@ -53,7 +53,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
+from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
 from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import (
     AsType,
@@ -158,7 +158,7 @@ class Tensor(Variable):
         else:
             values = values_or_refuse("backward", grad)
             try:
-                seed = xp.asarray(values)
+                seed = to_library(xp, values)
             except TypeError as error:
                 raise mixed_error((self.data, values)) or error from None
             if seed.dtype != self.data.dtype:
@@ -255,6 +255,9 @@ class Tensor(Variable):
         return np.array(self.numpy(), dtype, copy=copy)
 
     def __add__(self, other: Any) -> Tensor:
+        mixed = add_low(self, other)
+        if mixed is not None:
+            return mixed
         return _sum(Pointwise("add"), *operands("add", self, other))
 
     __radd__ = __add__
@@ -411,7 +414,7 @@ class Tensor(Variable):
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return _pointwise("tanh", self)
+        return activated("tanh", Pointwise("tanh"), require_floating("tanh", self))
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements clipped to two bounds; None stands for no bound.

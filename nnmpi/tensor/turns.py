@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from nnmpi.backend.recording import active, record_call
+from nnmpi.backend.recording import active, record_note
 from nnmpi.base.errors import CommError, GraphError
 from nnmpi.tensor.function import Function
 
@@ -173,7 +173,7 @@ def in_turn(
     if turns is None:
         return apply(function, *inputs)
     turn = Turn(turns)
-    record_call(turn.take)
+    record_note(turn.take)
     result = apply(function, *inputs)
     if hasattr(function, "edges"):  # it is recorded
         turns.of[function] = turn

@@ -5,6 +5,7 @@ import platform
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
+from nnmpi.backend.cuda import cudnn
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
 from nnmpi.comm.fit import describe_network
@@ -48,7 +49,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         f"MPI: {group.comm.world.library}",
         (
             f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{kernels}; "
-            f"{'kernels of its own' if backend.is_device else blas()}"
+            f"{f'kernels of its own, {cudnn.describe()}' if backend.is_device else blas()}"
         ),
         run.kernels,
         *describe_device(backend, group, config.run.verbose),

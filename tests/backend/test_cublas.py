@@ -1,6 +1,11 @@
-"""How many calls of cuBLAS and how many copies products take."""
+"""How many calls of cuBLAS and how many copies products take, and what its handle is set to."""
 
-import importlib
+import inspect
+import re
+import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,23 +16,30 @@ from nnmpi.backend.cublas import Products
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import ShapeError
-from tests.device.library import load
+from tests.device.library import FOLDER, load
 
 BFLOAT16 = bfloat16()
-HALF = np.array([0.5], "float32")
+USED = [
+    "create",
+    "set_stream",
+    "set_workspace",
+    "set_math_mode",
+    "gemm_ex",
+    "gemm_strided_batched_ex",
+]
 
 
 def bindings() -> Any:
-    """Return the double of CuPy's bindings."""
+    """Return the double of NVIDIA's bindings."""
     load()
-    return importlib.import_module("cupy_backends.cuda.libs").cublas
+    return import_module("nvmath.bindings.cublas")
 
 
 def calls(a: Any, b: Any, **options: Any) -> list[dict[str, int]]:
     """Return the calls of cuBLAS that a product takes."""
     bindings().CALLS.clear()
     gemm(load(), a, b, **options)
-    return [words for name, words in bindings().CALLS if name != "setMathMode"]
+    return [words for _, words in bindings().CALLS]
 
 
 def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,13 +50,13 @@ def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None
         return xp.ones(shape, BFLOAT16)
 
     (call,) = calls(ones(8, 5, 4), ones(4, 3))  # one matrix for all
-    assert (call["batchCount"], call["strideA"]) == (8, 0)
+    assert (call["batch_count"], call["stride_a"]) == (8, 0)
     (call,) = calls(ones(8, 5, 4), ones(8, 4, 3))
-    assert call["batchCount"] == 8
+    assert call["batch_count"] == 8
     (call,) = calls(ones(2, 3, 5, 4), ones(2, 3, 4, 3))
-    assert call["batchCount"] == 6
+    assert call["batch_count"] == 6
     (call,) = calls(ones(1, 5, 4), ones(6, 4, 3))  # one left matrix for all
-    assert (call["batchCount"], call["strideB"]) == (6, 0)
+    assert (call["batch_count"], call["stride_b"]) == (6, 0)
     (call,) = calls(ones(4, 5).T, ones(6, 4).T)  # transposed by flag
     assert (call["transa"], call["transb"]) == (1, 1)
     (call,) = calls(ones(5, 9)[:, 2:6], ones(4, 7)[:, :3])
@@ -61,20 +73,28 @@ def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(calls(heads(40, 30, 4), heads(40, 30, 4).swapaxes(2, 3))) == count
 
 
-def test_sums_of_half_precision_stay_wide() -> None:
-    """Also where somebody else has left the handle in another mode; wide results need no word about
-    it.
+def test_each_stream_has_a_workspace_of_the_default_pool() -> None:
+    """Set again after each change of streams, allocated once, and before a product if that is
+    asked for.
     """
     xp, double = load(), bindings()
-    handle = importlib.import_module("cupy.cuda.device").get_cublas_handle()
-    low, wide = xp.ones((4, 4), BFLOAT16), xp.ones((4, 4), "float32")
-    for a, out, mode in ((low, low.copy(), 16), (low, wide.copy(), 0), (wide, wide.copy(), 0)):
-        gemm(xp, a, a, out)  # the first product of a kind is tested
-        double.setMathMode(handle, 0)
-        gemm(xp, a, a, out)
-        assert double.getMathMode(handle) == mode
+    products, one = Products(xp), xp.ones((4, 4), BFLOAT16)
+    pool, stream = xp.get_default_memory_pool(), xp.cuda.Stream()
+    before = pool.used_bytes()
+    products.prepare()
+    assert pool.used_bytes() == before + cublas.WORKSPACE_BYTES
+    state = list(double.HANDLES.values())[-1]
+    assert state.mode == cublas.WIDE_SUMS
+    places = []
+    for current in (xp.cuda.Stream.null, stream, xp.cuda.Stream.null, stream):
+        with current:
+            out = xp.empty((4, 4), BFLOAT16)
+            products.multiply(one, one, out, False, False)
         assert float(out[0, 0]) == 4
-    double.setMathMode(handle, 0)
+        assert state.stream == current.ptr
+        places.append(state.workspace[0])
+    assert places[:2] == places[2:] and len(set(places)) == 2
+    assert pool.used_bytes() == before + 2 * cublas.WORKSPACE_BYTES + 512  # of `out`
 
 
 def test_sizes_that_cublas_does_not_take() -> None:
@@ -85,3 +105,17 @@ def test_sizes_that_cublas_does_not_take() -> None:
     with pytest.raises(ShapeError, match="takes sizes up to 2147483647"):
         Products(xp).multiply(huge, np.ones((1, 1), "float32"), huge, False, False)
     assert float(gemm(xp, tall, tall)[0, 0, 0]) == 1
+
+
+def test_the_double_has_the_parameters_of_the_bindings() -> None:
+    """As these declare them."""
+    double = bindings()
+    paths = [path for path in sys.path if Path(path or ".") != FOLDER]
+    spec = PathFinder.find_spec("nvmath", paths)
+    if spec is None:
+        pytest.skip("nvmath-python is not installed")
+    text = (Path(str(spec.origin)).parent / "bindings" / "cublas.pxd").read_text()
+    for name in USED:
+        (words,) = re.findall(rf"^cpdef (?:\w+ )?{name}\((.*)\)", text, re.MULTILINE)
+        names = [word.split()[-1] for word in words.split(",") if word]
+        assert list(inspect.signature(getattr(double, name)).parameters) == names

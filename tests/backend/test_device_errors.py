@@ -93,7 +93,7 @@ def test_why_there_is_no_device(
         (cuda(700), "CUDA_LAUNCH_BLOCKING=1"),
         (cuda(2), "has no room for some memory more"),
         (
-            named("CUBLASError", "cupy_backends.cuda.libs.cublas", "EXECUTION_FAILED"),
+            named("cuBLASError", "nvmath.bindings.cublas", "EXECUTION_FAILED"),
             "EXECUTION_FAILED",
         ),
         (named("DynamicLibNotFoundError", "cuda.pathfinder", LOST), "[ctk]"),

@@ -298,13 +298,14 @@ def test_half_precision_adds_up_in_float32_and_rounds_once(dtype: Any) -> None:
     assert float(result[0, 0]) == tie - 1
 
 
-def test_tf32_where_it_is_asked_for() -> None:
-    """Operands of float32 lose 13 bits in that mode alone, and those of float64 none."""
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
+def test_tf32_where_it_is_asked_for(mode: str) -> None:
+    """Operands of float32 lose 13 bits in modes that allow it, and those of float64 none."""
     cupy = load()
     value = np.array([[1 + 2.0**-20]])
     item = cupy.ones((1, 1), "float32")
     assert float(gemm(cupy, cupy.asarray(value.astype("float32")), item)[0, 0]) == value[0, 0]
-    with use_precision("tf32"):
+    with use_precision(mode):
         assert float(gemm(cupy, cupy.asarray(value.astype("float32")), item)[0, 0]) == 1
         assert float(gemm(cupy, cupy.asarray(value), cupy.ones((1, 1)))[0, 0]) == value[0, 0]
 

@@ -11,6 +11,12 @@ from nnmpi.backend.device import select
 from nnmpi.base.errors import DeviceError, UsageError
 
 
+@pytest.fixture(autouse=True)
+def bindings(monkeypatch):
+    """NVIDIA's bindings, which no product here calls."""
+    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublas", ModuleType("cublas"))
+
+
 def fake_cupy(devices):
     """Return a module that says of itself what cupy says on a machine with that many devices."""
     cupy = ModuleType("cupy")
@@ -66,6 +72,16 @@ def test_cupy_that_is_not_installed(monkeypatch):
     ):
         select("cupy")
     assert select("auto").name == select().name == "numpy"
+
+
+def test_bindings_of_cublas_that_are_not_installed(monkeypatch):
+    """One sentence that says what to install, before anything is computed."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(1))
+    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublas", None)
+    words = "backend cupy cannot be used: matrix products need .* pip install nvmath-python"
+    with pytest.raises(DeviceError, match=words):
+        select("cupy")
+    assert select("auto").reason.startswith("auto chose numpy: matrix products need")
 
 
 def test_cupy_with_devices(monkeypatch):

@@ -4,7 +4,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,9 +79,44 @@ def test_close_stops_threads_and_iteration() -> None:
     with pytest.raises(ZeroDivisionError), Prefetch(lambda i: i, range(100), workers=2) as items:
         next(items)
         1 / 0  # noqa: B018
-    for item in Prefetch(lambda i: i, range(100), workers=2, finish=lambda i: i + 1):
+    for item in Prefetch(lambda i: i, range(100), workers=2, send=lambda i: lambda: i + 1):
         if item == 3:
             break
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_items_are_sent_in_order_and_an_error_waits_for_its_turn(workers: int) -> None:
+    """A made item is sent before the one ahead of it is returned, if threads make it."""
+    log: list[Any] = []
+
+    def make(i: int) -> int:
+        if i == 5:
+            raise KeyError("five")
+        return i
+
+    def send(item: int) -> Callable[[], int]:
+        log.append(item)
+
+        def arrive() -> int:
+            log.append(f"{item} arrives")
+            return 10 * item
+
+        return arrive
+
+    items = Prefetch(make, range(100), workers=workers, ahead=3, send=send)
+    result = []
+    for _ in range(5):
+        for _ in range(200 if workers else 0):
+            if items._pending and items._pending[0].done():
+                break
+            time.sleep(0.01)
+        result.append(next(items))
+    assert result == [0, 10, 20, 30, 40]
+    with pytest.raises(KeyError, match="five"):
+        next(items)
+    assert [item for item in log if isinstance(item, int)] == [0, 1, 2, 3, 4]
+    if workers:
+        assert log.index(4) < log.index("3 arrives")
 
 
 def test_close_does_not_wait_for_an_item_that_hangs() -> None:

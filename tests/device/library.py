@@ -1,5 +1,5 @@
-"""The double of CuPy as this process's `cupy`, so that device code runs where there is no
-device.
+"""The double of CuPy as this process's `cupy`, and that of NVIDIA's bindings as its `nvmath`, so
+that device code runs where there is no device.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import cupy_backend
 
 FOLDER = Path(__file__).parent / "fake"
-PACKAGES = ("cupy", "cupyx", "cupy_backends")
+PACKAGES = ("cupy", "cupyx", "cupy_backends", "nvmath", "cudnn")
 
 
 def load() -> Any:
@@ -21,7 +21,7 @@ def load() -> Any:
         for name in [module for module in sys.modules if module.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
         sys.path.insert(1, str(FOLDER))  # the first is for programs, some of which replace it
-        for name in ("cupyx", "cupy_backends.cuda.libs", "cupy"):
+        for name in ("cupyx", "nvmath.bindings.cublas", "cudnn", "cupy"):
             # all of them now: a test may put the path back later
             result = importlib.import_module(name)
         result.cuda.runtime.settings().hidden = True  # other tests of this process have no device

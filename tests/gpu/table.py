@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import ops
+from nnmpi import nn, ops, tensor
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -70,9 +70,16 @@ def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain
     return Sample(public, name, function, [domain(ROWS, COLUMNS)])
 
 
-def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Sample:
+def layer(
+    public: str,
+    name: str,
+    function: Any,
+    sizes: Sequence[tuple[int, ...]],
+    scale: float = 1.0,
+) -> Sample:
     """Return the row of a function of samples and parameters."""
-    return Sample(public, name, function, [anywhere(*size) for size in sizes], (), len(sizes) - 1)
+    inputs = [scale * anywhere(*size) for size in sizes]
+    return Sample(public, name, function, inputs, (), len(sizes) - 1)
 
 
 def dense(public: str, function: Any, form: str = "") -> list[Sample]:
@@ -114,14 +121,14 @@ def pooling(public: str, function: Any) -> list[Sample]:
     ]
 
 
-def attending(heads: int, time: int, causal: bool) -> Sample:
-    """Return the row of packed self-attention."""
-    name = f"{time} {'causal' if causal else 'all'}"
+def attending(heads: int, time: int, causal: bool, features: int = 20) -> Sample:
+    """Return the row of packed self-attention; cuDNN has heads with a multiple of 8 features."""
+    name = f"{time} {'causal' if causal else 'all'}{'' if features % 8 else ' in eights'}"
     return Sample(
         "ops.attention",
         name,
         lambda x: ops.attention(x, heads, causal),
-        [anywhere(2, time, 60 * heads)],
+        [anywhere(2, time, 3 * features * heads)],
     )
 
 
@@ -204,6 +211,20 @@ TABLE: list[Sample] = [
         layer("ops.linear_gelu", f"{rows} rows", ops.linear_gelu, [(rows, 2), (2, n), (n,)])
         for rows, n in ((5000, 3), (3, 4099))
     ),
+    *(
+        Sample(
+            "tensor.concatenate",
+            f"axis {axis}",
+            lambda *given, axis=axis: tensor.concatenate(given, axis),
+            [
+                anywhere(*(n if i == axis else size for i, size in enumerate((3, 5, 16))))
+                for n in (1, 24, 7)
+            ],
+        )
+        for axis in range(3)
+    ),
+    # beside a parameter's float32 in mixed precision, on either side
+    layer("tensor.add", "parameter", lambda x, p: (x + p) * (p + x), [(ROWS, 131), (ROWS, 131)]),
     unary("ops.log_softmax", ops.log_softmax),
     unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
@@ -215,9 +236,24 @@ TABLE: list[Sample] = [
     layer("ops.lstm", "whole", ops.lstm, [(5, 9, 12), (12, 28), (7, 28), (28,)]),
     layer(
         "ops.lstm",
+        "one, from a state",
+        lambda *given: ops.lstm(*given[:4], given[4:], reverse=True, ends=True),
+        [(1, 3, 5), (5, 264), (66, 264), (264,), (1, 66), (1, 66)],
+        1 / 4,
+    ),
+    layer(
+        "ops.lstm",
         "shorter ones backwards",
         lambda *given: ops.lstm(*given, lengths=np.array([9, 4, 1, 7, 9]), reverse=True, ends=True),
         [(5, 9, 12), (12, 28), (7, 28), (28,)],
+    ),
+    layer("ops.gru", "whole", ops.gru, [(5, 9, 12), (12, 21), (7, 21), (21,), (7,)]),
+    layer(
+        "ops.gru",
+        "one, from a state",
+        ops.gru,
+        [(1, 3, 5), (5, 198), (66, 198), (198,), (66,), (1, 66)],
+        1 / 4,
     ),
     *dense("ops.linear_gelu", ops.linear_gelu),
     *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),
@@ -226,7 +262,21 @@ TABLE: list[Sample] = [
     ),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
+    *(
+        layer(
+            "ops.group_norm",
+            name,
+            partial(ops.group_norm, groups=groups),
+            [(*size, channels), (channels,), (channels,)],
+        )
+        for name, groups, size, channels in (
+            ("each channel", 7, (3, 5, 11), 7),
+            ("all channels", 1, (3, 1500), 40),
+            ("rows", 2, (65,), 130),
+        )
+    ),
     layer("ops.rms_norm", "one axis", ops.rms_norm, [(ROWS, COLUMNS), (COLUMNS,)]),
+    *(layer("ops.rms_norm", f"rows of {n}", ops.rms_norm, [(3, n), (n,)]) for n in (2, 1033, 9001)),
     layer(
         "ops.batch_norm",
         "rows",
@@ -236,6 +286,16 @@ TABLE: list[Sample] = [
     layer(
         "ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]
     ),
+    # of one block and of several, in packs and one by one, and of one channel
+    *(
+        layer(
+            "ops.batch_norm",
+            f"{rows} rows of {n}",
+            lambda *x: ops.batch_norm(*x)[0],
+            [(rows, n), (n,), (n,)],
+        )
+        for rows, n in ((5003, 1), (2003, 16), (1501, 9), (3, 4099))
+    ),
     layer(
         "ops.conv_transpose2d",
         "every option",
@@ -244,7 +304,19 @@ TABLE: list[Sample] = [
     ),
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
+    *(
+        Sample(f"nn.{type(layer).__name__}", f"{n} channels", layer, [images(3, 9, 11, n)])
+        for n in (7, 16)
+        for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
+    ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
+    *(attending(3, time, causal, 24) for time in (2, 150) for causal in (False, True)),
+    Sample(
+        "ops.scaled_dot_product_attention",
+        "crossed in eights",
+        ops.scaled_dot_product_attention,
+        [anywhere(2, 3, 9, 16), anywhere(2, 3, 70, 16), anywhere(2, 3, 70, 16)],
+    ),
     Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width
         "crossed",

@@ -2,6 +2,8 @@
 its place.
 """
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm.buffers import put, room_for, to_host
 from nnmpi.memory.store import HOST, Store
-from tests.gpu.conftest import ON_A_CARD
+from nnmpi.optim.clip import add_squares, global_norm
+from tests.gpu.conftest import ON_A_CARD, is_stand_in
 
 ELEMENTS = 2**22 if ON_A_CARD else 2**12
 
@@ -71,3 +74,34 @@ def test_the_card_has_an_address(device: Backend) -> None:
     assert device.card.count(":") == 2
     assert device.is_device
     device.use()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (3, 0, 5), (4096, 7), (2049, 70001)])
+def test_a_gradients_norm(device: Backend, dtype: str, sizes: tuple[int, ...]) -> None:
+    """In float64 on a device: large and small numbers neither overflow nor underflow there."""
+    random = np.random.default_rng(0)
+    grads = [random.standard_normal(size).astype(dtype) for size in sizes]
+    expected = math.sqrt(math.fsum(float(x) ** 2 for grad in grads for x in grad))
+    tolerance = 1e-7 if is_stand_in(device) else 1e-14
+    for factor in (1.0, 2.0**70, 2.0**-70):
+        there = [device.asarray(grad * grad.dtype.type(factor)) for grad in grads]
+        assert global_norm(there) == pytest.approx(factor * expected, rel=tolerance, abs=0)
+        if factor == 1 or not is_stand_in(device):  # which has no kernel, but a dot of float32
+            total = device.zeros(1, "float64")
+            add_squares(there, total)
+            norm = math.sqrt(device.to_host(total)[0])
+            assert norm == pytest.approx(factor * expected, rel=tolerance, abs=0)
+    for wrong in (math.nan, math.inf):
+        if any(sizes):
+            there[-1][-1] = wrong
+            assert not math.isfinite(global_norm(there))
+
+
+def test_a_gradient_begins_anywhere(device: Backend) -> None:
+    """The kernel reads 16 bytes at a time where it can."""
+    flat = device.asarray(np.arange(1, 41, dtype="float32"))
+    for first in range(5):
+        assert global_norm([flat[first:]]) ** 2 == pytest.approx(
+            sum(x * x for x in range(1 + first, 41)), rel=1e-14
+        )

@@ -10,9 +10,12 @@ import pytest
 
 from nnmpi import models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.upload import resident
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.worker import Worker
+from nnmpi.data import loader as loader_module
+from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.data.text import TextSource, load_text, prepare_tokens
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
@@ -27,15 +30,103 @@ def test_batches_on_a_device_are_the_hosts(device: Backend, transform: Any, dtyp
     """Bit for bit, the last short one and an empty part too, while the next one is on its way."""
     for rank, world in ((0, 1), (2, 3)):
         loader = Loader(digits(), 28, rank=rank, world=world, transform=transform, dtype=dtype)
-        with loader.epoch(1) as host, loader.epoch(1, backend=device) as there:
-            count = 0
-            for ours, theirs in zip(there, host, strict=True):
-                np.testing.assert_array_equal(device.to_host(ours.x), theirs.x)
-                np.testing.assert_array_equal(device.to_host(ours.y), theirs.y)
-                np.testing.assert_array_equal(ours.labels, theirs.y)
-                assert ours.cuts == theirs.cuts and ours.x.dtype == dtype
-                count += 1
-        assert count == loader.batches_per_epoch
+        require_same(loader, device)
+        assert (loader._held_by(device) is None) == (transform is not None)
+
+
+def require_same(loader: Loader, device: Backend, start: int = 0) -> None:
+    """Compare an epoch's batches on a device with the host's."""
+    names = ["cuts", "global_rows", "targets", "number", "epoch", "first", "microbatches"]
+    with loader.epoch(1, start) as host, loader.epoch(1, start, device) as there:
+        count = start
+        for ours, theirs in zip(there, host, strict=True):
+            np.testing.assert_array_equal(device.to_host(ours.x), theirs.x, strict=True)
+            np.testing.assert_array_equal(device.to_host(ours.y), theirs.y, strict=True)
+            np.testing.assert_array_equal(ours.labels, theirs.y, strict=True)
+            np.testing.assert_array_equal(ours.indices, theirs.indices, strict=True)
+            assert ours.x.flags.c_contiguous and ours.x.dtype == loader.dtype
+            assert all(getattr(ours, name) == getattr(theirs, name) for name in names)
+            count += 1
+    assert count == loader.batches_per_epoch
+
+
+def bytes_of(shape: tuple[int, ...], labels: Any) -> Dataset:
+    """Return a data set of bytes: every other row of an array, so that its samples have gaps."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (2 * len(labels), *shape), dtype=np.uint8)[::2]
+    return Dataset("bytes", x, labels, classes=3 if labels.dtype.kind in "iu" else 0, scale=1 / 255)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25], ids=["sent", "resident"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("kind", ["bytes", "quantities", "many labels", "normalized", "none"])
+def test_batches_of_a_data_set_that_fits_and_of_one_that_does_not(
+    device: Backend, monkeypatch: pytest.MonkeyPatch, share: float, microbatches: int, kind: str
+) -> None:
+    """Bit for bit: scaled and normalized there or here, from any batch on, gathered in parts."""
+    monkeypatch.setattr(loader_module, "RESIDENT_SHARE", share)
+    monkeypatch.setattr(loader_module, "GATHERED_BYTES", 3 * 7 * 105 * 4)
+    shape, random = (5, 7, 3), np.random.default_rng(1)
+    labels = {
+        "quantities": random.standard_normal((61, 2)).astype("float32"),
+        "many labels": random.integers(-1, 3, (61, 4)),
+    }.get(kind, random.integers(0, 3, 61))
+    if kind == "none":
+        labels = labels[:3]
+    dataset = bytes_of(shape, labels)
+    mean, std = random.random((2, 3)) + 0.1
+    normalize = Normalize(mean, std) if kind == "normalized" else None
+    for rank, world, start in ((0, 1, 0), (1, 2, 2)):
+        loader = Loader(
+            dataset, 7, rank=rank, world=world, transform=normalize, microbatches=microbatches
+        )
+        require_same(loader, device, min(start, len(loader)))
+        assert (loader._held_by(device) is not None) == (share > 0)
+
+
+def test_a_data_set_stays_on_the_device(device: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied once; another data set, and another transform, are followed."""
+    copied: list[int] = []
+
+    def count(backend: Backend, array: Any) -> Any:
+        copied.append(array.nbytes)
+        return resident(backend, array)
+
+    monkeypatch.setattr(loader_module, "resident", count)
+    loader = Loader(digits(), 28)
+    for _ in range(3):
+        require_same(loader, device)
+    assert len(copied) == 1
+    loader.transform = Compose(Flip())
+    require_same(loader, device)
+    loader.transform = Normalize.fit(digits())
+    require_same(loader, device)
+    assert len(copied) == 1
+    loader.dataset = bytes_of((2, 2, 1), np.arange(50) % 3)
+    require_same(loader, device)
+    assert len(copied) == 2
+
+
+def test_a_batch_that_is_dropped_on_its_way_does_no_harm(device: Backend) -> None:
+    """Its memory goes to later copies alone, which come after it."""
+    loader = Loader(digits(), 28, transform=Compose(Flip()))
+    for _ in range(3):
+        with loader.epoch(0, backend=device) as given:
+            next(given)
+        require_same(loader, device)
+
+
+def test_room_is_what_a_limit_leaves(device: Backend) -> None:
+    room = device.room_bytes()
+    held = device.zeros(1 << 20, "uint8")
+    assert 0 < device.room_bytes() <= room - held.nbytes
+    pool = device.xp.get_default_memory_pool()
+    before = pool.get_limit()
+    try:
+        pool.set_limit(size=pool.used_bytes() + 4096)
+        assert device.room_bytes() == 4096
+    finally:
+        pool.set_limit(size=before)
 
 
 def test_a_transform_of_ones_own_is_done_on_the_host(device: Backend) -> None:

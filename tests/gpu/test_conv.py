@@ -52,6 +52,8 @@ CASES = {
     "1x1, groups": Case((2, 4, 3, 6), (1, 1), 4, groups=2),
     "all at once": Case((2, 8, 7, 6), (3, 2), 4, (2, 3), (1, 0), (1, 2), 2),
     "depthwise": Case((2, 6, 5, 5), (3, 3), 5, padding=(1, 1), groups=5),
+    "depthwise, wide": Case((2, 7, 6, 33), (2, 9), 33, padding=(1, 4), groups=33, bias=False),
+    "depthwise, all at once": Case((2, 9, 8, 8), (2, 3), 8, (3, 2), (1, 2), (2, 3), groups=8),
     "depthwise, two of each": Case((1, 9, 8, 4), (3, 3), 8, (2, 1), (2, 2), (2, 1), 4),
     "one channel": Case((2, 5, 6, 1), (5, 5), 3, padding=(2, 2)),
     "border wider than the kernel": Case((2, 3, 3, 2), (2, 2), 3, padding=(3, 3)),

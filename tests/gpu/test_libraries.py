@@ -1,15 +1,28 @@
-"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory."""
+"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory, and its
+compiler.
+"""
 
+from concurrent.futures import Future
+from importlib import import_module
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nnmpi import models, ops, optim
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import bfloat16, use_precision
-from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES
+from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Numerics
+from nnmpi.compose.worker import Worker
+from nnmpi.data.loader import Loader
+from tests.equivalence.reference import digits
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES, call, differences, dtypes
+from tests.gpu.table import Sample
 
 SHAPES = (
     ((), 64, 64, 64),
@@ -70,3 +83,61 @@ def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
     a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
     result = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
     assert (result == np.float32(1 + 2.0**-20)).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("mode", KINDS)
+def test_rows_of_large_odd_products_are_aligned(
+    device: Backend, mode: str, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the loss's gradient too, where a kernel writes it: so all three products with an
+    output's table read and write aligned rows, with the numbers of contiguous ones.
+    """
+    multiply, seen = gemm, []
+
+    def watch(xp: Any, a: Any, b: Any, out: Any = None, *args: Any, **options: Any) -> Any:
+        seen.extend(x for x in (a, a.T, out) if x is not None and x.shape[-1] == 67)
+        return multiply(xp, a, b, out, *args, **options)
+
+    def loss(x: Any, table: Any, labels: Any) -> Any:
+        logits = ops.linear_transposed(x, table)
+        return ops.cross_entropy(logits, labels, ignore_index=3, label_smoothing=smoothing)
+
+    draw = np.random.default_rng(0)
+    inputs = [draw.uniform(-1, 1, shape) for shape in ((2, 11, 16), (67, 16))]
+    labels = draw.integers(0, 67, (2, 11))
+    sample = Sample("ops.linear_transposed", "loss", loss, inputs, [labels], 1)
+    results = []
+    monkeypatch.setattr(import_module("nnmpi.ops.linear"), "gemm", watch)
+    for least in (2**30, 0):
+        monkeypatch.setattr(import_module("nnmpi.backend.gemm"), "ALIGNED", least)
+        seen.clear()
+        with use_precision(mode if mode in (TF32, BF16, FP16) else FLOAT32):
+            results.append(call(sample, device, dtypes(sample, mode)))
+        kernels = kernels_for(device.zeros(1, "float32"), "softmax_loss_grad")
+        aligned = [x.strides[0] % 16 == 0 for x in seen]  # logits, and their gradient twice
+        assert aligned == ([False] * 3 if least else [True, *[kernels is not None] * 2])
+    assert not differences(results[1], results[0], TOLERANCES[mode])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("build", [models.cnn, models.resnet], ids=["cnn", "resnet"])
+def test_kernels_are_compiled_ahead_by_threads(
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, precision: str
+) -> None:
+    """All that a step launches: none is compiled while it runs, one after another."""
+    kernels = device_kernels(device.xp)
+    if kernels is None:
+        pytest.skip("the stand-in has no kernels")
+    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "_launches", {})
+    dataset = digits()
+    model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device)
+    numerics = Numerics(precision=precision)
+    sgd = optim.SGD(model.storage, 0.1)
+    worker = Worker(model, sgd, group, backend=device, numerics=numerics)
+    ahead = set(kernels._modules)
+    assert all(isinstance(module, Future) for module in kernels._modules.values())
+    worker.step(next(Loader(dataset, 4).epoch(0, backend=device)))
+    assert set(kernels._modules) <= ahead
+    assert any(not isinstance(module, Future) for module in kernels._modules.values())

@@ -14,7 +14,8 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.kernels import copy
 from nnmpi.backend.precision import dtype_named, low_dtype
 from nnmpi.tensor.tensor import Tensor
-from tests.gpu.conftest import is_stand_in
+from tests.device import interpreted
+from tests.gpu.conftest import INTERPRETED, is_stand_in
 from tests.gpu.play import (
     BF16,
     FLOAT64,
@@ -171,6 +172,39 @@ def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
         )
     for ours, host in zip(*results, strict=True):
         np.testing.assert_array_equal(ours, host)
+
+
+@pytest.mark.parametrize(
+    ("function", "gates", "biases"),
+    [(ops.lstm, 4, ()), (partial(ops.lstm, reverse=True), 4, ()), (ops.gru, 3, (3,))],
+    ids=["lstm", "lstm backwards", "gru"],
+)
+def test_a_time_step_is_a_product_and_a_kernel(
+    device: Backend, function: Any, gates: int, biases: tuple[int, ...]
+) -> None:
+    """Each way: so much more work is on the device's streams for a longer sequence. A first state
+    and strided gradients make no difference.
+    """
+    if not INTERPRETED:
+        pytest.skip("the interpreted device alone counts its work")
+
+    def counts(time: int) -> list[int]:
+        sizes = (2, time, 5), (5, gates * 3), (3, gates * 3), (gates * 3,), biases, (2, 3)
+        x, *rest = (
+            Tensor(device.asarray(np.ones(size, "float32")), requires_grad=True)
+            for size in sizes
+            if size
+        )
+        *parameters, first = rest
+        marks = [interpreted.enqueued()]
+        y = function(x, *parameters, state=first if biases else (first, first))
+        marks.append(interpreted.enqueued())
+        y.backward(device.asarray(np.ones((2, 2 * time, 3), "float32"))[:, ::2])
+        return [*np.diff([*marks, interpreted.enqueued()])]
+
+    counts(3)
+    short, long = counts(3), counts(13)
+    assert [b - a for a, b in zip(short, long, strict=True)] == [2 * 10, 2 * 10]
 
 
 def test_every_operation_with_a_kernel_is_in_the_table() -> None:

@@ -19,6 +19,7 @@ from nnmpi.base.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.comm import buffers, execution
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
+from nnmpi.compose import losses
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout, Numerics
@@ -29,6 +30,7 @@ from nnmpi.nn.mode import training
 from nnmpi.optim import clip
 from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import digits
+from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import no_waiting
 from tests.nn.test_compiled import step_of
 from tests.worker_options import grouped
@@ -44,7 +46,12 @@ def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Count
     counts: Counter[str] = Counter()
     cuda = backend.xp.cuda
     with monkeypatch.context() as patch, no_waiting():
-        for place, function in ((buffers, "fetch"), (execution, "fetch"), (clip, "_read")):
+        for place, function in (
+            (buffers, "fetch"),
+            (execution, "fetch"),
+            (losses, "start_fetch"),
+            (clip, "_read"),
+        ):
             patch.setattr(place, function, _allowed(getattr(place, function)))
         for name, kind in (("stream", cuda.stream._BaseStream), ("event", cuda.Event)):
             patch.setattr(kind, "synchronize", _counted(counts, name, kind.synchronize))
@@ -282,3 +289,64 @@ def test_a_replay_makes_no_more_calls_than_a_step(
     with no_waiting():
         compiled(x, y)
     assert not copies and compiled.calls < 40
+
+
+@contextmanager
+def traffic(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the copies to and from the stand-in for a device, and the waits for it."""
+    counts: Counter[str] = Counter()
+    xp = backend.xp
+
+    def counted(owner: Any, name: str, kind: str, host_only: bool = False) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if not host_only or isinstance(args[0], np.ndarray):
+                counts[kind] += 1
+            return function(*args, **options)
+
+        patch.setattr(owner, name, call)
+
+    with monkeypatch.context() as patch:
+        for name in ("get", "item", "tolist", "__bool__", "__float__", "__int__"):
+            counted(xp.ndarray, name, "read")
+        counted(xp, "asnumpy", "read")
+        counted(xp.ndarray, "set", "sent")
+        for name in ("asarray", "array"):
+            counted(xp, name, "sent", host_only=True)
+        for kind in (xp.cuda.Stream, xp.cuda.Event):
+            counted(kind, "synchronize", "wait")
+        yield counts
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("build", [models.mlp, models.cnn], ids=["mlp", "cnn"])
+def test_a_step_sends_nothing_and_reads_once(
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, resident: bool
+) -> None:
+    """Of a data set that is there; of any other, its two arrays, not waited for."""
+    if not is_stand_in(device):
+        pytest.skip("copies are counted on the stand-in")
+    monkeypatch.setattr("nnmpi.data.loader.RESIDENT_SHARE", float(resident))
+    # where there is a kernel, the Worker checks the labels, on the host
+    monkeypatch.setattr("nnmpi.ops.loss._check_labels", lambda *args: None)
+    item = worker(device, group, build, clip=0.1)
+    loader = Loader(digits(), 16, transform=Normalize.fit(digits()))
+    steps = len(loader)
+
+    def epoch(number: int) -> None:
+        item.run(loader, number, 0, steps, step=number * steps, lr=lambda step: 0.1)
+
+    for number in range(3):  # the short last batch is captured in the third epoch
+        epoch(number)
+    with traffic(device, monkeypatch) as counts:
+        epoch(3)
+    assert counts["read"] == steps
+    # besides, for the copy of the third batch before, which is long done
+    more = 0 if resident else steps - 3
+    assert counts["wait"] == steps + more
+    # indices, labels, mean and standard deviation, for twice as many batches each time
+    assert counts["sent"] <= (4 * steps.bit_length() if resident else 2 * steps)
+    with traffic(device, monkeypatch) as counts:
+        item.evaluate(loader.epoch(2, backend=device))
+    assert counts["read"] == 1 and counts["wait"] == 1 + more

@@ -54,8 +54,9 @@ VARIANTS = {
 HOMES = {
     "mpi4py": "comm/mpi",
     "cupy": "backend",
+    "cudnn": "backend",
     "cupyx": "backend",
-    "cupy_backends": "backend",
+    "nvmath": "backend",
     "numba": "backend",
     "llvmlite": "backend",
 }
@@ -72,7 +73,7 @@ OPTIONAL = {
     "tensorboardX",
     "tokenizers",
 }
-OPTIONAL |= {"cupy", "cupy_backends", "cupyx"}
+OPTIONAL |= {"cudnn", "cupy", "cupyx", "nvmath"}
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})

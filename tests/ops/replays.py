@@ -32,7 +32,8 @@ def check_replays(function, leaves, values, tolerance=0):
         return [None if item is None else np.array(to_host(item)) for item in result]
 
     compiled = nnmpi.compile(record)
-    run(compiled)
+    for _ in range(runs := 1 + (type(leaves[0].data) is not np.ndarray)):
+        run(compiled)
     for arrays in values:
         for leaf, array in zip(leaves, arrays, strict=True):
             leaf.data[...] = namespace(leaf.data).asarray(array)
@@ -40,4 +41,4 @@ def check_replays(function, leaves, values, tolerance=0):
             assert (replayed is None) == (eager is None)
             if eager is not None:
                 np.testing.assert_allclose(replayed, eager, tolerance, tolerance)
-    recorded.assert_called_once()
+    assert recorded.call_count == runs

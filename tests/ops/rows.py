@@ -70,6 +70,13 @@ def lstm(draw: Draw) -> Case:
     return Case(run, arrays(draw, anywhere, sizes if begun else sizes[:4]))
 
 
+def gru(draw: Draw) -> Case:
+    """With and without a first state."""
+    n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
+    sizes = [(n, time, i), (i, 3 * o), (o, 3 * o), (3 * o,), (o,), (n, o)]
+    return Case(ops.gru, arrays(draw, anywhere, sizes[: draw(st.integers(5, 6))]))
+
+
 def conv2d(draw: Draw, alone: bool = False) -> Case:
     """Every option, different for rows and columns; also no image at all, and borders wider than
     the kernel.
@@ -298,6 +305,7 @@ OPS: list[Row] = [
     *rows("ops.linear_relu", any=linear_relu_case),
     *rows("ops.linear_transposed", any=linear_transposed),
     *rows("ops.lstm", any=lstm),
+    *rows("ops.gru", any=gru),
     *rows("ops.conv2d", any=conv2d, depthwise=partial(conv2d, alone=True)),
     *rows("ops.conv_transpose2d", any=conv_transpose2d),
     *rows("ops.conv_relu", any=conv_relu_pool),

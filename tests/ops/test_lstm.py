@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, nn
+from nnmpi import Tensor, nn, ops
 from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
@@ -74,3 +74,26 @@ def test_compiled() -> None:
             np.array_equal(a, Tensor(p.grad).numpy())
             for a, p in zip(grads, model.parameters(), strict=True)
         )
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_compiled_with_constant_lengths(shorter: bool) -> None:
+    """On a device they are copied from the host, so no graph contains the operation."""
+    one, lengths = layer().layers[0], LENGTHS.copy() if shorter else None
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        one.weight.grad = None
+        y = ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths, ends=True)
+        (y * y).sum().backward()
+        return y
+
+    for scale in (1.0, 0.5, 2.0, 3.0):
+        x = Tensor(here(scale * X))
+        y, grad = step(x).numpy(), Tensor(one.weight.grad).numpy().copy()
+        one.weight.grad = None
+        right = ops.lstm(x, one.weight, one.recurrent, one.bias, lengths=lengths, ends=True)
+        (right * right).sum().backward()
+        assert np.array_equal(y, right.numpy())
+        assert np.array_equal(grad, Tensor(one.weight.grad).numpy())
+    assert step.refusal == ""

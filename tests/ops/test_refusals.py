@@ -11,6 +11,7 @@ SINGLE = Tensor(np.zeros(3, "float32"))
 MASK_KEY = {"mask_key": lambda: ((0, 0), 0)}
 IMAGES, KERNEL = (1, 5, 5, 1), (3, 3, 1, 1)
 LABELS = [2, 0, 1]
+GRU = [(5, 7, 3), (3, 12), (4, 12), (12,), (4,)]
 LSTM = [(5, 7, 3), (3, 16), (4, 16), (16,)]
 
 # operation: (inputs, of which a tuple is the shape of a tensor of zeros, options, error, words)
@@ -154,6 +155,11 @@ REFUSED = {
             r"two of shape \(5, 4\)",
         ),
         ([LSTM[0], LSTM[2], *LSTM[2:]], {}, ShapeError, "4 features"),
+    ],
+    ops.gru: [
+        ([GRU[0], GRU[2], *GRU[2:]], {}, ShapeError, "3 features"),
+        (GRU, {"state": np.zeros((2, 4))}, ShapeError, r"\(2, 4\) needs"),
+        (GRU, {"state": np.zeros((5, 4), "float32")}, DtypeError, "float32"),
     ],
     nn.LSTM: [([3, 0], {}, UsageError, "hidden_size is 0")],
     ops.dropout: [

@@ -85,18 +85,27 @@ __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
+__device__ __forceinline__ float logarithm_plus_1(float x) { return log1pf(x); }
+__device__ __forceinline__ double logarithm_plus_1(double x) { return log1p(x); }
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
 __device__ __forceinline__ float error_function(float x) { return erff(x); }
 __device__ __forceinline__ double error_function(double x) { return erf(x); }
 
 __device__ __forceinline__ A infinity() { return (A)__int_as_float(0x7F800000); }
 __device__ __forceinline__ A not_a_number() { return (A)__int_as_float(0x7FC00000); }
 __device__ __forceinline__ A relu(A x) { return x < 0 ? (A)0 : x; }  // of NaN: NaN
+// e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows
+__device__ __forceinline__ A sigmoid_of(A x) {
+    A small = exponential(x < 0 ? x : -x);
+    return (x < 0 ? small : (A)1) / (1 + small);
+}
 
 // ---------------------------------------------------------------- 16 bytes at a time
 
-constexpr int PACK = 16 / (int)sizeof(T);
+[[maybe_unused]] constexpr int PACK = 16 / (int)sizeof(T);
 
 // N elements, read and written by instructions of 16 bytes.
 template <class X, int N> struct alignas(sizeof(X) * N < 16 ? sizeof(X) * N : 16) Pack {
@@ -212,8 +221,8 @@ __device__ __forceinline__ void over_columns(long long rows, long long n, F f) {
     }
 }
 
-// Sums columns, in blocks of 256 threads with at least 4 along y: f(index r n + c, row r, sums)
-// adds to M times N sums. A block sums its rows in a fixed order, so the result depends on the
+// Sums columns, in blocks of 256 threads with at least 4 along y: f(c) is called once for each pack
+// of N columns, and its result with (index r n + c, row r, sums) adds to M times N sums. A block sums its rows in a fixed order, so the result depends on the
 // sizes alone. With one block per column it goes to result, else to partial (gridDim.y, M, n).
 template <int N, int M, class F>
 __device__ __forceinline__ void sum_columns(long long rows, long long n, P* const (&result)[M],
@@ -223,10 +232,12 @@ __device__ __forceinline__ void sum_columns(long long rows, long long n, P* cons
          first += size_of_grid() * N) {
         long long c = first + threadIdx.x * N;
         A sums[M][N] = {};
-        if (c < n)
+        if (c < n) {
+            auto add = f(c);
             for (long long r = blockIdx.y * (long long)blockDim.y + threadIdx.y; r < rows;
                  r += gridDim.y * (long long)blockDim.y)
-                f(r * n + c, r, sums);
+                add(r * n + c, r, sums);
+        }
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             if (!result[m]) continue;

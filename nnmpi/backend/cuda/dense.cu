@@ -33,17 +33,18 @@ template <int N, bool RELU>
 __device__ __forceinline__ void grad_bias(const T* grad, const T* saved, T* out, P* to_bias,
                                           A* partial, A* shared, long long rows, long long n) {
     P* const result[1] = {to_bias};
-    sum_columns<N, 1>(rows, n, result, partial, shared,
-                      [&](long long i, long long, A(&sums)[1][N]) {
-                          Pack<T, N> above = load<N>(grad + i), below = load<N>(saved + i);
+    sum_columns<N, 1>(rows, n, result, partial, shared, [&](long long) {
+        return [=](long long i, long long, A(&sums)[1][N]) {
+            Pack<T, N> above = load<N>(grad + i), below = load<N>(saved + i);
 #pragma unroll
-                          for (int k = 0; k < N; ++k) {
-                              A value = wide(above.at[k]), other = wide(below.at[k]);
-                              set(above.at[k], RELU ? (other > 0 ? value : (A)0) : value * other);
-                              sums[0][k] += wide(above.at[k]);
-                          }
-                          store<N>(out + i, above);
-                      });
+            for (int k = 0; k < N; ++k) {
+                A value = wide(above.at[k]), other = wide(below.at[k]);
+                set(above.at[k], RELU ? (other > 0 ? value : (A)0) : value * other);
+                sums[0][k] += wide(above.at[k]);
+            }
+            store<N>(out + i, above);
+        };
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -68,12 +69,13 @@ template <int N>
 __device__ __forceinline__ void only_sum(const T* x, P* out, A* partial, A* shared, long long rows,
                                          long long n) {
     P* const result[1] = {out};
-    sum_columns<N, 1>(rows, n, result, partial, shared,
-                      [&](long long i, long long, A(&sums)[1][N]) {
-                          Pack<T, N> values = load<N>(x + i);
+    sum_columns<N, 1>(rows, n, result, partial, shared, [&](long long) {
+        return [=](long long i, long long, A(&sums)[1][N]) {
+            Pack<T, N> values = load<N>(x + i);
 #pragma unroll
-                          for (int k = 0; k < N; ++k) sums[0][k] += wide(values.at[k]);
-                      });
+            for (int k = 0; k < N; ++k) sums[0][k] += wide(values.at[k]);
+        };
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(256)

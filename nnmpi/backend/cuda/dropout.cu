@@ -29,8 +29,9 @@ __device__ __forceinline__ void drop(const T* x, T* y, const unsigned* columns, 
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    dropout(const T* x, T* y, const unsigned* columns, long long across, long long down,
-            long long threshold, double factor, long long rows, long long n) {
+    dropout(const T* x, T* y, const unsigned* columns, const unsigned* key, long long across,
+            long long down, long long threshold, double factor, long long rows, long long n) {
+    if (key) across = key[0], down = key[1];  // a graph's, written before each launch
     if (aligned(x, y) && n % PACK == 0)
         drop<PACK>(x, y, columns, (unsigned)across, (unsigned)down, (unsigned)threshold, (A)factor,
                    rows, n);

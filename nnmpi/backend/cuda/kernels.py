@@ -1,5 +1,6 @@
 """A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
 
+from collections.abc import Sequence
 from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
@@ -9,12 +10,22 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
-from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
+from nnmpi.backend.cuda.cudnn import cudnn_of
+from nnmpi.backend.cuda.launch import (
+    KERNELS,
+    NAMES,
+    SUM_BLOCKS,
+    KernelLauncher,
+)
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.random import least_kept
+from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
+# In the order of activation.cu.
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
+# In the order of sums.cu.
+LOSSES = ("mse", "mae", "huber", "binary_cross_entropy")
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -28,17 +39,20 @@ class DeviceKernels(KernelLauncher):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    def _update(self, name: str, *args: Any) -> None:
+    def _update(self, name: str, *args: Any, guard: Array | None = None) -> None:
         count, data = len(KERNELS[name][1]), args[0]
         numbers = map(float, args[count:])
-        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
+        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, guard, data.size)
 
-    # Optimizers' updates of a block; see nnmpi/optim for the arguments.
+    # Optimizers' updates of a block; see nnmpi/optim for the arguments. They change nothing if the
+    # guard, a float64 on the device, is not finite.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
     # data, grad, momentum, lr, beta, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
+    # running mean and variance, a batch's mean and variance, fraction, the variance's factor
+    track = partialmethod(_update, "track")
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
@@ -54,16 +68,126 @@ class DeviceKernels(KernelLauncher):
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
 
+    def add(self, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
+        """Return a + b, contiguous arrays of one shape and dtype; None for others."""
+        if not (
+            type(b) is type(a)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flags.c_contiguous
+            and b.flags.c_contiguous
+        ):
+            return None
+        result = xp.empty(a.shape, a.dtype) if out is None else out
+        self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
+        return result
+
+    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
+        """Return a + b for float32 and half precision of one shape, in float32."""
+        result = xp.empty(a.shape, a.dtype)
+        given = self.contiguous(xp, a), self.contiguous(xp, b)
+        self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
+        return result
+
+    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+
+    def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
+        """Return the activation of x."""
+        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        numbers = (code, float(number), x.size)
+        self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
+        return y
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
+        """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
+        to_x = xp.empty(kept.shape, kept.dtype)
+        arrays = (self.contiguous(xp, grad), self.contiguous(xp, kept), to_x)
+        numbers = (ACTIVATIONS.index(form), float(number), kept.size)
+        self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
+        return to_x
+
+    # ---- sums of all elements, in float64
+
+    def squares(self, grad: Array, to: Array) -> None:
+        """Add the squares of all elements, contiguous, to a number in float64.
+
+        Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
+        overflows.
+        """
+        self.total_of("squares", (grad,), to, None)
+
+    def losses(
+        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+    ) -> Array:
+        """Return the losses of one of LOSSES; or their sum times `share`, 0-d. In float32 or more.
+
+        Args:
+            delta: of "huber".
+        """
+        x, target = self.contiguous(xp, x), self.contiguous(xp, target)
+        numbers = (LOSSES.index(form), float(delta))
+        if share is None:
+            result = xp.empty(x.shape, _accumulated(x))
+            size = x.dtype.itemsize
+            self.flat("loss", x.size, size, x, target, result, None, *numbers, x.size)
+        else:
+            result = xp.empty((), _accumulated(x))
+            self.total_of("loss", (x, target, None), result, share, *numbers)
+        return result
+
+    def losses_grad(
+        self,
+        xp: Any,
+        form: str,
+        grad: Array,
+        inputs: tuple[Array, Array],
+        needs: tuple[bool, ...],
+        delta: float,
+        share: float,
+    ) -> tuple[Array | None, ...]:
+        """Return the gradients of x and of the target, each if it is needed.
+
+        Args:
+            grad: of each loss, or 0-d, of the sum times `share`.
+            inputs: x and the target.
+        """
+        shape, size = inputs[0].shape, inputs[0].size
+        x, target = (self.contiguous(xp, item) for item in inputs)
+        results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
+        numbers = (LOSSES.index(form), float(delta), float(share), int(grad.ndim > 0), size)
+        arrays = (x, target, self.contiguous(xp, grad), *results)
+        self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
+        return results
+
+    def contiguous(self, xp: Any, x: Array) -> Array:
+        """Return x itself if it is C-contiguous, else a copy."""
+        if x.flags.c_contiguous:
+            return x
+        result = xp.empty(x.shape, x.dtype)
+        return result if self.copy(result, x) else xp.ascontiguousarray(x)
+
+    def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
+        """Return arrays of one dtype joined along an axis."""
+        shape, start = list(arrays[0].shape), 0
+        shape[axis] = sum(x.shape[axis] for x in arrays)
+        result = xp.empty(tuple(shape), arrays[0].dtype)
+        for x in arrays:
+            part = result[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)]
+            if not self.copy(part, x):
+                xp.copyto(part, x)
+            start += x.shape[axis]
+        return result
+
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
         # a sum's gradient is broadcast, so not contiguous
-        self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
+        self.sums("column_sum", "column_total", (self.contiguous(xp, grad),), (to_bias,))
 
     def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
         """y += bias, in place."""
-        self.over_columns("add_bias", y, y.shape[-1], xp.ascontiguousarray(bias))
+        self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place; NaN stays."""
@@ -79,7 +203,7 @@ class DeviceKernels(KernelLauncher):
     def _grad_bias(
         self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
     ) -> Array:
-        result = xp.empty(grad.shape, grad.dtype)
+        grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
         else:
@@ -90,6 +214,13 @@ class DeviceKernels(KernelLauncher):
     # where the ReLU's output is positive, else 0; and grad * slope.
     relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
     slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
+
+    # ---- recurrent layers: a time step beside its product; see nnmpi/ops for the arguments
+
+    lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
+    lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")
+    gru_step = partialmethod(KernelLauncher.over_cells, "gru_step")
+    gru_step_grad = partialmethod(KernelLauncher.over_cells, "gru_step_grad")
 
     # ---- attention
 
@@ -102,7 +233,9 @@ class DeviceKernels(KernelLauncher):
         keep: bool,
         drop: Any = None,
     ) -> Residuals:
-        """Attention of all heads at once: two products, and a softmax kernel in place in between.
+        """Attention of all heads at once, by cuDNN for half precision without dropout.
+
+        Otherwise two products, and a softmax kernel in place in between:
 
             S = Q K^T, (batch, heads, queries, keys)    P = softmax(S), saved in the heads' dtype
             dP = dY V^T    dS = softmax's gradient of dP    dQ = dS K    dK = dS^T Q    dV = P^T dY
@@ -111,6 +244,17 @@ class DeviceKernels(KernelLauncher):
         the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
         that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
+        q, k, v = inputs
+        library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
+        # A single query follows others: the keys grow at each call, and a plan takes longer to
+        # build than such a product.
+        if library is not None and (q.shape[2] > 1 or keep):
+            statistics = xp.empty((*q.shape[:3], 1), "float32") if keep else None
+            if library.attend(inputs, y, statistics, causal):
+                return (q, k, v, y, statistics)
+        return self._attend(xp, inputs, y, causal, drop)
+
+    def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
@@ -129,6 +273,15 @@ class DeviceKernels(KernelLauncher):
         drop: Any = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        if len(residuals) == 5:  # cuDNN's
+            *inputs, y, statistics = residuals
+            library = cudnn_of(self.xp)
+            given = xp.ascontiguousarray(grad) if grad.strides[3] != grad.itemsize else grad
+            if library and library.attend_grad(
+                given, tuple(inputs), y, statistics, targets, causal
+            ):
+                return
+            residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
@@ -140,7 +293,11 @@ class DeviceKernels(KernelLauncher):
 
     def _left(self, xp: Any, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
-        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
+        return (
+            p
+            if drop is None
+            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)
+        )
 
     # ---- rows
 
@@ -159,51 +316,80 @@ class DeviceKernels(KernelLauncher):
     def softmax(self, xp: Any, x: Array) -> Array:
         """Return the softmax along the last axis."""
         y = xp.empty(x.shape, x.dtype)
-        self._softmax("softmax", 1.0, False, xp.ascontiguousarray(x), y)
+        self._softmax("softmax", 1.0, False, self.contiguous(xp, x), y)
         return y
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
         """Return the gradient."""
         to_x = xp.empty(y.shape, y.dtype)
-        self._softmax("softmax_grad", 1.0, False, xp.ascontiguousarray(grad), y, to_x)
+        self._softmax("softmax_grad", 1.0, False, self.contiguous(xp, grad), y, to_x)
         return to_x
 
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
     ) -> tuple[Array, Residuals]:
-        """Compute losses and their gradients, in float32 or more, in one pass over the logits.
+        """Compute losses, in float32 or more, in one pass over the logits.
 
-        A label out of range gives NaN for both; nothing out of bounds is read.
+        A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
-        logits = xp.ascontiguousarray(logits)
-        labels = xp.ascontiguousarray(labels)
-        wide = _accumulated(logits)
-        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
+        wide, count = _accumulated(logits), len(logits)
+        losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
-        numbers = (*logits.shape, *ignored, float(smoothing))
         self.over_rows(
             "softmax_loss",
             *logits.shape,
-            logits,
-            labels,
-            _integer_bytes(labels),
-            losses,
-            gradients,
-            *numbers,
+            *(logits, labels, _integer_bytes(labels), losses, powers),
+            *(*logits.shape, lead, *ignored, float(smoothing)),
         )
-        return losses, (gradients,)
+        return losses, (logits, labels, powers)
+
+    def softmax_loss_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        residuals: Residuals,
+        ignore_index: int | None,
+        smoothing: float,
+    ) -> Array:
+        """Return the gradient of the logits, whose rows lie as theirs do.
+
+        It is computed again from the logits, because a gradient in float32 takes twice the memory
+        of bfloat16's logits, and scaling and rounding it later two more passes.
+
+        Args:
+            grad: of the losses, (1,) for all rows, or (rows,).
+            residuals: from `softmax_loss`.
+            ignore_index, smoothing: as there.
+        """
+        logits, labels, powers = residuals
+        (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
+        to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
+        grad = xp.ascontiguousarray(grad)
+        ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
+        self.over_rows(
+            "softmax_loss_grad",
+            *(rows, n),
+            *(logits, labels, _integer_bytes(labels), powers, grad, to_logits),
+            *(rows, n, lead, int(grad.size > 1), *ignored, float(smoothing)),
+        )
+        return to_logits
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float
+        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
     ) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is saved instead of the normalized rows."""
-        x, scale, shift = map(xp.ascontiguousarray, (x, scale, shift))
+        """Normalize rows in one pass; x is saved instead of the normalized rows.
+
+        Without a shift the mean counts as 0.
+        """
+        x, scale = (self.contiguous(xp, item) for item in (x, scale))
+        shift = None if shift is None else self.contiguous(xp, shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
         self.over_rows(
             "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
         )
-        return y, (x, inverse, mean, scale)
+        return y, (x, inverse, mean, scale, shift is not None)
 
     def layer_norm_grad(
         self,
@@ -216,19 +402,117 @@ class DeviceKernels(KernelLauncher):
         to_shift: Array | None,
     ) -> None:
         """Write the gradients, each unless its target is None."""
-        x, inverse, mean, scale = residuals  # this scale is contiguous, the argument may not be
-        saved = (xp.ascontiguousarray(grad), x, inverse, mean)
+        # this scale is contiguous, the argument may not be
+        x, inverse, mean, scale, centered = residuals
+        saved = (self.contiguous(xp, grad), x, inverse, mean)
         if to_x is not None:
-            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *x.shape)
+            numbers = (int(centered), *x.shape)
+            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
         if to_scale is not None or to_shift is not None:
             self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
+
+    # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
+    # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
+
+    def moments(self, xp: Any, x: Array, count: int = 1) -> tuple[Array, Array, Array]:
+        """Return offsets, variances and means of columns, or of groups of `count` columns.
+
+        An offset is the mean minus the first element of the column. Without rows all are 0. The
+        means are those of columns in either case.
+        """
+        samples, rows, n = x.shape
+        make = xp.empty if rows else xp.zeros
+        offset, variance, mean = (make((samples, n), _accumulated(x)) for _ in range(3))
+        if not x.size:
+            return offset, variance, mean
+        partial, parts = self.sample_sums("moments", (x,), (offset, variance, mean))
+        if partial is not None:
+            grid, numbers = (1 + (n - 1) // 32, 1, min(samples, 65535)), (parts, rows, n, samples)
+            self.run("moments_total", grid, (32, 32), x, offset, variance, mean, partial, *numbers)
+        if count > 1:
+            blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+            self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
+        return offset, variance, mean
+
+    def normalize(
+        self,
+        xp: Any,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        shift: Array,
+        eps: float,
+        relative: bool = True,
+    ) -> Array:
+        """Return (x - mean) / sqrt(variance + eps) * scale + shift, in one pass.
+
+        `relative` offsets are those of `moments`, others are means.
+        """
+        y = xp.empty(x.shape, x.dtype)
+        numbers = (float(eps), int(relative))
+        self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
+        return y
+
+    def norm_sums(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        eps: float,
+        targets: tuple[Array, Array],
+        relative: bool = True,
+    ) -> None:
+        """Write the columns' sums of the gradient, and of its product with the normalized x."""
+        samples, _, n = x.shape
+        if not x.size:
+            for target in targets:
+                target.fill(0)
+            return
+        arrays = (grad, x, offset, variance)
+        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(relative))
+        if partial is not None:
+            grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
+            self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
+
+    def group_sums(
+        self, xp: Any, sums: tuple[Array, Array], scale: Array, count: int, like: Array
+    ) -> tuple[Array, Array]:
+        """Return the means over groups of `count` columns of sums (samples, n) times scale."""
+        samples, n = sums[0].shape
+        center, slope = (xp.empty((samples, n), scale.dtype) for _ in range(2))
+        blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
+        numbers = (n, samples, count)
+        self.run("group_sums", blocks, (32, 8), *sums, scale, center, slope, *numbers, like=like)
+        return center, slope
+
+    def norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        x: Array,
+        offset: Array,
+        variance: Array,
+        scale: Array,
+        sums: tuple[Array, Array],
+        eps: float,
+        share: float,
+        scaled: bool,
+    ) -> Array:
+        """Return the gradient of x; see the kernel for the arguments."""
+        to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
+        arrays = (x, offset, variance, scale, *sums, to_x)
+        self.over_samples("norm_grad", grad, *arrays, *numbers)
+        return to_x
 
     # ---- tables
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""
         rows = xp.empty((*indices.shape, table.shape[1]), dtype)
-        table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
+        table, indices = self.contiguous(xp, table), self.contiguous(xp, indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
         self.flat("embedding", rows.size, dtype.itemsize, *args)
         return rows
@@ -245,8 +529,8 @@ class DeviceKernels(KernelLauncher):
     ) -> Array:
         """Add rows in order, in place; indices out of range are skipped."""
         spread = xp.empty(shape, dtype) if into is None else into
-        grad = xp.ascontiguousarray(grad)
-        indices = xp.ascontiguousarray(indices)
+        grad = self.contiguous(xp, grad)
+        indices = self.contiguous(xp, indices)
         count = indices.size
         if not add:
             spread.fill(0)
@@ -263,20 +547,20 @@ class DeviceKernels(KernelLauncher):
         xp: Any,
         x: Array,
         rate: float,
-        key: tuple[int, int],
-        first_row: int,
+        key: Any,
         columns: Array | None,
     ) -> Array:
         """Draw and apply the mask in one pass; backward is the same call on the gradient.
+
+        The key is that of row 0: two numbers, or (2,) uint32 on the device.
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
         result = xp.empty(x.shape, x.dtype)
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
-        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
+        x, rows = self.contiguous(xp, x), x.shape[0] if x.ndim else 1
         numbers = (
-            key[0],
-            (first_row + key[1]) & 0xFFFFFFFF,
+            *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
             1 / (1 - rate),
             rows,
@@ -287,12 +571,44 @@ class DeviceKernels(KernelLauncher):
 
     # ---- images
 
+    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+        """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
+
+        cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
+        float32 (7 x 7, 64 images of 16 x 16, 96 channels, H100).
+        """
+        self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
+
+    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+        """Write the gradient of x, given that of y."""
+        self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
+
+    def _depthwise(
+        self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
+    ) -> None:
+        # a thread computes some channels, of 4 bytes or more each, of four pixels
+        lanes = 16 // max(result.itemsize, 4)
+        each = 4 * (1 if result.shape[3] % lanes else lanes)
+        self.flat(name, -(-result.size // each), 16, given, weight, result, *sizes)
+
+    def depthwise_weight_grad(
+        self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
+    ) -> None:
+        """Write the gradient of the weight, summed in float32 or more, in an order of its own."""
+        (kh, kw), (n, out_h, _, c) = spec.kernel, grad.shape
+        across, taps = 1 + (c - 1) // 32, kh * (1 + (kw - 1) // 8)  # of a block: 32, and 8 in a row
+        parts = max(1, min(2 * SUM_BLOCKS // (across * taps), -(-n * out_h // 8)))
+        partial = xp.empty((parts, kh * kw * c), _accumulated(x))
+        sizes = _depthwise_sizes(x, grad, spec)
+        self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
+        self.total("column_total", partial, (to_weight,), x)
+
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties.
 
         A NaN is the maximum of its window; the border never is.
         """
-        x = xp.ascontiguousarray(x)
+        x = self.contiguous(xp, x)
         y = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
@@ -309,14 +625,49 @@ class DeviceKernels(KernelLauncher):
             *grad.shape[1:3],
             *sum(over, ()),
         )
-        args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
+        args = (self.contiguous(xp, grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
+
+    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+        """Return each window's sum times `share`; the border counts as 0."""
+        x = self.contiguous(xp, x)
+        (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
+        y = xp.empty((n, *out, c), x.dtype)
+        if over.kernel == (h, w) and over.padding == (0, 0):
+            self.whole_samples("whole_pool", x.reshape(n, h * w, c), y, float(share))
+        else:
+            numbers = (float(share), *x.shape, *out, *sum(over, ()))
+            self.flat("avg_pool", y.size, x.dtype.itemsize, x, y, *numbers)
+        return y
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        """Return for each pixel the sum of the windows that contain it, times `share`."""
+        to_x = xp.empty(shape, grad.dtype)
+        numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
+        args = (self.contiguous(xp, grad), to_x, *numbers)
+        self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
+        return to_x
+
+
+def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
+    """Return a depthwise convolution's sizes, in the order of its kernels' arguments."""
+    return (*x.shape, *y.shape[1:3], *sum(spec[:4], ()))
 
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+
+
+def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:
+    """Return a row-major matrix, and the elements from one row to the next: x itself if `empty_rows`
+    may have made it, else a contiguous copy.
+    """
+    lead, least = x.strides[0] // x.itemsize, x.shape[1]
+    if x.strides[1] == x.itemsize and least <= lead < least + 16 // x.itemsize:
+        return x, lead
+    return xp.ascontiguousarray(x), least
 
 
 def _accumulated(x: Array) -> Dtype:

@@ -5,7 +5,9 @@ on dtypes alone are cached, and each call checks only for errors that would read
 outside of an array.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
@@ -27,6 +29,7 @@ NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
 #     T    an array in the activations' dtype, floating point
 #     P    an array in T's dtype, or in float32 if T has 16 bits
 #     A    an array in float32, or in float64 if T is
+#     D    an array in float64
 #     S    an array in any floating-point dtype, in kernels without P
 #     X, Y the same as S and T, of any strides
 #     i    integers of any kind
@@ -43,23 +46,51 @@ KERNELS = {
     "slope_grad_bias": ("dense", "TTTPA"),
     "column_sum": ("dense", "TPA"),
     "column_total": ("dense", "AP"),
-    "bias_gelu_slope": ("gelu", "TPT"),
-    "bias_gelu_tanh_slope": ("gelu", "TPT"),
+    "bias_gelu_slope": ("activation", "TPT"),
+    "bias_gelu_tanh_slope": ("activation", "TPT"),
+    "activate": ("activation", "TT"),
+    "activate_grad": ("activation", "TTT"),
+    "add": ("activation", "TTT"),
+    "add_low": ("activation", "PTP"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),
-    "softmax_loss": ("softmax", "Ti.AP"),
+    "softmax_loss": ("softmax", "Yi.AA"),
+    "softmax_loss_grad": ("softmax", "Yi.AAY"),
     "layer_norm": ("layer_norm", "TPP.TAA"),
     "layer_norm_grad": ("layer_norm", "TTAAPT"),
     "layer_norm_sums": ("layer_norm", "TTAAPPA"),
     "layer_norm_total": ("layer_norm", "APP"),
+    "moments": ("norm", "TPPPA"),
+    "moments_total": ("norm", "TPPPA"),
+    "group_moments": ("norm", "TPP"),
+    "group_sums": ("norm", "PPPPP"),
+    "normalize": ("norm", "TPPPPT"),
+    "norm_sums": ("norm", "TTPPPPA"),
+    "norm_total": ("norm", "APP"),
+    "norm_grad": ("norm", "TTPPPPPT"),
     "embedding": ("embedding", "Si.T"),
     "embedding_grad": ("embedding", "Ti.iS"),
-    "dropout": ("dropout", "TTu"),
+    "dropout": ("dropout", "TTuu"),
+    "lstm_step": ("recurrent", "TTTTTT"),
+    "lstm_step_grad": ("recurrent", "TTTTTTT"),
+    "gru_step": ("recurrent", "TTTTTTT"),
+    "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
     "max_pool": ("pooling", "TTb"),
     "max_pool_grad": ("pooling", "TbT"),
+    "avg_pool": ("pooling", "TT"),
+    "avg_pool_grad": ("pooling", "TT"),
+    "whole_pool": ("pooling", "TT"),
+    "loss": ("sums", "TTAD"),
+    "loss_grad": ("sums", "TTATT"),
+    "squares": ("sums", "TD"),
+    "sum_total": ("sums", "DAD"),
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
+    "track": ("updates", "TTTT"),
 }
 
 THREADS = 256
@@ -110,11 +141,42 @@ class KernelLauncher:
                 name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
             )
 
+    def total_of(
+        self, name: str, arrays: tuple[Any, ...], out: Array, share: float | None, *numbers: Any
+    ) -> None:
+        """Launch a kernel that adds up a number for each element, and one over its blocks.
+
+        Args:
+            name: the first kernel.
+            arrays: those that it reads, contiguous; None for a missing one.
+            out: of one element; times a `share`, or added to a float64 number without one.
+            numbers: its last arguments, without the number of elements.
+        """
+        first = arrays[0]
+        least = 16 * THREADS * ROWS_EACH
+        blocks = min(SUM_BLOCKS, 1 + first.size * first.dtype.itemsize // least)
+        partial = self.xp.empty((blocks,), "float64")
+        self.run(name, (blocks,), (THREADS,), *arrays, partial, *numbers, first.size)
+        targets = (None, out, 1.0) if share is None else (out, None, float(share))
+        self.run("sum_total", (1,), (1024,), partial, *targets, blocks, like=first)
+
     def over_columns(self, name: str, y: Array, n: int, *args: Any) -> None:
         """Launch a kernel over a matrix (..., n): columns along x, rows along y."""
         if y.size:
             grid, block = _matrix_grid(y.size // n, n, y.dtype.itemsize, BLOCKS, ROWS_EACH // 2)
             self.run(name, grid, block, y, *args, y.size // n, n)
+
+    def over_cells(self, name: str, *args: Any) -> None:
+        """Launch a kernel over the elements, one per thread, of its last array, (rows, n)."""
+        rows, n = args[-1].shape
+        if rows * n:
+            self.run(name, *_matrix_grid(rows, n, 16, BLOCKS, 1), *args, rows, n)
+
+    def over_samples(self, name: str, x: Array, *args: Any) -> None:
+        """Launch a kernel over matrices (samples, rows, n): samples along z."""
+        if x.size:
+            grid, block = _sample_grid(x, BLOCKS, ROWS_EACH // 2)
+            self.run(name, grid, block, x, *args, *_sizes(x))
 
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
         """Launch the variant for rows of this length, a warp or a block per row."""
@@ -123,6 +185,38 @@ class KernelLauncher:
         elif rows * n:
             block = (THREADS if n <= ROW_OF_BLOCK else 1024,)
             self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
+
+    def whole_samples(self, name: str, x: Array, *args: Any) -> None:
+        """Launch a kernel over matrices (samples, rows, n), with one block for a sample's column.
+
+        A sample without rows counts, too.
+        """
+        if x.shape[0] * x.shape[2]:
+            grid, block = _sample_grid(x, 1, ROWS_EACH)
+            self.run(name, grid, block, x, *args, *_sizes(x))
+
+    def sample_sums(
+        self, name: str, arrays: tuple[Array, ...], targets: tuple[Array, ...], *numbers: Any
+    ) -> tuple[Array | None, int]:
+        """Launch a kernel that computes two numbers for each column of each sample.
+
+        Args:
+            name: the kernel.
+            arrays: those that it reads; the first one is contiguous, (samples, rows, n), not empty.
+            targets: (samples, n) each, receive the results.
+            numbers: its last arguments.
+
+        Returns:
+            None and 1. If several blocks share a column, their numbers for a second kernel that
+            writes to the targets, (samples, blocks, 2, n), and how many they are.
+        """
+        first, partial = arrays[0], None
+        grid, block = _sample_grid(first, SUM_BLOCKS, ROWS_EACH)
+        if grid[1] > 1:
+            shape = (len(first), grid[1], 2, first.shape[2])
+            partial = self.xp.empty(shape, targets[0].dtype)
+        self.run(name, grid, block, *arrays, *targets, partial, *_sizes(first), *numbers)
+        return partial, grid[1]
 
     def sums(
         self, name: str, total: str, arrays: tuple[Any, ...], targets: tuple[Array | None, ...]
@@ -146,8 +240,15 @@ class KernelLauncher:
             )
         self.run(name, grid, block, *arrays, *targets, partial, rows, n)
         if partial is not None:
-            sizes = (1 + (columns - 1) // 32,), (32, 8)
-            self.run(total, *sizes, partial, *targets, grid[1], n, like=first)
+            self.total(total, partial, targets, first)
+
+    def total(
+        self, name: str, partial: Array, targets: tuple[Array | None, ...], like: Array
+    ) -> None:
+        """Launch a kernel that sums partial sums (parts, targets * n) to the targets, (n,) each."""
+        parts, columns = partial.shape
+        sizes, n = ((1 + (columns - 1) // 32,), (32, 8)), columns // len(targets)
+        self.run(name, *sizes, partial, *targets, parts, n, like=like)
 
     def run(
         self,
@@ -196,22 +297,64 @@ class KernelLauncher:
             launch = self._launches[key] = self.module(KERNELS[name][0], t, p).get_function(
                 name + form
             )
-        record_call(launch, grid, block, tuple([NULL if x is None else x for x in args]))
+        record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
+
+    def compile_ahead(self, families: Collection[str], t: str, p: str) -> None:
+        """Begin to compile families, each by a thread: CUDA's compiler needs no lock of Python's.
+
+        Args:
+            families: names.
+            t, p: the dtypes of activations and parameters.
+        """
+        keys = {(family, t, p if _has_parameters(family) else t) for family in families}
+        left = sorted(keys - self._modules.keys())
+        if left:
+            number = self.xp.cuda.runtime.getDevice()
+            pool = ThreadPoolExecutor(min(len(left), os.cpu_count() or 1), "nnmpi-compile")
+            self._modules.update((key, pool.submit(self._compiled, number, *key)) for key in left)
+            pool.shutdown(wait=False)
+
+    def _compiled(self, number: int, family: str, t: str, p: str) -> Any:
+        """Return a family's kernels, compiled and loaded by this thread."""
+        self.xp.cuda.Device(number).use()
+        module = self.xp.RawModule(code=source(family), options=options(t, p))
+        module.compile()
+        return module
 
     def module(self, family: str, t: str, p: str) -> Any:
         """Return a family's kernels, compiled for dtypes t (activations) and p (parameters)."""
         key = (family, t, p)
-        if key not in self._modules:
-            self._modules[key] = self.xp.RawModule(code=source(family), options=options(t, p))
-        return self._modules[key]
+        found = self._modules.get(key)
+        if found is None:
+            found = self.xp.RawModule(code=source(family), options=options(t, p))
+        elif isinstance(found, Future):
+            found = found.result()
+        self._modules[key] = found
+        return found
+
+
+@cache
+def _has_parameters(family: str) -> bool:
+    """Whether a family's kernels are compiled for two dtypes."""
+    return any({*"PSX"} & {*roles} for other, roles in KERNELS.values() if other == family)
 
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
-    p = next((dtype.name for role, dtype in dtypes if role in "PSX"), t)
     a = "float64" if t == "float64" else "float32"
-    allowed = {"T": {t}, "Y": {t}, "P": {p} & {t, a}, "S": {p}, "X": {p}, "A": {a}}
+    # of a kernel without parameters: those that the others of its family mostly have
+    rest = a if _has_parameters(KERNELS[name][0]) else t
+    p = next((dtype.name for role, dtype in dtypes if role in "PSX"), rest)
+    allowed = {
+        "T": {t},
+        "Y": {t},
+        "P": {p} & {t, a},
+        "S": {p},
+        "X": {p},
+        "A": {a},
+        "D": {"float64"},
+    }
     allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
     fits = (
         dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes
@@ -222,6 +365,18 @@ def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
             f"the kernel {name} does not support arrays of {words}; convert one with astype"
         )
     return t, p
+
+
+def _sizes(x: Array) -> Dims:
+    """Return rows, columns and samples of x (samples, rows, columns), as kernels take them."""
+    return x.shape[1], x.shape[2], x.shape[0]
+
+
+def _sample_grid(x: Array, blocks: int, least_rows: int) -> tuple[Dims, Dims]:
+    """Return grid and block for matrices (samples, rows, n), see `_matrix_grid`."""
+    rows, n, samples = _sizes(x)
+    grid, block = _matrix_grid(rows, n, x.dtype.itemsize, max(1, blocks // samples), least_rows)
+    return (*grid, min(samples, 65535)), block
 
 
 def _matrix_grid(

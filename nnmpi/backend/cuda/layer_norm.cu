@@ -1,5 +1,6 @@
 // Layer normalization, row by row. Forward saves no normalized rows: backward computes them again
-// from the input and the rows' means, which saves writing an array.
+// from the input and the rows' means, which saves writing an array. Without a shift (null) the means
+// are 0: root mean square normalization.
 
 template <bool BLOCK>
 __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y,
@@ -10,15 +11,15 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
         const T* from = x + r * n;
         // Sums of differences from the first element: a constant row gives exactly 0, and a large
         // mean cancels no digits.
-        A base = wide(from[0]);
+        A base = shift ? wide(from[0]) : (A)0, middle = 0;
         A sum = 0, squares = 0;
-        along(0, n, skew, [&](long long c, auto count) {
+        if (shift) along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) sum += wide(values.at[k]) - base;
         });
-        A middle = combine<BLOCK>(sum, Add(), shared) / (A)n;
+        if (shift) middle = combine<BLOCK>(sum, Add(), shared) / (A)n;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
@@ -37,11 +38,11 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
-            Pack<P, N> times = load<N>(scale + c), plus = load<N>(shift + c);
+            Pack<P, N> times = load<N>(scale + c), plus = shift ? load<N>(shift + c) : times;
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                A unit = (wide(values.at[k]) - base - middle) * factor;
-                set(values.at[k], unit * (A)widen(times.at[k]) + (A)widen(plus.at[k]));
+                A unit = (wide(values.at[k]) - base - middle) * factor * (A)widen(times.at[k]);
+                set(values.at[k], shift ? unit + (A)widen(plus.at[k]) : unit);
             }
             store<N>(y + r * n + c, values);
         });
@@ -63,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 template <bool BLOCK>
 __device__ __forceinline__ void input_gradient(const T* grad, const T* x, const A* inverse,
                                                const A* mean, const P* scale, T* to_x,
-                                               long long rows, long long n, A* shared) {
+                                               bool centered, long long rows, long long n,
+                                               A* shared) {
     int skew = aligned(grad, x, scale, to_x) && n % PACK == 0 ? 0 : -1;
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         long long row = r * n;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void input_gradient(const T* grad, const T* x, const 
                 inner += product * ((wide(values.at[k]) - less) * factor);
             }
         });
-        total = combine<BLOCK>(total, Add(), shared) / (A)n;
+        total = centered ? combine<BLOCK>(total, Add(), shared) / (A)n : (A)0;
         inner = combine<BLOCK>(inner, Add(), shared) / (A)n;
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
@@ -100,14 +102,16 @@ __device__ __forceinline__ void input_gradient(const T* grad, const T* x, const 
 
 extern "C" __global__ void __launch_bounds__(256)
     layer_norm_grad_warps(const T* grad, const T* x, const A* inverse, const A* mean,
-                          const P* scale, T* to_x, long long rows, long long n) {
-    input_gradient<false>(grad, x, inverse, mean, scale, to_x, rows, n, nullptr);
+                          const P* scale, T* to_x, long long centered, long long rows,
+                          long long n) {
+    input_gradient<false>(grad, x, inverse, mean, scale, to_x, centered != 0, rows, n, nullptr);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
     layer_norm_grad_blocks(const T* grad, const T* x, const A* inverse, const A* mean,
-                           const P* scale, T* to_x, long long rows, long long n) {
+                           const P* scale, T* to_x, long long centered, long long rows,
+                           long long n) {
     __shared__ A shared[32];
-    input_gradient<true>(grad, x, inverse, mean, scale, to_x, rows, n, shared);
+    input_gradient<true>(grad, x, inverse, mean, scale, to_x, centered != 0, rows, n, shared);
 }
 
 template <int N>
@@ -115,8 +119,8 @@ __device__ __forceinline__ void parameter_sums(const T* grad, const T* x, const 
                                                const A* mean, P* to_scale, P* to_shift, A* partial,
                                                A* shared, long long rows, long long n) {
     P* const result[2] = {to_scale, to_shift};
-    sum_columns<N, 2>(
-        rows, n, result, partial, shared, [&](long long i, long long r, A(&sums)[2][N]) {
+    sum_columns<N, 2>(rows, n, result, partial, shared, [&](long long) {
+        return [=](long long i, long long r, A(&sums)[2][N]) {
             Pack<T, N> above = load<N>(grad + i), values = load<N>(x + i);
             A less = mean[r], factor = inverse[r];
 #pragma unroll
@@ -124,7 +128,8 @@ __device__ __forceinline__ void parameter_sums(const T* grad, const T* x, const 
                 sums[0][k] += wide(above.at[k]) * ((wide(values.at[k]) - less) * factor);
                 sums[1][k] += wide(above.at[k]);
             }
-        });
+        };
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(256)

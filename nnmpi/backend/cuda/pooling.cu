@@ -1,6 +1,6 @@
-// Max-pooling of channels-last images, for windows of any size, stride and border. Backward
-// gathers: the thread of a pixel sums the gradients of the windows that contain it. So no two
-// threads write to the same element.
+// Pooling of channels-last images, for windows of any size, stride and border. Backward gathers:
+// the thread of a pixel sums the gradients of the windows that contain it. So no two threads write
+// to the same element.
 
 struct Frame {
     long long h, w, c, out_h, out_w, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
@@ -150,4 +150,99 @@ extern "C" __global__ void __launch_bounds__(256)
     FRAME_OF_ARGUMENTS;
     BY_UNITS(to_winners, c % PACK == 0 && aligned(grad, out, winner), n * h * w * c, grad, winner,
              (int)bytes, out);
+}
+
+// The sum of each window, times a share; the border counts as 0.
+template <class I, int N>
+__device__ __forceinline__ void window_sums(const T* x, T* y, A share, I units, const Frame& f) {
+    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, out_h = (I)f.out_h,
+      out_w = (I)f.out_w;
+    int h = (int)f.h, w = (int)f.w;
+    for (I u = start; u < units; u += step) {
+        I pixel = u / lanes, lane = u - pixel * lanes, line = pixel / out_w, image = line / out_h;
+        int top = (int)(line - image * out_h) * (int)f.stride_h - (int)f.pad_h,
+            left = (int)(pixel - line * out_w) * (int)f.stride_w - (int)f.pad_w;
+        int bottom = min(top + (int)f.kernel_h, h), right = min(left + (int)f.kernel_w, w);
+        const T* from = x + (long long)image * h * w * f.c + (long long)lane * N;
+        A sums[N] = {};
+        for (int i = max(top, 0); i < bottom; ++i)
+            for (int j = max(left, 0); j < right; ++j) {
+                Pack<T, N> values = load<N>(from + ((long long)i * w + j) * f.c);
+#pragma unroll
+                for (int k = 0; k < N; ++k) sums[k] += wide(values.at[k]);
+            }
+        Pack<T, N> result;
+#pragma unroll
+        for (int k = 0; k < N; ++k) set(result.at[k], sums[k] * share);
+        store<N>(y + (long long)u * N, result);
+    }
+}
+extern "C" __global__ void __launch_bounds__(256)
+    avg_pool(const T* x, T* y, double share, long long n, long long h, long long w, long long c,
+             long long out_h, long long out_w, long long kernel_h, long long kernel_w,
+             long long stride_h, long long stride_w, long long pad_h, long long pad_w) {
+    FRAME_OF_ARGUMENTS;
+    BY_UNITS(window_sums, c % PACK == 0 && aligned(x, y), n * out_h * out_w * c, x, y, (A)share);
+}
+
+// The sum over the windows that contain a pixel, times a share.
+template <class I, int N>
+__device__ __forceinline__ void pixel_sums(const T* grad, T* to_x, A share, I units,
+                                           const Frame& f) {
+    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, h = (I)f.h,
+      w = (I)f.w;
+    int out_h = (int)f.out_h, out_w = (int)f.out_w;
+    for (I u = start; u < units; u += step) {
+        I pixel = u / lanes, lane = u - pixel * lanes, line = pixel / w, image = line / h;
+        int row = (int)(line - image * h) + (int)f.pad_h,
+            column = (int)(pixel - line * w) + (int)f.pad_w;
+        int last_i = last_window(row, (int)f.stride_h, out_h),
+            last_j = last_window(column, (int)f.stride_w, out_w);
+        A sums[N] = {};
+        for (int i = first_window(row, (int)f.kernel_h, (int)f.stride_h); i <= last_i; ++i)
+            for (int j = first_window(column, (int)f.kernel_w, (int)f.stride_w); j <= last_j; ++j) {
+                Pack<T, N> above = load<N>(
+                    grad + (((long long)image * out_h + i) * out_w + j) * f.c +
+                    (long long)lane * N);
+#pragma unroll
+                for (int k = 0; k < N; ++k) sums[k] += wide(above.at[k]);
+            }
+        Pack<T, N> values;
+#pragma unroll
+        for (int k = 0; k < N; ++k) set(values.at[k], sums[k] * share);
+        store<N>(to_x + (long long)u * N, values);
+    }
+}
+extern "C" __global__ void __launch_bounds__(256)
+    avg_pool_grad(const T* grad, T* to_x, double share, long long n, long long h, long long w,
+                  long long c, long long out_h, long long out_w, long long kernel_h,
+                  long long kernel_w, long long stride_h, long long stride_w, long long pad_h,
+                  long long pad_w) {
+    FRAME_OF_ARGUMENTS;
+    BY_UNITS(pixel_sums, c % PACK == 0 && aligned(grad, to_x), n * h * w * c, grad, to_x,
+             (A)share);
+}
+
+// The sums of whole images (rows, n), times a share: a block sums its columns of an image.
+template <int N>
+__device__ __forceinline__ void image_sums(const T* x, P* y, A share, A* shared, long long rows,
+                                           long long n) {
+    P* const result[1] = {y};
+    sum_columns<N, 1>(rows, n, result, nullptr, shared, [&](long long) {
+        return [=](long long i, long long, A(&sums)[1][N]) {
+            Pack<T, N> values = load<N>(x + i);
+#pragma unroll
+            for (int k = 0; k < N; ++k) sums[0][k] += wide(values.at[k]) * share;
+        };
+    });
+}
+extern "C" __global__ void __launch_bounds__(256)
+    whole_pool(const T* x, P* y, double share, long long rows, long long n, long long images) {
+    __shared__ A shared[256 * PACK];
+    bool packed = aligned(x) && n % PACK == 0;
+    for (long long i = blockIdx.z; i < images; i += gridDim.z) {
+        if (packed) image_sums<PACK>(x + i * rows * n, y + i * n, (A)share, shared, rows, n);
+        else image_sums<1>(x + i * rows * n, y + i * n, (A)share, shared, rows, n);
+        __syncthreads();
+    }
 }

@@ -113,22 +113,19 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     softmax_grad_rows<true>(grad, y, out, (A)scale, rows, n, queries, causal != 0, shared);
 }
 
-// The gradient may overwrite the logits: a thread reads an element before it writes it, and the
-// label's logit is read first.
+// The losses, and for the gradient the powers of each row: the maxima, then the sums. Rows of the
+// logits begin every `lead` elements.
 template <bool BLOCK>
 __device__ __forceinline__ void loss_rows(const T* logits, const void* labels, int bytes, A* losses,
-                                          P* gradient, long long rows, long long n, bool ignores,
-                                          long long ignored, A smoothing, A* shared) {
-    bool packed = aligned(logits, gradient);
+                                          A* powers, long long rows, long long n, long long lead,
+                                          bool ignores, long long ignored, A smoothing, A* shared) {
+    bool packed = aligned(logits);
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
-        int skew = packed ? (int)(r * n % PACK) : -1;
-        const T* from = logits + r * n;
-        P* to = gradient + r * n;
+        const T* from = logits + r * lead;
         long long label = integer(labels, bytes, r);
-        bool skipped = ignores && label == ignored;
         A chosen = label >= 0 && label < n ? wide(from[label]) : not_a_number(), sum = 0;
-        Powers powers = {-infinity(), 0};
-        along(0, n, skew, [&](long long c, auto count) {
+        Powers row = {-infinity(), 0};
+        along(0, n, packed ? (int)(r * lead % PACK) : -1, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
             A terms[N];
@@ -137,44 +134,82 @@ __device__ __forceinline__ void loss_rows(const T* logits, const void* labels, i
                 terms[k] = wide(values.at[k]);
                 sum += terms[k];
             }
-            powers.take(terms);
+            row.take(terms);
         });
-        powers.join<BLOCK>(shared);
-        A target = chosen - powers.top;
+        row.join<BLOCK>(shared);
+        A target = chosen - row.top;
         if (smoothing != 0) {
             sum = combine<BLOCK>(sum, Add(), shared);
-            target = (1 - smoothing) * target + smoothing * (sum / (A)n - powers.top);
+            target = (1 - smoothing) * target + smoothing * (sum / (A)n - row.top);
         }
-        A loss = logarithm(powers.sum) - target, share = 1 / powers.sum, spread = smoothing / (A)n;
-        if (chosen != chosen) share = chosen;  // NaN for a label out of range
-        if (threadIdx.x == 0) losses[r] = skipped ? (A)0 : loss;
-        along(0, n, skew, [&](long long c, auto count) {
+        if (threadIdx.x == 0) {
+            losses[r] = ignores && label == ignored ? (A)0 : logarithm(row.sum) - target;
+            powers[r] = row.top;
+            powers[rows + r] = row.sum;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    softmax_loss_warps(const T* logits, const void* labels, long long bytes, A* losses, A* powers,
+                       long long rows, long long n, long long lead, long long ignores,
+                       long long ignored, double smoothing) {
+    loss_rows<false>(logits, labels, (int)bytes, losses, powers, rows, n, lead, ignores != 0,
+                     ignored, (A)smoothing, nullptr);
+}
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    softmax_loss_blocks(const T* logits, const void* labels, long long bytes, A* losses, A* powers,
+                        long long rows, long long n, long long lead, long long ignores,
+                        long long ignored, double smoothing) {
+    __shared__ A shared[32];
+    loss_rows<true>(logits, labels, (int)bytes, losses, powers, rows, n, lead, ignores != 0,
+                    ignored, (A)smoothing, shared);
+}
+
+// The gradient of the losses times theirs: one number for all rows, or one each. Its rows lie as
+// the logits' do.
+template <bool BLOCK>
+__device__ __forceinline__ void loss_grad_rows(const T* logits, const void* labels, int bytes,
+                                               const A* powers, const A* grad, T* to_logits,
+                                               long long rows, long long n, long long lead,
+                                               bool each, bool ignores, long long ignored,
+                                               A smoothing) {
+    bool packed = aligned(logits, to_logits);
+    for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
+        const T* from = logits + r * lead;
+        T* to = to_logits + r * lead;
+        long long label = integer(labels, bytes, r);
+        bool skipped = ignores && label == ignored;
+        A top = powers[r], share = 1 / powers[rows + r], spread = smoothing / (A)n;
+        A factor = grad[each ? r : 0];
+        if (label < 0 || label >= n) share = not_a_number();
+        along(0, n, packed ? (int)(r * lead % PACK) : -1, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
             Pack<T, N> values = load<N>(from + c);
-            Pack<P, N> result;
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                A value = exponential(wide(values.at[k]) - powers.top) * share - spread;
+                A value = exponential(wide(values.at[k]) - top) * share - spread;
                 if (c + k == label) value -= 1 - smoothing;
-                set(result.at[k], skipped ? (A)0 : value);
+                set(values.at[k], factor * (skipped ? (A)0 : value));
             }
-            store<N>(to + c, result);
+            store<N>(to + c, values);
         });
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    softmax_loss_warps(const T* logits, const void* labels, long long bytes, A* losses, P* gradient,
-                       long long rows, long long n, long long ignores, long long ignored,
-                       double smoothing) {
-    loss_rows<false>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored,
-                     (A)smoothing, nullptr);
+    softmax_loss_grad_warps(const T* logits, const void* labels, long long bytes, const A* powers,
+                            const A* grad, T* to_logits, long long rows, long long n,
+                            long long lead, long long each, long long ignores, long long ignored,
+                            double smoothing) {
+    loss_grad_rows<false>(logits, labels, (int)bytes, powers, grad, to_logits, rows, n, lead,
+                          each != 0, ignores != 0, ignored, (A)smoothing);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    softmax_loss_blocks(const T* logits, const void* labels, long long bytes, A* losses,
-                        P* gradient, long long rows, long long n, long long ignores,
-                        long long ignored, double smoothing) {
-    __shared__ A shared[32];
-    loss_rows<true>(logits, labels, (int)bytes, losses, gradient, rows, n, ignores != 0, ignored,
-                    (A)smoothing, shared);
+    softmax_loss_grad_blocks(const T* logits, const void* labels, long long bytes, const A* powers,
+                             const A* grad, T* to_logits, long long rows, long long n,
+                             long long lead, long long each, long long ignores, long long ignored,
+                             double smoothing) {
+    loss_grad_rows<true>(logits, labels, (int)bytes, powers, grad, to_logits, rows, n, lead,
+                         each != 0, ignores != 0, ignored, (A)smoothing);
 }

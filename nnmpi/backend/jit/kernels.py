@@ -38,7 +38,7 @@ LOOPS = {
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
-    "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
+    "lstm_step": (write(2), read(2), read(1), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
     "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
 }
@@ -164,3 +164,10 @@ def softmax_loss(
     losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
     record_call(loop("softmax_loss"), logits, labels, losses, gradients)
     return losses, (gradients,)
+
+
+def softmax_loss_grad(
+    xp: Any, grad: Array, residuals: Residuals, ignore_index: int | None, smoothing: float
+) -> Array:
+    """Return the gradient of the logits for the losses' gradient, (1,) or (rows,)."""
+    return xp.multiply(residuals[0], xp.reshape(grad, (grad.size, 1)))

@@ -7,6 +7,7 @@
     Im2col            any              columns (pixels, kh kw c) @ kernels (kh kw c, o)
     Im2colReluPool    NumPy            the same, then ReLU and pooling of a block in the cache
     Depthwise         any              each channel alone: shifted images times numbers, added up
+    ByCudnn           CuPy, cuDNN      what cuDNN's heuristics choose
     WinogradNumpy     NumPy            16 or 36 products (tiles, c) @ (c, o), 3 x 3 kernels
     CompiledWinograd  NumPy, numba     16 of them in one compiled pass (see `nnmpi.jit`)
     CompiledDirect    NumPy, numba     no matrices: few input channels, with ReLU and pooling
@@ -15,6 +16,6 @@ Start with `algorithm` (the specification, and an algorithm's interface) and `co
 operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
 algorithms pool by `ops.planes`.
 
-To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`. Compiled kernels
-are in nnmpi/backend/jit (numba).
+To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`, or for a device
+to `on_device`. Compiled kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.
 """

@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
     """The arrays that a backward pass fills, C-contiguous; None for a gradient that is not needed.
 
     Attributes:
-        x: (n, h, w, c).
+        x: (n, h, w, c), of x's dtype.
         weight: (kh, kw, c / groups, o).
         bias: (o,).
     """

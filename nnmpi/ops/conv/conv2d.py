@@ -18,9 +18,10 @@ NumPy                       3 x 3, many channels or groups, size   WinogradNumpy
                             3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
                             groups, even size, no or 2 x 2 pooling
                             ReLU, one group                        Im2colReluPool
-any library                 a group for each channel, no ReLU      Depthwise
+                            a group for each channel, no ReLU      Depthwise
                             no ReLU                                Im2col
-                            otherwise                              None: conv2d, max_pool2d and
+CuPy                        no ReLU                                by `on_device`
+any library                 otherwise                              None: conv2d, max_pool2d and
                                                                    relu one by one
 
 The choice depends on shapes, dtypes and switches alone, never on timings: a repeated run has the
@@ -42,6 +43,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
+from nnmpi.ops.conv.on_device import on_device
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
@@ -102,14 +104,14 @@ class Conv2dFunction(Function):
     def backward(self, grad: Array) -> Grads:
         x, weight, saved, dtype = self.saved
         out = Gradients(
-            self.xp.empty(x.shape, dtype) if self.needs[0] else None,
+            self.xp.empty(x.shape, x.dtype) if self.needs[0] else None,
             *(
                 place_for(self, i, shape, weight.dtype) if self.needs[i] else None
                 for i, shape in ((1, weight.shape), (2, weight.shape[3:]))
             ),
         )
         self.algorithm.backward(self.xp, grad, x, weight, saved, out)
-        return out
+        return out if out.x is None else out._replace(x=cast(self.xp, out.x, dtype))
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> ConvAlgorithm | None:
@@ -126,10 +128,10 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
     plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
+    if type(x.data) is not np.ndarray:
+        return None if spec.relu else on_device(x.data, spec, o)
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         return None if spec.relu else Depthwise(spec)
-    if type(x.data) is not np.ndarray:
-        return None if spec.relu else Im2col(spec)
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
         many = spec.groups > 1  # im2col takes one group after another

@@ -11,8 +11,8 @@ product of long rows.
 
 NumPy's `einsum` multiplies and adds in one pass, and takes all terms of a row while it is in the
 cache: a third of the time of a pass for each product and each sum, and less than half of the time
-of Winograd's tiles of 4 x 4. On a device, where `einsum` would store all products, each term is a
-product and a sum.
+of Winograd's tiles of 4 x 4. A device has kernels of its own. Without them (`jit(False)`) each term
+is a product and a sum there, as `einsum` would store all products.
 
 With a stride, the columns of pixels that windows see are copied first, one array per column of the
 kernel. The input gradient is a depthwise convolution, too, see `im2col.Phase`; dW[r, s] is the sum
@@ -27,7 +27,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.backend.sums import ELEMENTS, ROWS
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient
@@ -39,7 +39,11 @@ class Depthwise(ConvAlgorithm):
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> None:
-        _call(xp, True, (x, weight, y), self.spec)
+        kernels = kernels_for(x, "depthwise_conv")
+        if kernels is not None:
+            kernels.depthwise_conv(x, weight, y, self.spec)
+        else:
+            _call(xp, True, (x, weight, y), self.spec)
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -49,9 +53,14 @@ class Depthwise(ConvAlgorithm):
         grad = xp.ascontiguousarray(cast(xp, grad, x.dtype))
         if out.bias is not None:
             bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
-        if out.x is not None:
+        kernels = kernels_for(x, "depthwise_conv")
+        if out.x is not None and kernels is not None:
+            kernels.depthwise_input_grad(grad, weight, out.x, self.spec)
+        elif out.x is not None:
             input_gradient(xp, grad, weight, self.spec, out.x, Depthwise)
-        if out.weight is not None:
+        if out.weight is not None and kernels is not None:
+            kernels.depthwise_weight_grad(xp, x, grad, out.weight, self.spec)
+        elif out.weight is not None:
             _call(xp, False, (x, grad, out.weight), self.spec)
 
 
@@ -68,7 +77,7 @@ def _call(xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec) -> 
     single = all(item.dtype == FLOAT32 for item in arrays) and images.size > 0
     compiled = kernels_for(images, "depthwise") if single else None
     if compiled is None:
-        record_call(convolve if forward else products, *arrays, spec)
+        record_launch(convolve if forward else products, *arrays, spec)
         return
     (h, w, c), (top, left) = images.shape[1:], spec.padding
     columns, size = w + 2 * left, spec.pooled_size(h, w)

@@ -7,18 +7,25 @@ Forward and backward change places with an ordinary convolution C from (H, W, o)
     forward     y = C's input gradient for the output gradient x
     backward    dx = C(dy),     dW = C's weight gradient for images dy and output gradient x
 
-So `im2col` computes both. Dumoulin and Visin, "A guide to convolution arithmetic for deep
+So the algorithms of convolutions compute both. Dumoulin and Visin, "A guide to convolution arithmetic for deep
 learning", 2016, section 4.
 """
 
-from nnmpi.backend.array import Array
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.kernels import cast
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
-from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
-from nnmpi.ops.conv.im2col import Im2col, input_gradient
-from nnmpi.ops.linear import place_for
+from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.im2col import Im2col
+from nnmpi.ops.conv.on_device import on_device
+from nnmpi.ops.linear import multiply, place_for
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import given, in_float32, may_meet, require_floating
+from nnmpi.tensor.operand import given, may_meet, read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -28,33 +35,49 @@ class ConvTranspose2dFunction(Function):
     Args:
         spec: the ordinary convolution from y to x.
         size: rows and columns of the result.
+        reads: the dtype in which images are read, and of the result; None for the images' dtype.
     """
 
-    __slots__ = ("size", "spec")
+    __slots__ = ("reads", "size", "spec")
 
     replayable = True
 
-    def __init__(self, spec: ConvSpec, size: RowsAndColumns) -> None:
-        self.spec, self.size = spec, size
+    def __init__(self, spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> None:
+        self.spec, self.size, self.reads = spec, size, reads
 
     def forward(self, x: Array, weight: Array) -> Array:
-        xp = self.xp
+        xp, dtype = self.xp, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
+        x = x if self.reads is None else cast(xp, x, self.reads)
         y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
-        input_gradient(xp, x, weight, self.spec, y, Im2col)
-        self.saved = (x, weight)
+        convolution = _algorithm(y, self.spec, x.shape[3])
+        convolution.backward(xp, x, y, weight, None, Gradients(y, None, None))
+        self.saved = (x, weight, dtype)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (x, weight), xp, convolution = self.saved, self.xp, Im2col(self.spec)
+        (x, weight, dtype), xp = self.saved, self.xp
         grad, to_x, to_weight = xp.ascontiguousarray(grad), None, None
+        convolution = _algorithm(grad, self.spec, x.shape[3])
         if self.needs[0]:
             to_x = xp.empty(x.shape, x.dtype)
             convolution.forward(xp, grad, weight, None, to_x, False)
+            to_x = cast(xp, to_x, dtype)
         if self.needs[1]:
             to_weight = place_for(self, 1, weight.shape, weight.dtype)
             convolution.backward(xp, x, grad, weight, None, Gradients(None, to_weight, None))
         return to_x, to_weight
+
+
+def _transposed(spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> Any:
+    """Return the operation on images that are read in the dtype `reads`, without a bias."""
+    function = ConvTranspose2dFunction(spec, size, reads)
+    return lambda x, weight, _: function(x, weight)
+
+
+def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
+    """Return the algorithm for the ordinary convolution of y."""
+    return Im2col(spec) if type(y) is np.ndarray else on_device(y, spec, outputs)
 
 
 def conv_transpose2d(
@@ -119,5 +142,6 @@ def conv_transpose2d(
             f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
         )
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-    y = in_float32(ConvTranspose2dFunction(spec, (rows, columns)), x, weight)
+    size, reads = (rows, columns), read_as("conv_transpose2d", x, weight)
+    y = multiply(partial(_transposed, spec, size), reads, x, weight)
     return y if bias is None else y + bias

@@ -36,8 +36,8 @@ class PartCrossEntropy(CrossEntropy):
         super().__init__(reduction, ignore_index, smoothing)
         self.group, self.classes = group, classes
 
-    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return each row's loss, and the residuals: probabilities, and this rank's labels."""
+    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals, Any]:
+        """Return each row's loss, the residuals: probabilities, and this rank's labels; no kernels."""
         xp = namespace(logits)
         classes = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
@@ -58,7 +58,7 @@ class PartCrossEntropy(CrossEntropy):
         if saved is not None:
             losses = xp.where(saved, losses, 0)  # not a product: an ignored loss may be NaN
         powers /= sums[:, None]
-        return losses, (powers, rows, columns, saved)
+        return losses, (powers, rows, columns, saved), None
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """See `CrossEntropy`; for this rank's classes."""

@@ -24,7 +24,16 @@ PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
 PAIRS += [("copy", "float32", "bfloat16"), ("copy", "float64", "float16")]
 PAIRS += [
     (family, dtype, "float32")
-    for family in ("copy", "dense", "softmax", "layer_norm", "gelu", "embedding")
+    for family in (
+        "copy",
+        "dense",
+        "depthwise",
+        "softmax",
+        "layer_norm",
+        "norm",
+        "activation",
+        "embedding",
+    )
     for dtype in ("float16", "bfloat16")
 ]
 
@@ -39,9 +48,24 @@ PACKED = {
         "softmax_warps",
         "softmax_grad_warps",
     ),
-    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
-    *("max_pool", "max_pool_grad", "embedding", "dropout"),
-    *("sgd", "sgd_momentum", "adam"),
+    *(
+        "softmax_loss_warps",
+        "softmax_loss_grad_warps",
+        "layer_norm_warps",
+        "layer_norm_grad_warps",
+        "bias_gelu_slope",
+    ),
+    *(
+        "normalize",
+        "norm_grad",
+        "max_pool",
+        "max_pool_grad",
+        "avg_pool",
+        "avg_pool_grad",
+        "embedding",
+        "dropout",
+    ),
+    *("sgd", "sgd_momentum", "adam", "track", "activate", "activate_grad", "add", "add_low"),
 }
 
 

@@ -18,6 +18,8 @@ import ctypes
 import importlib
 import importlib.util
 import os
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +45,28 @@ def load() -> None:
     if driver.device_attach(str(runtime).encode()):
         raise RuntimeError(f"the functions of {runtime} cannot be replaced")
     cupy = importlib.import_module("cupy")
-    importlib.import_module("cupy.cuda.thrust").argsort = _argsort
+    importlib.import_module("cupy.cuda.thrust").argsort = partial(_argsort, driver)
     if os.environ["NNMPI_TEST_GPU"] == "exact":
         cupy.cuda.set_allocator(None)
 
 
-def _argsort(dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]) -> None:
+def enqueued() -> int:
+    """Return how many kernels, products, copies and fills have been put into streams so far."""
+    return ctypes.CDLL(None).device_enqueued()
+
+
+def _argsort(
+    driver: Any, dtype: Any, places: int, data: int, keys: int, shape: tuple[int, ...]
+) -> None:
     """Sort along the last axis as Thrust does, whose kernels CuPy brings compiled: stable, and the
     values too.
     """
-    importlib.import_module("cupy").cuda.get_current_stream().synchronize()
-    values, order = (
-        _array(address, shape, item) for address, item in ((data, dtype), (places, np.intp))
+    stream = importlib.import_module("cupy").cuda.get_current_stream().ptr
+    given = (
+        ctypes.c_char(np.dtype(dtype).kind.encode()),
+        np.dtype(dtype).itemsize,
+        ctypes.c_void_p(data),
     )
-    order[...] = np.argsort(values, axis=-1, kind="stable")
-    values.sort(axis=-1, kind="stable")
-
-
-def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+    sizes = (ctypes.c_size_t(item) for item in (prod(shape[:-1]), shape[-1]))
+    if driver.device_sort(*given, ctypes.c_void_p(places), *sizes, ctypes.c_void_p(stream)):
+        raise RuntimeError("the stream's capture is not valid any more")

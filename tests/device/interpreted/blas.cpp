@@ -7,13 +7,13 @@
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
-API void device_enqueue(void* stream, std::function<void()> work);
+API int device_enqueue(void* stream, std::function<void()> work);
 API bool device_has(const void* at, uint64_t size);
 API void device_fail(int code, const char* why);
 
 namespace {
 
-enum Status { OK = 0, INVALID_VALUE = 7, NOT_MAPPED = 13, NOT_SUPPORTED = 15 };
+enum Status { OK = 0, INVALID_VALUE = 7, FAILED = 13, NOT_SUPPORTED = 15 };
 enum Type { SINGLE = 0, DOUBLE = 1, HALF = 2, BRAIN = 14 };
 enum Sum { IN_32 = 68, IN_64 = 70, IN_TF32 = 77 };
 enum Math { TF32 = 3 };
@@ -118,14 +118,13 @@ int multiply(void* handle, int ta, int tb, int m, int n, int k, const void* alph
     for (const Matrix* each : {&a, &b, &c}) {
         uint64_t unit = each->listed ? sizeof(void*) : (uint64_t)bytes_of(each->type);
         if (each->lead < std::max(1, each->height()) || (uint64_t)each->p % unit) return INVALID_VALUE;
-        if (m && n && count && each->rows && each->columns && !device_has(each->p, each->listed ? unit * (uint64_t)count : 1)) return NOT_MAPPED;
+        if (m && n && count && each->rows && each->columns && !device_has(each->p, each->listed ? unit * (uint64_t)count : 1)) return FAILED;
     }
     if (!m || !n || !count) return OK;
     if (h.pointers || device_has(alpha, 1) || device_has(beta, 1)) return NOT_SUPPORTED;  // factors are the host's
     auto factor = [&](const void* p) { return sum == IN_64 ? at<double>(p, 0) : at<float>(p, 0); };
     bool tf32 = sum == IN_TF32 || (a.type == SINGLE && (h.math & 3) == TF32);
-    device_enqueue(h.stream, Product{a, b, c, factor(alpha), factor(beta), count, tf32});
-    return OK;
+    return device_enqueue(h.stream, Product{a, b, c, factor(alpha), factor(beta), count, tf32}) ? FAILED : OK;
 }
 
 }  // namespace
@@ -133,6 +132,7 @@ int multiply(void* handle, int ta, int tb, int m, int n, int k, const void* alph
 API int cublasCreate_v2(void** handle) { return *handle = new Handle, OK; }
 API int cublasDestroy_v2(void*) { return OK; }
 API int cublasSetStream_v2(void* handle, void* stream) { return ((Handle*)handle)->stream = stream, OK; }
+API int cublasSetWorkspace_v2(void*, void* memory, size_t bytes) { return (uint64_t)memory % 256 || !device_has(memory, bytes) ? INVALID_VALUE : OK; }
 API int cublasSetMathMode(void* handle, int math) { return math & ~0x13 ? INVALID_VALUE : (((Handle*)handle)->math = math, OK); }
 API int cublasGetMathMode(void* handle, int* math) { return *math = ((Handle*)handle)->math, OK; }
 API int cublasSetPointerMode_v2(void* handle, int pointers) { return ((Handle*)handle)->pointers = pointers, OK; }

@@ -5,11 +5,14 @@
 //   race    that of the default stream; all other streams' work is done as early as what they wait for allows
 //   exact   at once; threads and blocks come in reverse order
 //
+// Of a graph's streams the one that began comes as early as it can, in "race" as late.
+//
 // NNMPI_TEST_GPU names one. Nothing here knows cuDNN, NCCL, or how long anything takes.
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -18,7 +21,9 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
+#include <thread>
 
 #include "ptx.h"
 
@@ -28,7 +33,8 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-enum Status { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, BAD_IMAGE = 218, BAD_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_THERE = 801 };
+enum Status { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, BAD_IMAGE = 218, BAD_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600,
+    BAD_ADDRESS = 700, NOT_THERE = 801, UNSUPPORTED = 900, INVALIDATED, MERGE, UNMATCHED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT, WRONG_THREAD };
 const uint64_t PAGE = 4096, TOTAL = 80ull << 30, RUBBISH_AT_MOST = 64 << 20;
 const unsigned MOST_SHARED = 49152;
 
@@ -101,6 +107,8 @@ bool unmap_memory(void* at, bool pinned) {
 // ---------------------------------------------------------------- streams
 
 struct Stream;
+struct Capture;
+using Captured = std::shared_ptr<Capture>;
 struct Item {
     std::function<void()> work;  // or
     Stream* other = nullptr;     // a stream that has to come
@@ -110,11 +118,15 @@ struct Stream {
     bool blocking = true;  // the default stream and this one wait for one another
     uint64_t issued = 0, done = 0;
     std::deque<Item> queue;
+    Captured capture;       // which work goes to
+    std::set<size_t> last;  // of its work, what comes next in this stream waits for
 };
 struct Event {
     Stream* stream = nullptr;
     uint64_t place = 0;
     Clock::time_point time;
+    Captured capture = nullptr;  // in which it was recorded
+    std::set<size_t> last = {};  // what of it stands before
 };
 
 Stream null_stream;
@@ -159,13 +171,104 @@ void meet_default(Stream* s) {
 void run_what_is_ready(Stream* s) {
     while (!s->queue.empty() && (!s->queue.front().other || s->queue.front().other->done >= s->queue.front().place)) advance(s, s->done + 1);
 }
-void enqueue(void* handle, std::function<void()> work) {
+uint64_t enqueued;  // kernels, products, copies and fills, of all streams
+
+// ---------------------------------------------------------------- captures
+
+enum CaptureMode { ANYWHERE, IN_THREAD, RELAXED };  // where calls are refused that could get in the way
+struct Node {
+    std::function<void()> work;
+    std::set<size_t> after;
+};
+struct Capture {
+    CaptureMode mode;
+    std::thread::id thread;
+    std::vector<Stream*> streams;  // the first one began
+    std::vector<Node> nodes;
+    bool active = true, broken = false;
+};
+std::set<Captured> captures;  // those that are active
+
+// Work in an order that its waits allow: of what may come first, what was asked for first, or last in mode "race".
+using Graph = std::vector<std::function<void()>>;
+
+int spoil(const Captured& capture, int status, const char* why) {
+    capture->broken = true;
+    return refuse(status, why);
+}
+// Returns whether a stream can be used that captures nothing: the default stream waits for all blocking ones.
+int beside_captures(Stream* s) {
+    for (auto& each : captures)
+        for (Stream* other : each->streams)
+            if (s == &null_stream && other->blocking) return spoil(each, IMPLICIT, "the default stream is used while a blocking stream captures");
+    return OK;
+}
+// Returns whether a call can be made that may wait for all of the device.
+int unsafe(const char* call) {
+    for (auto& each : captures)
+        if (each->mode == ANYWHERE || (each->mode == IN_THREAD && each->thread == std::this_thread::get_id()))
+            return spoil(each, UNSUPPORTED, (std::string(call) + " during a capture that is not relaxed").c_str());
+    return OK;
+}
+void leave_capture(Stream* s) {
+    s->capture = nullptr;
+    s->last.clear();
+}
+int end_capture(Stream* s, Graph* graph) {
+    Captured capture = s->capture;
+    if (s != capture->streams[0]) return spoil(capture, UNMATCHED, "a capture is ended in another stream than it began");
+    if (capture->mode != RELAXED && capture->thread != std::this_thread::get_id()) return spoil(capture, WRONG_THREAD, "a capture is ended by another thread");
+    capture->active = false;
+    captures.erase(capture);
+    std::set<size_t> last = s->last;
+    for (Stream* each : capture->streams) leave_capture(each);
+    if (capture->broken) return refuse(INVALIDATED, "the capture has been spoilt");
+
+    std::vector<std::pair<size_t, bool>> waiting;  // whether what it waits for is done
+    std::vector<bool> done(capture->nodes.size());
+    auto ask = [&](const std::set<size_t>& which) {
+        if (mode == "race")
+            for (size_t n : which) waiting.push_back({n, false});
+        else
+            for (auto n = which.rbegin(); n != which.rend(); ++n) waiting.push_back({*n, false});
+    };
+    ask(last);
+    while (!waiting.empty()) {
+        auto [n, ready] = waiting.back();
+        waiting.pop_back();
+        if (done[n]) continue;
+        if (ready) {
+            done[n] = true;
+            graph->push_back(std::move(capture->nodes[n].work));
+        } else {
+            waiting.push_back({n, true});
+            ask(capture->nodes[n].after);
+        }
+    }
+    return graph->size() < capture->nodes.size() ? refuse(UNJOINED, "a stream that has come to a capture was not joined") : OK;
+}
+
+int enqueue(void* handle, std::function<void()> work) {
+    ++enqueued;
     Stream* s = stream_of(handle);
+    if (s->capture) {
+        if (s->capture->broken) return refuse(INVALIDATED, "work for a capture that has been spoilt");
+        s->capture->nodes.push_back({std::move(work), s->last});
+        s->last = {s->capture->nodes.size() - 1};
+        return OK;
+    }
+    if (int status = beside_captures(s)) return status;
     meet_default(s);
     push(s, {std::move(work)});
     if (mode == "exact") drain(s);
     else if (mode == "race")
         for (Stream* each : streams) run_what_is_ready(each);
+    return OK;
+}
+
+// Memory may be gone when a graph comes to it.
+void look(const void* at, size_t size) {
+    if (!around((uint64_t)at, size)) throw ptx::Error{BAD_ADDRESS, "a copy in memory that is no array's any more"};
 }
 
 int copy(void* to, const void* from, size_t size, int kind, void* stream, bool waits) {
@@ -174,19 +277,34 @@ int copy(void* to, const void* from, size_t size, int kind, void* stream, bool w
     const bool wanted[][2] = {{false, false}, {true, false}, {false, true}, {true, true}};
     if (kind < 4 && (wanted[kind][0] != to_device || wanted[kind][1] != from_device)) return refuse(INVALID, "a copy of another kind than it says");
     if ((to_device && !on_device(to, size)) || (from_device && !on_device(from, size))) return refuse(INVALID, "a copy past the end of an array");
-    if (from_device || in_pinned(from)) enqueue(stream, [=] { memmove(to, from, size); });
-    else {  // the bytes have been taken when the call returns
+    bool host_reads = !to_device && !in_pinned(to), host_writes = !from_device && !in_pinned(from);
+    Stream* s = stream_of(stream);
+    if (waits)
+        if (int status = unsafe("cudaMemcpy")) return status;
+    if (s->capture && (host_reads || host_writes)) return spoil(s->capture, UNSUPPORTED, "a copy of the host's pageable memory in a stream that captures");
+    int status;
+    if (!host_writes) {
+        status = enqueue(stream, [=] {
+            if (to_device) look(to, size);
+            look(from, size);
+            memmove(to, from, size);
+        });
+    } else {  // the bytes have been taken when the call returns
         std::vector<uint8_t> bytes((const uint8_t*)from, (const uint8_t*)from + size);
-        enqueue(stream, [=] { memcpy(to, bytes.data(), size); });
+        status = enqueue(stream, [=] { memcpy(to, bytes.data(), size); });
     }
-    if (waits || (!to_device && !in_pinned(to))) drain(stream_of(stream));
+    if (status) return status;
+    if (waits || host_reads) drain(s);
     return failed;
 }
 int fill(void* at, int value, size_t size, void* stream) {
     if (failed || !size) return failed;
     if (!on_device(at, size)) return refuse(INVALID, "memory to fill that is no array's");
-    enqueue(stream, [=] { memset(at, value, size); });
-    return failed;
+    int status = enqueue(stream, [=] {
+        look(at, size);
+        memset(at, value, size);
+    });
+    return status ? status : failed;
 }
 
 struct Function {
@@ -204,9 +322,33 @@ void ptx::remember(uint64_t address, size_t size) {
 
 // ---------------------------------------------------------------- for the library of products
 
-API void device_enqueue(void* stream, std::function<void()> work) {
+API uint64_t device_enqueued() { return enqueued; }
+API int device_enqueue(void* stream, std::function<void()> work) {
     LOCKED;
-    enqueue(stream, std::move(work));
+    return enqueue(stream, std::move(work));
+}
+// Sorts rows, and says where each value was; equal ones keep their order, NaN comes last.
+template <class T> void sort_rows(T* values, int64_t* places, size_t rows, size_t n) {
+    for (; rows--; values += n, places += n) {
+        std::iota(places, places + n, 0);
+        std::stable_sort(places, places + n, [=](int64_t a, int64_t b) { return values[a] < values[b] || (values[b] != values[b] && values[a] == values[a]); });
+        std::vector<T> sorted(n);
+        for (size_t i = 0; i < n; ++i) sorted[i] = values[places[i]];
+        std::copy(sorted.begin(), sorted.end(), values);
+    }
+}
+API int device_sort(char kind, int bytes, void* values, int64_t* places, size_t rows, size_t n, void* stream) {
+    LOCKED;
+    auto as = [=]<class T>(T) {
+        return enqueue(stream, [=] {
+            look(values, rows * n * sizeof(T));
+            look(places, rows * n * sizeof(int64_t));
+            sort_rows((T*)values, places, rows, n);
+        });
+    };
+    if (kind == 'f') return bytes == 2 ? as((_Float16)0) : bytes == 4 ? as(0.0f) : as(0.0);
+    if (kind == 'i') return bytes == 1 ? as((int8_t)0) : bytes == 2 ? as((int16_t)0) : bytes == 4 ? as((int32_t)0) : as((int64_t)0);
+    return bytes == 1 ? as((uint8_t)0) : bytes == 2 ? as((uint16_t)0) : bytes == 4 ? as((uint32_t)0) : as((uint64_t)0);
 }
 API bool device_has(const void* at, uint64_t size) { return on_device(at, size); }
 API void device_fail(int code, const char* why) { throw ptx::Error{code, why}; }
@@ -287,8 +429,7 @@ API int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, un
         launch.arguments.resize(place.offset + place.size);
         memcpy(&launch.arguments[place.offset], values[n], place.size);
     }
-    enqueue(stream, [&k, launch] { ptx::run(k, launch); });
-    return OK;
+    return enqueue(stream, [&k, launch] { ptx::run(k, launch); });
 }
 API int cuFuncGetAttribute(int* value, int which, void* function) {
     const ptx::Kernel& k = *((Function*)function)->kernel;
@@ -307,7 +448,11 @@ API int cuOccupancyMaxPotentialBlockSize(int* grid, int* block, void* function, 
 
 API const char* device_cudaGetErrorName(int status) {
     static const std::map<int, const char*> names = {{OK, "cudaSuccess"}, {INVALID, "cudaErrorInvalidValue"}, {NO_MEMORY, "cudaErrorMemoryAllocation"},
-        {NO_DEVICE, "cudaErrorInvalidDevice"}, {NOT_READY, "cudaErrorNotReady"}, {700, "cudaErrorIllegalAddress"}, {716, "cudaErrorMisalignedAddress"}};
+        {NO_DEVICE, "cudaErrorInvalidDevice"}, {ILLEGAL_STATE, "cudaErrorIllegalState"}, {NOT_READY, "cudaErrorNotReady"},
+        {BAD_ADDRESS, "cudaErrorIllegalAddress"}, {716, "cudaErrorMisalignedAddress"}, {UNSUPPORTED, "cudaErrorStreamCaptureUnsupported"},
+        {INVALIDATED, "cudaErrorStreamCaptureInvalidated"}, {MERGE, "cudaErrorStreamCaptureMerge"}, {UNMATCHED, "cudaErrorStreamCaptureUnmatched"},
+        {UNJOINED, "cudaErrorStreamCaptureUnjoined"}, {ISOLATION, "cudaErrorStreamCaptureIsolation"}, {IMPLICIT, "cudaErrorStreamCaptureImplicit"},
+        {CAPTURED_EVENT, "cudaErrorCapturedEvent"}, {WRONG_THREAD, "cudaErrorStreamCaptureWrongThread"}};
     auto found = names.find(status);
     return found == names.end() ? "cudaErrorUnknown" : found->second;
 }
@@ -358,6 +503,9 @@ CUDART(GetDeviceProperties)(Properties* p, int device) {
 }
 CUDART(DeviceSynchronize)() {
     LOCKED;
+    int status = OK;
+    for (auto& each : captures) status = spoil(each, UNSUPPORTED, "the device is waited for while a stream captures");
+    if (status) return status;
     drain_all();
     return failed;
 }
@@ -370,6 +518,7 @@ CUDART(Malloc)(void** at, size_t size) {
     LOCKED;
     *at = nullptr;
     if (failed || !size) return failed;
+    if (int status = unsafe("cudaMalloc")) return status;
     if (used + size > TOTAL || !(*at = map_memory(size, false))) return NO_MEMORY;
     used += size;
     return OK;
@@ -377,6 +526,7 @@ CUDART(Malloc)(void** at, size_t size) {
 CUDART(Free)(void* at) {
     LOCKED;
     if (!at) return failed;
+    if (int status = unsafe("cudaFree")) return status;
     drain_all();
     const Range* found = around((uint64_t)at, 1);
     uint64_t size = found ? found->size : 0;
@@ -386,6 +536,7 @@ CUDART(Free)(void* at) {
 }
 CUDART(HostAlloc)(void** at, size_t size, unsigned) {
     LOCKED;
+    if (int status = unsafe("cudaHostAlloc")) return status;
     return (*at = map_memory(size, true)) ? OK : NO_MEMORY;
 }
 CUDART(FreeHost)(void* at) {
@@ -432,13 +583,17 @@ CUDART(StreamCreateWithPriority)(void** stream, unsigned flags, int) { return de
 CUDART(StreamCreate)(void** stream) { return device_cudaStreamCreateWithFlags(stream, 0); }
 CUDART(StreamDestroy)(void* stream) {
     LOCKED;
-    drain((Stream*)stream);
-    streams.erase((Stream*)stream);
+    auto* s = (Stream*)stream;
+    if (s->capture) spoil(s->capture, UNSUPPORTED, "a stream that captures is destroyed");
+    drain(s);
+    streams.erase(s);
     return OK;  // events may point to it: it stays
 }
 CUDART(StreamSynchronize)(void* stream) {
     LOCKED;
     Stream* s = stream_of(stream);
+    if (s->capture) return spoil(s->capture, UNSUPPORTED, "a stream that captures is waited for");
+    if (int status = beside_captures(s)) return status;
     for (Stream* each : streams)
         if (s == &null_stream && each->blocking) drain(each);
     drain(s);
@@ -447,13 +602,65 @@ CUDART(StreamSynchronize)(void* stream) {
 CUDART(StreamQuery)(void* stream) {
     LOCKED;
     Stream* s = stream_of(stream);
+    if (s->capture) return spoil(s->capture, UNSUPPORTED, "a stream that captures is asked whether it is done");
+    if (int status = beside_captures(s)) return status;
     advance(s, s->done + 1);
     return failed ? failed : s->done < s->issued ? NOT_READY : OK;
 }
-CUDART(StreamIsCapturing)(void*, int* status) { return *status = 0, OK; }
+CUDART(StreamBeginCapture)(void* stream, int how) {
+    LOCKED;
+    Stream* s = stream_of(stream);
+    if (s == &null_stream) return refuse(UNSUPPORTED, "the default stream cannot capture");
+    if (s->capture) return spoil(s->capture, ILLEGAL_STATE, "a stream captures already");
+    s->capture = std::make_shared<Capture>(Capture{(CaptureMode)how, std::this_thread::get_id(), {s}, {}});
+    captures.insert(s->capture);
+    return OK;
+}
+CUDART(StreamEndCapture)(void* stream, Graph** graph) {
+    LOCKED;
+    Stream* s = stream_of(stream);
+    *graph = nullptr;
+    if (!s->capture) return refuse(ILLEGAL_STATE, "a stream does not capture");
+    auto fresh = std::make_unique<Graph>();
+    int status = end_capture(s, fresh.get());
+    if (!status) *graph = fresh.release();
+    return status;
+}
+CUDART(StreamIsCapturing)(void* stream, int* status) {
+    LOCKED;
+    Stream* s = stream_of(stream);
+    *status = !s->capture ? 0 : s->capture->broken ? 2 : 1;
+    return beside_captures(s);
+}
+using Instance = std::shared_ptr<const Graph>;  // launches that wait to be done have it, too
+CUDART(GraphInstantiate)(Instance** instance, Graph* graph, unsigned long long) { return *instance = new Instance(new Graph(*graph)), OK; }
+CUDART(GraphUpload)(Instance*, void*) { return failed; }
+CUDART(GraphLaunch)(Instance* instance, void* stream) {
+    LOCKED;
+    if (failed) return failed;
+    int status = enqueue(stream, [graph = *instance] {
+        for (auto& work : *graph) work();
+    });
+    return status ? status : failed;
+}
+CUDART(GraphDestroy)(Graph* graph) { return delete graph, OK; }
+CUDART(GraphExecDestroy)(Instance* instance) { return delete instance, OK; }
+
 CUDART(StreamWaitEvent)(void* stream, Event* event, unsigned) {
     LOCKED;
-    if (event->stream) push_wait(stream_of(stream), event->stream, event->place);
+    Stream* s = stream_of(stream);
+    if (!event->stream) return OK;
+    if (event->capture) {
+        if (!event->capture->active) return refuse(CAPTURED_EVENT, "a wait for an event of a capture that is over");
+        if (s->capture && s->capture != event->capture) return spoil(s->capture, MERGE, "a wait for an event of another capture");
+        if (s == &null_stream) return spoil(event->capture, IMPLICIT, "the default stream waits for an event of a capture");
+        if (!s->capture) event->capture->streams.push_back(s);
+        s->capture = event->capture;
+        s->last.insert(event->last.begin(), event->last.end());
+        return OK;
+    }
+    if (s->capture) return spoil(s->capture, ISOLATION, "a stream that captures waits for an event from outside");
+    push_wait(s, event->stream, event->place);
     return OK;
 }
 CUDART(EventCreateWithFlags)(Event** event, unsigned) { return *event = new Event, OK; }
@@ -465,23 +672,35 @@ CUDART(EventDestroy)(Event* event) {
 CUDART(EventRecord)(Event* event, void* stream) {
     LOCKED;
     Stream* s = stream_of(stream);
-    meet_default(s);
-    *event = {s, s->issued, Clock::now()};
+    if (!s->capture) {
+        if (int status = beside_captures(s)) return status;
+        meet_default(s);
+    }
+    *event = {s, s->issued, Clock::now(), s->capture, s->last};
     return failed;
+}
+int refuse_captured(Event* event) {
+    if (!event->capture) return OK;
+    if (event->capture->active) event->capture->broken = true;
+    return refuse(CAPTURED_EVENT, "an event of a capture is waited for");
 }
 CUDART(EventQuery)(Event* event) {
     LOCKED;
+    if (int status = refuse_captured(event)) return status;
     if (!event->stream) return OK;
     if (event->stream->done < event->place) advance(event->stream, event->stream->done + 1);
     return failed ? failed : event->stream->done < event->place ? NOT_READY : OK;
 }
 CUDART(EventSynchronize)(Event* event) {
     LOCKED;
+    if (int status = refuse_captured(event)) return status;
     if (event->stream) advance(event->stream, event->place);
     return failed;
 }
 CUDART(EventElapsedTime)(float* ms, Event* first, Event* second) {
     if (!first->stream || !second->stream) return BAD_HANDLE;
+    for (Event* each : {first, second})
+        if (int status = refuse_captured(each)) return status;
     *ms = std::chrono::duration<float, std::milli>(second->time - first->time).count();
     return OK;
 }

@@ -25,6 +25,7 @@ from tests.tensor.test_operations import TABLE
 # Operations, and rows of the table, that take no parts at all.
 REFUSED = {
     "ops.attention-dropped",
+    "ops.gru-any",
     "ops.lstm-any",
     "tensor.getitem-masked",
     "tensor.getitem-picked",

@@ -7,7 +7,8 @@ has a fair chance on a real device:
 
     an array does not become a NumPy array by itself, and mixes with none
     memory is counted, has a limit, and holds rubbish (NaN) until it is written
-    copies on a stream arrive when somebody waits for them, and not before
+    copies on a stream arrive when somebody waits for them, and not before; so do launched graphs
+    nothing is computed in a stream that captures, and what needs a value is refused
     what is undefined on a device (an index out of bounds, one index written twice) is an error
     reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs were
 

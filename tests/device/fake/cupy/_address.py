@@ -8,9 +8,10 @@ import numpy as np
 class _At:
     """What NumPy asks for an address. (A ctypes array would be a new type for each size.)"""
 
-    __slots__ = ("__array_interface__",)
+    __slots__ = ("__array_interface__", "_keeps")
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, address: int, size: int, keeps: Any) -> None:
+        self._keeps = keeps
         self.__array_interface__ = {
             "data": (address, False),
             "shape": (size,),
@@ -19,6 +20,6 @@ class _At:
         }
 
 
-def bytes_at(address: int, size: int) -> Any:
-    """Return bytes as an array that is the memory itself."""
-    return np.asarray(_At(address, size)) if size else np.empty(0, np.uint8)
+def bytes_at(address: int, size: int, keeps: Any = None) -> Any:
+    """Return bytes as an array that is the memory itself, and keeps what the memory belongs to."""
+    return np.asarray(_At(address, size, keeps)) if size else np.empty(0, np.uint8)

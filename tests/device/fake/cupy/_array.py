@@ -45,17 +45,9 @@ class ndarray:
     ) -> None:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = np.dtype(dtype)
-        pointer = (
-            memory.POOL.malloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
-        )
-        mem = pointer.mem
-        offset = pointer.ptr - mem.ptr
-        owner = mem._owner
-        if not owner.flags.c_contiguous or owner.dtype != np.uint8:
-            owner = owner.T if owner.flags.f_contiguous else owner
-            owner = owner.reshape(-1).view(np.uint8)
-        self._host = np.ndarray(shape, dtype, owner, offset, strides, order)  # type: ignore[call-overload]
-        self._mem = mem
+        pointer = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        self._host = memory.array_at(pointer, shape, dtype, strides, order)
+        self._mem = pointer.mem
         self._base: Any = None
 
     # -------------------------------------------------------------- how it lies
@@ -166,26 +158,26 @@ class ndarray:
 
     def item(self) -> Any:
         """Return the one element."""
-        _streams.settle()
+        _streams.reads_host()
         if self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
         return self._host.item()
 
     def tolist(self) -> Any:
         """Return nested lists."""
-        _streams.settle()
+        _streams.reads_host()
         return self._host.tolist()
 
     def __bool__(self) -> bool:
-        _streams.settle()
+        _streams.reads_host()
         return bool(self._host)
 
     def __float__(self) -> float:
-        _streams.settle()
+        _streams.reads_host()
         return float(self._host)
 
     def __int__(self) -> int:
-        _streams.settle()
+        _streams.reads_host()
         return int(self._host)
 
     def __repr__(self) -> str:
@@ -206,24 +198,23 @@ class ndarray:
             raise TypeError("iteration over a 0-d array")
         return (self[place] for place in range(len(self)))
 
+    @_streams.queued
     def __getitem__(self, key: Any) -> ndarray:
-        if _streams.PENDING:
-            _streams.settle()
         result: ndarray = wrap(self._host[self._key(key)])
         if result._mem is self._mem:
             result._base = self if self._base is None else self._base
         return result
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if _streams.PENDING:
-            _streams.settle()
-        key = self._key(key, writes=True)
-        if type(value) is ndarray:
-            value = value._host
-        elif VIEWERS and not np.isscalar(value) and VIEWERS[0](sys._getframe(1)):
-            value = np.asarray(value)
-        elif isinstance(value, np.ndarray | list | tuple) or not np.isscalar(value):
-            raise TypeError(f"Unsupported type {type(value)}")
+        if type(value) is not ndarray and not np.isscalar(value):
+            if not (VIEWERS and VIEWERS[0](sys._getframe(1))):
+                raise TypeError(f"Unsupported type {type(value)}")
+            value = wrap(np.array(value))
+        self._set(key, value)
+
+    @_streams.queued
+    def _set(self, key: Any, value: Any) -> None:
+        key, value = self._key(key, writes=True), unwrap(value)
         if isinstance(value, np.ndarray) and value.ndim > np.ndim(self._host[key]):
             raise ValueError(
                 f"shapes {value.shape} and {np.shape(self._host[key])} cannot be assigned"
@@ -239,17 +230,15 @@ class ndarray:
 
     def _part(self, part: Any, writes: bool) -> Any:
         if isinstance(part, np.ndarray | list):  # CuPy uploads it
+            _streams.writes_device()
             host = np.asarray(part)
         elif type(part) is ndarray:
             host = part._host
         else:
             return part
-        if (
-            host.dtype.kind != "b"
-            and writes
-            and host.size > 1
-            and len(np.unique(host)) != host.size
-        ):
+        if host.dtype.kind == "b":
+            _streams.reads_host()  # the number of elements
+        if host.dtype.kind != "b" and writes and is_doubled(host):
             raise IndexError(
                 "an element is written twice in one assignment, which is undefined on a device"
             )
@@ -280,6 +269,12 @@ class ndarray:
         for part in function.__module__.split(".")[1:]:
             module = getattr(module, part)
         return getattr(module, function.__name__)(*args, **kwargs)
+
+
+def is_doubled(places: Any) -> bool:
+    """Return whether an element is named twice."""
+    several = np.size(places) > 1 and not _streams.is_tracing()
+    return bool(several and len(np.unique(places)) != np.size(places))
 
 
 def seen(value: Any) -> Any:
@@ -320,12 +315,13 @@ def wrap(result: Any) -> Any:
             return kind(map(wrap, result))
         else:
             return result
-    owner = memory.owner_of(result)
+    return made(*memory.placed(result))
+
+
+def made(host: Any, mem: memory.BaseMemory) -> ndarray:
+    """Return an array of values that lie in some memory."""
     array = ndarray.__new__(ndarray)
-    array._host = result
-    array._base = None
-    matches = memory.OWNERS.get(id(owner))
-    array._mem = memory.Memory(owner) if matches is None else matches
+    array._host, array._mem, array._base = host, mem, None
     return array
 
 

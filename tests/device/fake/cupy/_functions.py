@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cupy import _streams
-from cupy._array import ndarray, unwrap, view, wrap
+from cupy._array import is_doubled, made, ndarray, unwrap, view, wrap
 from cupy._names import MODULES, Parameters, parameters
 from cupy._ufunc import ufunc
 from cupy.cuda import memory
@@ -98,6 +98,10 @@ FROM_HOST = {
     "min_scalar_type",
 }
 EMPTY = {"empty", "empty_like"}
+# Those that copy what they are given on the host to the device.
+UPLOADS = {"array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray"}
+# Those whose result has as many elements as the values say: CuPy waits for the number.
+COUNTS = {"nonzero", "flatnonzero", "argwhere", "unique", "compress", "extract", "bincount"}
 # Names that are NumPy's own and have nothing to do with a device.
 HOST = {
     "result_type",
@@ -153,8 +157,6 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
     makes, keeps = name in MAKERS, name in KEEP_ORDER
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _streams.PENDING:
-            _streams.settle()
         known.check(name, args, kwargs)
         out = kwargs.get("out")
         if out is not None and type(out) is not ndarray:
@@ -164,6 +166,10 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             args = args[:agreed]
             out = kwargs.get("out")
         first = args[0] if args else None
+        if name in COUNTS:
+            _streams.reads_host()
+        if name in UPLOADS and _is_uploaded(first):
+            _streams.writes_device()
         if not (lists or makes) and isinstance(first, list | tuple):
             raise TypeError(f"Unsupported type {type(first)}")
         if not makes and isinstance(first, int | float) and not isinstance(first, np.generic):
@@ -173,11 +179,11 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         if out is not None:
             return out
         if type(result) is np.ndarray:
+            if poisons and memory.is_capturing():
+                return made(*memory.blank(result))
             if poisons:
-                result = memory.rubbish(
-                    result.shape, result.dtype, "C" if result.flags.c_contiguous else "F"
-                )
-            elif type(first) is ndarray:
+                return made(*memory.blank(result))
+            if type(first) is ndarray:
                 if result is first._host:
                     return first
                 if memory.OWNERS.get(id(memory.owner_of(result))) is first._mem:
@@ -189,7 +195,14 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         return wrap(result)
 
     call.__name__ = name
-    return call
+    return call if poisons else _streams.queued(call)
+
+
+def _is_uploaded(value: Any) -> bool:
+    """Return whether CuPy copies a value from the host; a number goes with a kernel."""
+    if type(value) in (list, tuple):
+        return not any(type(item) is ndarray for item in value)
+    return type(value) is not ndarray and np.ndim(value) > 0
 
 
 def _from_host(value: Any) -> Any:
@@ -203,9 +216,8 @@ def _from_host(value: Any) -> Any:
 def _matmul(name: str, function: Any) -> Any:
     known = parameters(MODULES["cupy"][name])
 
+    @_streams.queued
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _streams.PENDING:
-            _streams.settle()
         known.check(name, args, kwargs)
         if name == "dot" and len(args) == 3:
             kwargs["out"], args = args[2], args[:2]
@@ -248,9 +260,8 @@ def product(function: Any, left: Any, right: Any) -> Any:
     return function(left, right)
 
 
+@_streams.queued
 def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -> None:
-    if _streams.PENDING:
-        _streams.settle()
     if type(dst) is not ndarray:
         raise TypeError(f"Unsupported type {type(dst)}")
     if where is not None and type(where) is not ndarray:
@@ -258,22 +269,21 @@ def _copyto(dst: Any, src: Any, casting: str = "same_kind", where: Any = None) -
     np.copyto(dst._host, unwrap(src), casting=casting, where=True if where is None else where._host)  # type: ignore[arg-type]
 
 
+@_streams.queued
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
-    if _streams.PENDING:
-        _streams.settle()
     if (x is None) != (y is None):
         raise ValueError("Must provide both 'x' and 'y' or neither.")
     truth = condition.astype("?", copy=False)  # as there: Python's own numbers have no such method
     if x is None:
+        _streams.reads_host()
         return tuple(map(wrap, np.nonzero(unwrap(truth))))
     result = np.where(unwrap(truth), unwrap(x), unwrap(y))
     # it has no loop for that
     return wrap(result.astype(np.float32) if result.dtype.name == "bfloat16" else result)
 
 
+@_streams.queued
 def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
-    if _streams.PENDING:
-        _streams.settle()
     if type(a) is not ndarray:
         raise TypeError(f"Unsupported type {type(a)}")
     result = np.take(a._host, unwrap(indices), axis)  # raises where CuPy would wrap
@@ -289,16 +299,18 @@ def _take(a: Any, indices: Any, axis: Any = None, out: Any = None) -> Any:
     return out
 
 
+@_streams.queued
 def _put(a: Any, ind: Any, v: Any, mode: str = "wrap") -> None:
-    if _streams.PENDING:
-        _streams.settle()
     places = unwrap(ind)
-    if np.size(places) > 1 and len(np.unique(places)) != np.size(places):
+    if is_doubled(places):
         raise IndexError("an element is written twice by one put, which is undefined on a device")
     np.put(a._host, places, unwrap(v), "raise")
 
 
+@_streams.queued
 def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
+    if _is_uploaded(a):
+        _streams.writes_device()
     if type(a) is ndarray and a._c_contiguous and a.ndim and dtype in (None, a.dtype):
         return a
     return wrap(np.ascontiguousarray(_from_host(a), dtype).copy())

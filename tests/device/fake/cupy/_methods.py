@@ -6,6 +6,7 @@ import numpy as np
 
 from cupy import _streams
 from cupy._array import ndarray, unwrap, view, wrap
+from cupy._functions import COUNTS
 from cupy._names import CLASSES, parameters
 from cupy.cuda import memory
 
@@ -25,11 +26,12 @@ def _method(name: str, entry: str) -> Any:
         "copy",
     )
 
+    @_streams.queued
     def call(self: ndarray, *args: Any, **kwargs: Any) -> Any:
-        if _streams.PENDING:
-            _streams.settle()
         known.check(name, args, kwargs)
-        out = kwargs.get("out")
+        if name in COUNTS:
+            _streams.reads_host()
+        out = dict(zip(known.positional, args, strict=False)).get("out", kwargs.get("out"))
         if out is not None and type(out) is not ndarray:
             raise TypeError("Output arguments type must be cupy.ndarray")
         if args:
@@ -42,7 +44,7 @@ def _method(name: str, entry: str) -> Any:
         if type(result) is np.ndarray:
             if result is self._host:
                 return self
-            if memory.OWNERS.get(id(memory.owner_of(result))) is self._mem:
+            if memory.owner_of(result) is memory.owner_of(self._host):
                 return view(result, self)
             if in_c and result.ndim > 1:
                 result = np.ascontiguousarray(result)

@@ -8,7 +8,8 @@ Kernels and functions compute at once; what is put off is what a host would see 
                     it
 
 So a host that reads without waiting, or a stream that does not wait for another one's copy, gets
-wrong numbers here.
+wrong numbers here. A graph is such a copy to the device. Where a stream captures, nothing is
+computed (see `_capture`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
-# Streams with copies under way; almost always empty, so that one look suffices for most operations.
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+if TYPE_CHECKING:
+    from cupy._capture import Capture, Graph
+
+# Streams with copies under way, and captures; almost always empty, so that one look suffices for
+# most operations.
 PENDING: list[Stream] = []
+CAPTURES: list[Capture] = []
 _local = threading.local()
+
+ILLEGAL_STATE, UNSUPPORTED, IMPLICIT, CAPTURED_EVENT = 401, 900, 906, 907
 
 
 class _Copy:
-    """A copy that has been asked for.
+    """A copy that has been asked for; it may read page-locked memory.
 
     Args:
         read: returns what is to be copied, as it is now.
@@ -57,11 +69,34 @@ class _Wait:
 
     to_host = False
 
-    def __init__(self, event: Event) -> None:
-        self._event = event
+    def __init__(self, stream: Stream, place: int) -> None:
+        self._stream, self._place = stream, place
 
     def finish(self) -> None:
-        self._event._settle()
+        self._stream._settle(self._place)
+
+
+class Launch:
+    """A graph that has been launched.
+
+    Args:
+        work: what it does.
+        uses: what must not be freed before.
+    """
+
+    to_host = False
+
+    def __init__(self, work: Callable[[], None], uses: Any) -> None:
+        self._work: Callable[[], None] | None = work
+        self._uses = uses
+
+    def finish(self) -> None:
+        """Do it, once: also if it fails."""
+        work, self._work = self._work, None
+        if work is not None:
+            with aside():
+                work()
+        self._uses = None
 
 
 class Stream:
@@ -71,12 +106,21 @@ class Stream:
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self._is_null = null
+        self.ptr = 0 if null else id(self)
         self._blocking = not non_blocking and not null
-        self._queue: deque[_Copy | _Wait] = deque()
+        self._queue: deque[Any] = deque()
         self._issued = 0
         self._arrived = 0
+        self._capture: Capture | None = None
 
-    def _push(self, item: _Copy | _Wait) -> None:
+    def __enter__(self) -> Stream:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        _stack().pop()
+
+    def _push(self, item: Any) -> None:
         self._queue.append(item)
         self._issued += 1
         if self not in PENDING:
@@ -93,7 +137,7 @@ class Stream:
 
     def _settle(self, upto: int | None = None) -> None:
         """Do for the device what is under way, while the host still sees nothing of it."""
-        saved: deque[_Copy | _Wait] = deque()
+        saved: deque[Any] = deque()
         for place, item in enumerate(self._queue):
             if upto is not None and self._arrived + place >= upto:
                 saved.append(item)
@@ -102,7 +146,9 @@ class Stream:
                 saved.append(item)
             else:
                 for before, copy in enumerate(saved):
-                    if copy.to_host:  # this one may read the page-locked memory that it writes
+                    if copy.to_host and isinstance(
+                        item, _Copy
+                    ):  # this one may read the page-locked memory that it writes
                         copy.finish()
                         saved[before] = _Done()
                 item.finish()
@@ -116,20 +162,57 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait for everything in this stream; for the null stream, in the blocking ones too."""
+        _refuse_null(self)
+        if self._capture is not None:
+            self._capture.fail(UNSUPPORTED)
         for stream in [item for item in PENDING if item._blocking] if self._is_null else []:
             stream._finish()
         self._finish()
 
-    def record(self) -> Event:
+    def record(self, event: Event | None = None) -> Event:
         """Return an event after all that is in this stream now."""
-        return Event(self)
+        event = Event() if event is None else event
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what comes later in this stream wait for the event."""
-        if self is current() or self._is_null:
-            event._settle()
+        """Let what comes later in this stream wait for the event; by that, a stream takes part in
+        another one's capture.
+        """
+        capture = event._capture or self._capture
+        if capture is not None:
+            capture.wait(self, event)
+        elif event._stream is None:
+            return
+        elif self is current() or self._is_null:
+            event._stream._settle(event._place)
         else:
-            self._push(_Wait(event))
+            self._push(_Wait(event._stream, event._place))
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        """Take what comes into a graph, instead of doing it."""
+        if self._is_null:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        if self._capture is not None:
+            self._capture.fail(ILLEGAL_STATE)
+        from cupy._capture import Capture
+
+        Capture(self, mode)
+
+    def end_capture(self) -> Graph:
+        """Return the graph of what came since `begin_capture`."""
+        if self._capture is None:
+            raise CUDARuntimeError(ILLEGAL_STATE)
+        return self._capture.end(self)
+
+    def is_capturing(self) -> bool:
+        """Return whether what comes is taken into a graph."""
+        _refuse_null(self)
+        if self._capture is not None and self._capture.broken:
+            raise RuntimeError(
+                "the stream was capturing, but an error has invalidated the capture sequence"
+            )
+        return self._capture is not None
 
 
 Stream.null = Stream(null=True)
@@ -145,18 +228,29 @@ class _Done:
 
 
 class Event:
-    """A place in a stream: after all that is in it now."""
+    """A place in a stream: after all that was in it at `record`."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._place = stream, stream._issued
-        self._time = time.perf_counter()
+    def __init__(
+        self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
+    ) -> None:
+        self._stream: Stream | None = None
+        self._place, self._time = 0, 0.0
+        self._capture: Capture | None = None  # with
+        self._seen: dict[Stream, int] = {}  # how much of each stream's work stands before
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Put it after all that is in a stream now."""
+        stream = current() if stream is None else stream
+        self._stream, self._place, self._time = stream, stream._issued, time.perf_counter()
+        self._capture = stream._capture
+        self._seen = {} if self._capture is None else self._capture.seen(stream)
 
     def synchronize(self) -> None:
         """Wait for what stands before it."""
-        self._stream._finish(self._place)
-
-    def _settle(self) -> None:
-        self._stream._settle(self._place)
+        if self._capture is not None:
+            self._capture.fail(CAPTURED_EVENT)
+        if self._stream is not None:
+            self._stream._finish(self._place)
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:
@@ -181,6 +275,91 @@ def get_current_stream(device_id: int = -1) -> Stream:
     return current()
 
 
+@contextmanager
+def aside(traces: bool = False) -> Iterator[None]:
+    """Let what this thread computes inside `with` be no work of its current stream.
+
+    Args:
+        traces: it is computed for the shapes of the results, with zeros.
+    """
+    before = is_aside(), is_tracing()
+    _local.aside, _local.traces = True, traces
+    try:
+        yield
+    finally:
+        _local.aside, _local.traces = before
+
+
+def is_aside() -> bool:
+    """Return whether what this thread computes is no work of a stream."""
+    return getattr(_local, "aside", False)
+
+
+def is_tracing() -> bool:
+    """Return whether it is computed for the shapes alone."""
+    return getattr(_local, "traces", False)
+
+
+def capturing(stream: Stream | None = None) -> Capture | None:
+    """Return the capture that takes a stream's work; by default the current one's."""
+    stream = current() if stream is None else stream
+    _refuse_null(stream)
+    return stream._capture
+
+
+def _refuse_null(stream: Stream) -> None:
+    """Raise an error for the null stream, if a stream captures that waits for it."""
+    for capture in CAPTURES if stream._is_null else ():
+        if any(item._blocking for item in capture.streams):
+            capture.fail(IMPLICIT)
+
+
+def queued(function: Any) -> Any:
+    """Return a function that is work of the current stream: it follows what stands before it
+    there, or goes into a graph.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (CAPTURES or PENDING) and not is_aside():
+            capture = capturing()
+            if capture is not None:
+                return capture.take(function, args, kwargs)
+            settle()
+        return function(*args, **kwargs)
+
+    return call
+
+
+def submit(work: Callable[[], None], touches: Sequence[Any] = ()) -> None:
+    """Do some work of the current stream, or put it into a graph.
+
+    Args:
+        touches: references to the memory that it reads and writes.
+    """
+    if not is_aside():
+        capture = capturing()
+        if capture is not None:
+            capture.add(work, touches)
+            return
+        settle()
+    work()
+
+
+def reads_host(stream: Stream | None = None) -> None:
+    """Before the host reads something: do what stands before; CuPy refuses it in a capture."""
+    if is_tracing() or CAPTURES and capturing(stream) is not None:
+        raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
+    if not is_aside():
+        settle()
+
+
+def writes_device(stream: Stream | None = None) -> None:
+    """Before the host writes to the device, which CuPy refuses in a capture."""
+    if is_tracing() or CAPTURES and capturing(stream) is not None:
+        raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
+
+
 def settle() -> None:
     """Before work in the current stream: do for the device what stands before it there."""
     here = current()
@@ -200,6 +379,8 @@ def copy_to_host(
 ) -> None:
     """Copy to the host; to memory that is not page-locked CUDA does so at once."""
     stream = current() if stream is None else stream
+    if CAPTURES:
+        reads_host(stream)
     if not pinned:
         stream.synchronize()
         write(read())
@@ -218,6 +399,7 @@ def copy_to_device(
     another one.
     """
     stream = current() if stream is None else stream
+    writes_device(stream)
     if stream is current():
         settle()
         write(read())

@@ -33,11 +33,10 @@ class ufunc:
         self._function = function
         self.nin, self.nout, self.nargs = function.nin, function.nout, function.nargs
 
+    @_streams.queued
     def __call__(
         self, *args: Any, out: Any = None, casting: str = "same_kind", dtype: Any = None
     ) -> Any:
-        if _streams.PENDING:
-            _streams.settle()
         nin = self.nin
         if len(args) > nin:
             if out is not None:
@@ -76,8 +75,10 @@ class ufunc:
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
         method = array.sum if self.__name__ == "add" else array.prod
-        return method(axis, dtype, out, keepdims)
+        # by name: a method knows its target by that, also in a capture
+        return method(axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
+    @_streams.queued
     def at(self, a: Any, indices: Any, b: Any = None) -> None:
         """Add to elements, each as often as it is named."""
         kinds = SCATTERED.get(self.__name__)

@@ -12,8 +12,3 @@ class Device:
     def use(self) -> None:
         """Make it the current one."""
         runtime.setDevice(self.id)
-
-
-def get_cublas_handle() -> int:
-    """Return the current device's handle of cuBLAS."""
-    return 0xB1A5

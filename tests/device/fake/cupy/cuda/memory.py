@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from cupy import _streams
 from cupy._address import bytes_at
 from cupy.cuda import runtime
 
@@ -60,6 +65,45 @@ class Memory(BaseMemory):
             POOL._used -= self._counted
 
 
+class Aside(BaseMemory):
+    """Memory that no pool counts: of what is not computed on the device.
+
+    Args:
+        owner: the NumPy array that has the memory.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, owner: Any) -> None:
+        self.ptr, self.size, self._owner = owner.ctypes.data, owner.nbytes, owner
+
+
+class PooledMemory(BaseMemory):
+    """A piece of memory from a pool, which gets it back with the last array in it.
+
+    Args:
+        block: the piece.
+        size: how many bytes of it are used.
+        pool: where it comes from.
+    """
+
+    __slots__ = ("_block", "_pool", "_stream")
+
+    def __init__(self, block: MemoryPointer, size: int, pool: MemoryPool) -> None:
+        self.ptr, self.size = block.ptr if size else 0, size
+        self._owner = bytes_at(block.ptr, size, block.mem._owner)
+        # In its turn: what used this memory before may not have been done yet.
+        _streams.submit(partial(self._owner.fill, 0xFF))
+        self._block, self._pool = block, weakref.ref(pool)
+        self._stream = _streams.current()
+        OWNERS[id(self._owner)] = self
+
+    def __del__(self) -> None:
+        pool = self._pool()
+        if pool is not None:
+            pool._give_back(self._block, self._stream)
+
+
 class UnownedMemory(BaseMemory):
     """Memory that somebody else gives and takes back; its owner lives as long as this, as CuPy has
     it.
@@ -69,8 +113,8 @@ class UnownedMemory(BaseMemory):
 
     def __init__(self, ptr: int, size: int, owner: Any) -> None:
         self.ptr, self.size = ptr, size
-        self._owner, self._given = bytes_at(ptr, size), owner
-        OWNERS[id(self._owner)] = self  # type: ignore[assignment]
+        self._owner, self._given = bytes_at(ptr, size, owner), owner
+        OWNERS[id(self._owner)] = self
 
 
 class MemoryPointer:
@@ -82,12 +126,17 @@ class MemoryPointer:
         self.mem = mem
         self.ptr = mem.ptr + offset
 
+    @property
+    def device_id(self) -> int:
+        """The number of the device."""
+        return runtime.getDevice()
+
     def __add__(self, offset: int) -> MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
 
 # Allocations by the identity of the NumPy array that has the memory.
-OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+OWNERS: weakref.WeakValueDictionary[int, BaseMemory] = weakref.WeakValueDictionary()
 
 
 def owner_of(array: Any) -> Any:
@@ -97,6 +146,57 @@ def owner_of(array: Any) -> Any:
         # no array, behind strides of one's own
         owner = array if type(array) is np.ndarray else owner
     return owner
+
+
+def root_of(mem: BaseMemory) -> BaseMemory:
+    """Return the memory of the device that a pool's piece lies in."""
+    while isinstance(mem, PooledMemory):
+        mem = mem._block.mem
+    return mem
+
+
+def array_at(
+    pointer: MemoryPointer, shape: Any, dtype: Any, strides: Any = None, order: Any = "C"
+) -> Any:
+    """Return a NumPy array at an address of the device."""
+    owner = pointer.mem._owner
+    if not owner.flags.c_contiguous or owner.dtype != np.uint8:
+        owner = owner.T if owner.flags.f_contiguous else owner
+        owner = owner.reshape(-1).view(np.uint8)
+    return np.ndarray(shape, dtype, owner, pointer.ptr - pointer.mem.ptr, strides, order)
+
+
+def is_capturing() -> bool:
+    """Return whether new memory is left as it is: a graph that has not been launched yet may read
+    an array that has been freed there since.
+    """
+    return not _streams.is_aside() and _streams.capturing() is not None
+
+
+def placed(array: Any) -> tuple[Any, BaseMemory]:
+    """Return a result of NumPy as it lies on the device, and its memory: new memory, if it is no
+    view of some.
+    """
+    owner = owner_of(array)
+    mem = OWNERS.get(id(owner))
+    if mem is not None:
+        return array, mem
+    if _streams.is_aside():
+        return array, Aside(owner)
+    if getattr(_local, "allocator", None) is None:
+        return array, Memory(owner)
+    host, mem = blank(array)
+    np.copyto(host, array)
+    return host, mem
+
+
+def blank(array: Any) -> tuple[Any, BaseMemory]:
+    """Return a NumPy array in new memory of the device that lies as another one does, and the
+    memory.
+    """
+    pointer = alloc(array.nbytes)
+    strides = np.empty_like(array).strides
+    return array_at(pointer, array.shape, array.dtype, strides), pointer.mem
 
 
 def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
@@ -111,9 +211,16 @@ def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
 
 
 class MemoryPool:
-    """Counts memory: what arrays hold, what was freed and is kept, and the limit of both."""
+    """Counts memory: what arrays hold, what was freed and is kept, and the limit of both.
 
-    def __init__(self, allocator: Any = None) -> None:
+    Args:
+        allocator: gives memory, which this keeps until `free_all_blocks` and uses again for arrays
+            of the same size in the same stream; by default it is the device's.
+    """
+
+    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+        self._allocator = allocator
+        self._free: dict[Any, list[MemoryPointer]] = {}
         self._used = 0
         self._total = 0
         self._limit = 0
@@ -137,7 +244,25 @@ class MemoryPool:
 
     def malloc(self, size: int) -> MemoryPointer:
         """Return new memory, full of rubbish."""
-        return MemoryPointer(Memory(rubbish((size,), np.uint8)), 0)
+        if self._allocator is None:
+            return MemoryPointer(Memory(rubbish((size,), np.uint8)), 0)
+        whole = -(-size // UNIT) * UNIT
+        blocks = self._free.get((_streams.current(), whole))
+        if blocks:
+            block = blocks.pop()
+        else:
+            if self._limit and self._total + whole > self._limit:
+                self.free_all_blocks()
+                if self._total + whole > self._limit:
+                    raise OutOfMemoryError(whole, self._total, self._limit)
+            block = self._allocator(whole)
+            self._total += whole
+        self._used += whole
+        return MemoryPointer(PooledMemory(block, size, self), 0)
+
+    def _give_back(self, block: MemoryPointer, stream: Any) -> None:
+        self._used -= block.mem.size
+        self._free.setdefault((stream, block.mem.size), []).append(block)
 
     def used_bytes(self) -> int:
         """Return what arrays hold."""
@@ -153,6 +278,7 @@ class MemoryPool:
 
     def free_all_blocks(self, stream: Any = None) -> None:
         """Give back what is kept."""
+        self._free.clear()
         self._total = self._used
 
     def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
@@ -173,6 +299,28 @@ class MemoryPool:
 
 
 POOL = MemoryPool()
+_local = threading.local()
+
+
+def get_allocator() -> Callable[[int], MemoryPointer]:
+    """Return what gives this thread memory."""
+    return getattr(_local, "allocator", None) or POOL.malloc
+
+
+def alloc(size: int) -> MemoryPointer:
+    """Return new memory from the current allocator."""
+    return get_allocator()(size)
+
+
+@contextmanager
+def using_allocator(allocator: Any = None) -> Iterator[None]:
+    """Let an allocator give this thread its memory inside `with`; by default the device itself."""
+    before = getattr(_local, "allocator", None)
+    _local.allocator = allocator
+    try:
+        yield
+    finally:
+        _local.allocator = before
 
 
 def rubbish(shape: Any, dtype: Any, order: Any = "C") -> Any:

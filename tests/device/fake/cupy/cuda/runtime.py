@@ -10,6 +10,7 @@ from typing import Any
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
+streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
 
 

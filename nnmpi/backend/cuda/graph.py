@@ -1,0 +1,272 @@
+"""A step on a device as CUDA graphs: CUDA captures what the step queues while it runs.
+
+    first call     the step runs in the memory of the graphs: kernels are compiled and loaded
+    second call    the step runs again, and CUDA captures its work instead of doing it:
+
+                       forward    backward     all-reduce     backward     update
+                     [ graph 1            ]      call       [ graph 2 ]     call
+
+                   A call that sends, waits or reads a number needs its predecessors' results: it
+                   ends a graph, which is launched at once, and another graph begins after it.
+    later calls    the graphs are launched, and the calls made, in the same order
+
+A launch of a graph costs the host a few microseconds, however many kernels are in it. The capture
+sees memory as the eager step does: an array that is freed serves another result. So a recorded step
+needs no more memory than an eager one. Numbers that differ between steps lie in device memory, which
+is written before a launch.
+
+Ansel et al., "PyTorch 2", 2024, section 4.7, capture compiled steps in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from threading import local
+from types import ModuleType
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.recording import Recorder, fill
+from nnmpi.base.errors import UsageError
+
+NUMBERS = 1024  # uint32, in a block of device memory
+# CUDA's errors of work that cannot be captured
+_CAPTURE_ERRORS = range(900, 911)
+
+
+@cache
+def _unused() -> list[Any]:
+    """Return the pools whose graphs are gone, but perhaps not yet all of their results."""
+    return []
+
+
+def free_unused() -> None:
+    """Return the memory of graphs that are gone to CuPy's default pool.
+
+    A pool does not do so by itself when it is deleted. While its graphs exist, free blocks are
+    theirs.
+    """
+    for pool in _unused().copy():
+        pool.free_all_blocks()
+        if not pool.total_bytes():
+            _unused().remove(pool)
+
+
+class GraphMemory:
+    """The memory in which steps are captured.
+
+    The memory is a pool that takes its blocks from CuPy's default pool: there it counts, and the
+    limit applies to it.
+
+    Args:
+        xp: cupy.
+    """
+
+    def __init__(self, xp: ModuleType) -> None:
+        self.xp = xp
+        self._pool = xp.cuda.MemoryPool(xp.get_default_memory_pool().malloc)
+        free_unused()
+        finalize(self, _unused().append, self._pool)
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the graphs hold, in bytes."""
+        return int(self._pool.total_bytes())
+
+    @contextmanager
+    def inside(self) -> Iterator[Any]:
+        """Queue the block's work on the thread's stream for captures, with results in this memory."""
+        with self.xp.cuda.using_allocator(self._pool.malloc), stream_of(self.xp) as stream:
+            yield stream
+
+
+_streams = local()
+
+
+def stream_of(xp: ModuleType) -> Any:
+    """Return this thread's stream for captures on its current device.
+
+    The default stream cannot be captured. There is one for all steps, since cuBLAS keeps a workspace
+    for each stream.
+    """
+    name = f"stream{xp.cuda.runtime.getDevice()}"
+    if not hasattr(_streams, name):
+        setattr(_streams, name, xp.cuda.Stream(non_blocking=True))
+    return getattr(_streams, name)
+
+
+class Segment:
+    """A graph, and the numbers that it reads.
+
+    Args:
+        graph: CuPy's.
+        numbers: pairs of arrays on the device and on the host.
+    """
+
+    def __init__(self, xp: ModuleType, graph: Any, numbers: Sequence[tuple[Any, Array]]) -> None:
+        self._xp, self._graph, self._numbers = xp, graph, numbers
+
+    def __call__(self) -> None:
+        """Write the numbers, and launch the graph on the current stream."""
+        for target, values in self._numbers:
+            target.set(values)
+        self._graph.launch(self._xp.cuda.get_current_stream())
+
+
+class GraphRecorder(Recorder):
+    """Records a step as graphs and calls.
+
+    Args:
+        memory: of the results; recordings that are replayed one at a time may share it.
+        captures: False to do the work only, in this memory, so that a capture finds it there.
+    """
+
+    captures = True
+
+    def __init__(self, memory: GraphMemory, captures: bool) -> None:
+        super().__init__()
+        self.is_complete, self._launched = captures, 0
+        self._memory = memory
+        self._capture: tuple[ExitStack, Any] | None = None  # while work is being captured
+        self._outer: Any = None  # the stream of the launches
+        self._blocks: list[tuple[Array, Array]] = []  # of numbers, on the device and on the host
+        self._first = self._used = NUMBERS  # in the last block: of this graph's numbers, of all
+        self._numbers: list[tuple[Array, Array]] = []  # of this graph, in earlier blocks
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Capture the computations in this block, and do them.
+
+        Raises:
+            UsageError: for work that cannot be captured, after a part of the step was done.
+        """
+        with super().running():
+            try:
+                self._begin()
+                yield
+                self._end()
+            except BaseException as error:
+                self._abort()
+                if self._launched and cannot_capture(error):
+                    raise UsageError(
+                        "a compiled step on a device reads or copies values in the middle"
+                        f" ({error}); move that out of the step, or do not compile it"
+                    ) from error
+                raise
+
+    def can_begin_again(self, error: Exception) -> bool:
+        """Whether the step failed because it cannot be captured, before any of it was done."""
+        return self.is_complete and not self._launched and cannot_capture(error)
+
+    def module(self, xp: ModuleType) -> Any:
+        """Return the device's library itself; for NumPy the stand-in that records its calls."""
+        return xp if xp is self._memory.xp else super().module(xp)
+
+    def run_eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function between two graphs."""
+        self._end()
+        result = super().run_eagerly(function, *args)
+        self._begin()
+        return result
+
+    def input(self, function: Callable[[], Array]) -> Array:
+        """Return a buffer with a function's array, which replays fill before the graph."""
+        if not self.is_complete:
+            return super().input(function)
+        with self._outside():
+            buffer: Array = Recorder.run_eagerly(self, function).copy(order="K")
+        self.record(fill, buffer, function)
+        return buffer
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function whose work becomes a part of the graph."""
+        return function(*args)
+
+    def numbers(self, function: Callable[[], Sequence[int]]) -> Any:
+        """Return a function's numbers, uint32, in device memory that replays write anew."""
+        if not self.is_complete:
+            return function()
+        values = np.array(function(), np.uint32)
+        if self._used + values.size > NUMBERS:
+            self._take_numbers()
+            with self._outside():
+                block = self._memory.xp.empty(NUMBERS, np.uint32)
+            self._blocks.append((block, np.empty(NUMBERS, np.uint32)))
+            self._first = self._used = 0
+        target, host = (block[self._used : self._used + values.size] for block in self._blocks[-1])
+        self._used += values.size
+        host[...] = values
+        self.record(_write, host, function)
+        return target
+
+    def _take_numbers(self) -> list[tuple[Array, Array]]:
+        """Return this graph's numbers so far, as pairs of arrays on the device and on the host."""
+        if self._used > self._first:
+            target, host = (block[self._first : self._used] for block in self._blocks[-1])
+            self._numbers.append((target, host))
+            self._first = self._used
+        return self._numbers
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Compute in the stream of the launches, before the next one.
+
+        Results do not lie in the memory of the graph, where its earlier results may.
+        """
+        xp = self._memory.xp
+        allocator = xp.get_default_memory_pool().malloc
+        with xp.cuda.using_allocator(allocator), self._outer:
+            yield
+
+    def _begin(self) -> None:
+        cuda = self._memory.xp.cuda
+        outer = self._outer = cuda.get_current_stream()
+        with ExitStack() as stack:
+            stream = stack.enter_context(self._memory.inside())
+            if self.is_complete:
+                stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
+            else:
+                stream.wait_event(outer.record())
+            self._capture = stack.pop_all(), stream
+
+    def _end(self) -> None:
+        """End the graph, and launch it."""
+        assert self._capture is not None
+        xp, (stack, stream), self._capture = self._memory.xp, self._capture, None
+        with stack:
+            if self.is_complete:
+                graph = stream.end_capture()
+        if not self.is_complete:
+            xp.cuda.get_current_stream().wait_event(stream.record())
+            return
+        segment = Segment(xp, graph, self._take_numbers())
+        self._numbers = []
+        segment()
+        self._launched += 1
+        self.calls.append(segment)
+
+    def _abort(self) -> None:
+        """End a capture whose work will not be done."""
+        if self._capture is None:
+            return
+        (stack, stream), self._capture = self._capture, None
+        with stack, suppress(Exception):  # CUDA has ended it, for the error that is on its way
+            if self.is_complete:
+                stream.end_capture()
+
+
+def cannot_capture(error: BaseException) -> bool:
+    """True for an error of CUDA or CuPy that says that work cannot be captured."""
+    return getattr(error, "status", None) in _CAPTURE_ERRORS or (
+        isinstance(error, RuntimeError | NotImplementedError)
+        and any(word in str(error) for word in ("captur", "H2D transfers", "D2H transfers"))
+    )
+
+
+def _write(host: Array, function: Callable[[], Sequence[int]]) -> None:
+    host[...] = function()

@@ -1,0 +1,97 @@
+"""Convolution on a device: the choice of an algorithm, and cuDNN's.
+
+    a group for each channel                   Depthwise, by kernels of nnmpi's own
+    1 x 1 alone                                Im2col: a product that reads images where they are
+    float32, float16, bfloat16, with cuDNN     ByCudnn; Im2col computes what it has no plan for
+    otherwise                                  Im2col
+
+    weight (kh, kw, c / groups, o)  --a copy, in the images' dtype-->  kernels (o, kh, kw, c / groups)
+
+cuDNN reads and writes images where they are, and kernels with the input channels last. The copy
+would be one in half precision anyway, whose weights are float32; it serves forward and backward.
+The weight's gradient is written in float32, also in half precision, and copied back.
+"""
+
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.cuda.cudnn import Cudnn, is_aligned
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, kernels_for
+from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.depthwise import Depthwise
+from nnmpi.ops.conv.im2col import Im2col
+
+PIXELS: ConvSpec = ConvSpec((1, 1))  # each window is one pixel
+
+
+def on_device(x: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
+    """Return the algorithm for a device's images x (n, h, w, c), without ReLU and pooling."""
+    each = 1 < spec.groups == x.shape[3] == outputs
+    if each and (x.dtype.kind == "f" or kernels_for(x, "depthwise_conv") is not None):
+        return Depthwise(spec)
+    library = cudnn_for(x)
+    if library is None or spec == PIXELS:
+        return Im2col(spec)
+    return ByCudnn(spec, library, Im2col(spec))
+
+
+class ByCudnn(ConvAlgorithm):
+    """Any convolution without ReLU and pooling.
+
+    Args:
+        spec: the convolution.
+        library: cuDNN's operations.
+        other: computes what they do not; it saves nothing for its backward pass.
+    """
+
+    def __init__(self, spec: ConvSpec, library: Cudnn, other: ConvAlgorithm) -> None:
+        super().__init__(spec)
+        self._library, self._other, self._windows = library, other, spec[1:4]
+
+    def forward(
+        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+    ) -> Array | None:
+        x, kernels = _aligned(xp, x), _turned(xp, weight, x)
+        if not self._library.convolve(x, kernels, y, self._windows):
+            self._other.forward(xp, x, weight, bias, y, keep)
+            return None
+        if bias is not None:
+            add_bias(xp, y, bias)
+        return kernels if keep else None
+
+    def backward(
+        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
+    ) -> None:
+        grad = _aligned(xp, cast(xp, xp.ascontiguousarray(grad), x.dtype))
+        if out.bias is not None:
+            bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
+        if out.x is not None:
+            kernels = _turned(xp, weight, grad) if kept is None else kept
+            if not self._library.input_gradient(grad, kernels, out.x, self._windows):
+                self._other.backward(xp, grad, x, weight, None, Gradients(out.x, None, None))
+        if out.weight is not None:
+            x, (kh, kw, c, o) = _aligned(xp, x), weight.shape
+            for dtype in (FLOAT32, x.dtype) if is_low(x.dtype) else (x.dtype,):
+                place = xp.empty((o, kh, kw, c), dtype)
+                if self._library.weight_gradient(x, grad, place, self._windows):
+                    copy(xp, out.weight, place.transpose(1, 2, 3, 0))
+                    return
+            self._other.backward(xp, grad, x, weight, None, Gradients(None, out.weight, None))
+
+
+def _aligned(xp: Any, x: Array) -> Array:
+    """Return a contiguous array where cuDNN may read it: a view may begin anywhere."""
+    if is_aligned(x):
+        return x
+    result = xp.empty(x.shape, x.dtype)
+    copy(xp, result, x)
+    return result
+
+
+def _turned(xp: Any, weight: Array, like: Array) -> Array:
+    """Return kernels (o, kh, kw, c / groups) of a weight, in the dtype of `like`."""
+    kh, kw, c, o = weight.shape
+    kernels = xp.empty((o, kh, kw, c), like.dtype)
+    copy(xp, kernels, weight.transpose(3, 0, 1, 2))
+    return kernels
