@@ -16,6 +16,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.cuda.graph import free_unused
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.units import format_bytes
@@ -132,6 +133,7 @@ class DeviceBackend(Backend):
 
     def memory(self) -> MemoryUse:
         """Return the device memory in use by this process's arrays, and its limit."""
+        free_unused()
         pool = self.xp.get_default_memory_pool()
         taken, limit = pool.total_bytes(), pool.get_limit()
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeAlias, cast
@@ -175,8 +175,12 @@ def to_host(array: Array) -> Array:
 
 def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
     """Copy device arrays to host memory from `room_for`, (array, host) pairs; waits once."""
-    if not pairs:
-        return
+    if pairs:
+        start_fetch(pairs)()
+
+
+def start_fetch(pairs: Sequence[tuple[Array, Array]]) -> Callable[[], None]:
+    """Begin the copies of `fetch`, of one pair or more; return a function that waits for them."""
     xp = namespace(pairs[0][0])
     stream = xp.cuda.get_current_stream()
     # (`ascontiguousarray` alone would make a 0-d array 1-d)
@@ -186,7 +190,7 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
     for array, (_, host) in zip(gapless, pairs, strict=True):
         if array.size:
             array.get(stream=stream, out=host, blocking=False)
-    stream.synchronize()
+    return cast(Callable[[], None], stream.record().synchronize)
 
 
 def put(host: Array, array: Array) -> None:

@@ -463,7 +463,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             storage.zero_grad()
             self._passes.train(batch, step)
             storage.finish_gradients()
-            (loss_sum, score_sum, targets), norm = self._passes.sums(), 0.0
+            (loss_sum, score_sum, targets), norm = self._passes.send_sums()(), 0.0
             if targets:
                 norm = global_norm(storage.grads) * (batch.global_targets / targets)
                 if self.clip is not None:

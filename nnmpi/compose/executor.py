@@ -108,10 +108,13 @@ class PassHandler:
     Attributes:
         length: the length of full sequences, if this rank has only some of their positions.
         slow: minimum times and stragglers in training.
+        poll: called before each backward pass on a rank that also serves others; None on other
+            ranks.
     """
 
     length: int = 0
     slow: Slow = NOT_SLOW
+    poll: Callable[[], None] | None = None
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
         """Return the mode for a forward; `again` for a recomputation."""
@@ -405,6 +408,8 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
         if stage == self.count - 1:
+            if self._caller.poll is not None:
+                record_call(self._caller.poll)
             record_note(self._caller.begin_backward, microbatch)
             grads: Sequence[Array] = [recorded_input(lambda: self._seeds[microbatch])]
         else:

@@ -34,7 +34,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.base.custom import fault
 from nnmpi.base.errors import NnmpiError, Settled, ShapeError, UsageError, counted
-from nnmpi.comm.buffers import fetch, room_for
+from nnmpi.comm.buffers import room_for, start_fetch
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.data.dataset import IGNORED
@@ -315,11 +315,11 @@ class DeferredScalars:
         self._values: dict[Hashable, float] = {}
         self._places: dict[Hashable, int] = {}
         self._vectors: list[Array] = []
-        self._hosts: list[Array] = []  # page-locked
+        self._hosts: list[list[Array]] = [[], []]  # page-locked; two may be in use
 
     def clear(self) -> None:
         """Set all sums to 0, and forget the names of the host's."""
-        self._values.clear()
+        self._values = {}
         for vector in self._vectors:
             vector.fill(0)
 
@@ -341,16 +341,32 @@ class DeferredScalars:
         number, place = divmod(self._places.setdefault(name, len(self._places)), SLOTS)
         if number == len(self._vectors):
             self._vectors.append(zeros(xp, SLOTS, "float64"))
-            self._hosts.append(room_for(xp, SLOTS, "float64"))
+            for hosts in self._hosts:
+                hosts.append(room_for(xp, SLOTS, "float64"))
         return self._vectors[number][place : place + 1]
+
+    def send(self) -> Callable[[], dict[Hashable, float]]:
+        """Begin to copy the sums as they are now; return a function that waits and returns them.
+
+        Of a device's sums at most two copies may be under way.
+        """
+        values, places = self._values, self._places
+        if not self._vectors:
+            return lambda: values
+        self._hosts.reverse()
+        hosts = self._hosts[0]
+        arrive = start_fetch(list(zip(self._vectors, hosts, strict=True)))
+
+        def read() -> dict[Hashable, float]:
+            arrive()
+            numbers = [number for host in hosts for number in host.tolist()]
+            return {name: numbers[place] for name, place in places.items()} | values
+
+        return read
 
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name; waits once for a device, not at all without its numbers."""
-        if not self._vectors:
-            return self._values
-        fetch(list(zip(self._vectors, self._hosts, strict=True)))
-        numbers = [number for host in self._hosts for number in host.tolist()]
-        return {name: numbers[place] for name, place in self._places.items()} | self._values
+        return self.send()()
 
 
 def to_device(batch: Batch, model: Module, backend: Backend) -> Batch:

@@ -159,8 +159,6 @@ class Passes(PassHandler):
 
     Attributes:
         replay: records and replays.
-        poll: called before each backward pass on a rank that also serves others; None on other
-            ranks.
         updates: whether the pass itself updates the weights, after every microbatch; otherwise the
             Worker does, once per step.
         evaluated: the sums of an evaluation.
@@ -182,7 +180,6 @@ class Passes(PassHandler):
         self.world = trainer.group
         self._arrangement = arrangement
         self.exchange = exchange
-        self.poll: Callable[[], None] | None = None
         self._losses = (trainer.loss, trainer.evaluation_loss)
         self._seed = trainer.seed
         self._optimizer = trainer.optimizer
@@ -211,6 +208,7 @@ class Passes(PassHandler):
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
+        self.is_alone = backend.is_device and trainer.group.size == 1 and not self.is_cut
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
@@ -227,7 +225,7 @@ class Passes(PassHandler):
     ) -> StepReport:
         """Compute the gradients of the mean loss, summed over replicas.
 
-        Does not wait for a device, so the report has neither loss nor score; `sums` returns them.
+        Does not wait for a device, so the report has neither loss nor score; `send_sums` does.
 
         Args:
             step: the number of the update, which keys dropout.
@@ -268,28 +266,36 @@ class Passes(PassHandler):
             self.exchange.note_squares(now.scalars)
         return report
 
-    def sums(self) -> tuple[float, float, int]:
-        """Return this rank's contribution of the last batch: losses, score, counted labels.
+    def send_sums(self) -> Callable[[], tuple[float, float, int]]:
+        """Begin to copy this rank's contribution of the last batch: losses, score, counted labels.
 
-        If several ranks have equal results, all but one return zeros. Waits for a device's
-        numbers. May communicate, so call it on all ranks.
+        Returns a function that waits for a device's numbers, and returns them. If several ranks
+        have equal results, all but one return zeros. It may communicate, so call it on all ranks.
         """
-        now = self._now
-        values = now.scalars.read()
-        if self.exchange is not None:
-            self.exchange.squares = values.get(SQUARES, nan)
-        numbers = range(len(now.cuts) if self.reports_loss else 0)
-        losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
-        loss = (
-            sum(losses.values())
-            if self.exchange is None
-            else self.exchange.strategy.sum_losses(losses, self.world)
-        )
-        return (
-            loss,
-            sum(values[SCORE, m] for m in numbers),
-            now.batch.own_targets if self.reports_loss else 0,
-        )
+        now, arrive = self._now, self._now.scalars.send()
+
+        def read() -> tuple[float, float, int]:
+            values = arrive()
+            if self.exchange is not None:
+                self.exchange.squares = values.get(SQUARES, nan)
+            numbers = range(len(now.cuts) if self.reports_loss else 0)
+            losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
+            loss = (
+                sum(losses.values())
+                if self.exchange is None
+                else self.exchange.strategy.sum_losses(losses, self.world)
+            )
+            return (
+                loss,
+                sum(values[SCORE, m] for m in numbers),
+                now.batch.own_targets if self.reports_loss else 0,
+            )
+
+        return read
+
+    def guard(self) -> Array:
+        """Return a number on a device that is finite if the batch's loss and gradient are."""
+        return self._scalars.place(SQUARES, self.backend.xp)
 
     def evaluate(self, batch: Batch) -> bool:
         """Add a batch's LOSS and SCORE to `evaluated`, if this rank counts; return whether.
@@ -443,6 +449,8 @@ class Passes(PassHandler):
         if self._arrangement.classes:
             labels = now.parts[microbatch].on_host
         score = self._score(logits, labels)
+        if now.trains and self.is_alone:
+            now.scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
         if now.trains or self.reports_loss:
             for name, number in ((LOSS, loss), (SCORE, score)):
                 now.scalars.add((name, microbatch) if now.trains else name, number)
@@ -465,8 +473,6 @@ class Passes(PassHandler):
 
     def begin_backward(self, microbatch: int) -> None:
         """See `PassHandler`."""
-        if self.poll is not None:
-            self.poll()
         if self._looks:
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
@@ -602,10 +608,10 @@ def _warn_of_untracked(model: Module, loss: Tensor) -> None:
 
 # Families of a device's kernels by what needs them; nearly every model needs those of "".
 _FAMILIES = {
-    "": ("dense", "activation", "softmax", "copy", "updates"),
+    "": ("dense", "activation", "softmax", "copy"),
     "BatchNorm": ("norm",),
     "GroupNorm": ("norm",),
-    "RMSNorm": ("norm",),
+    "RMSNorm": ("layer_norm",),
     "LayerNorm": ("layer_norm",),
     "Embedding": ("embedding",),
     "Dropout": ("dropout",),
@@ -615,6 +621,7 @@ _FAMILIES = {
     "AvgPool2d": ("pooling",),
     "AdaptiveAvgPool2d": ("pooling",),
     "GlobalAvgPool2d": ("pooling",),
+    "Upsample": ("pooling",),
 }
 
 
@@ -631,7 +638,7 @@ def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
     wide, low = model.storage.dtype.name, low_dtype(mode)
     narrow = wide if low is None else low.name
     kernels.compile_ahead(families, narrow, wide)
-    kernels.compile_ahead(["updates"], wide, wide)
+    kernels.compile_ahead(["updates", "sums"], wide, wide)
     # copies within a dtype and between them; the seed of a backward pass is float64
     for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
         kernels.compile_ahead(["copy"], target, source)

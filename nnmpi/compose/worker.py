@@ -15,14 +15,14 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
 from statistics import fmean
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -80,6 +80,32 @@ _SAME_ROWS = (
     "give ranks with the same arrangement.data_rank the same samples and labels, in the same order;"
     " a Loader does with rank=arrangement.data_rank, world=arrangement.data_ranks"
 )
+
+
+class _Started(NamedTuple):
+    """A step whose gradients are being computed.
+
+    Attributes:
+        batch: on the model's device.
+        lr, step, factor: the learning rate, the number of the update, the scale of the loss.
+        rows: the checksum of the rows, if ranks share them.
+        report: to be completed.
+        read: waits for the step's numbers.
+        traffic, begin, collective_s: its account, and the times when it began.
+        is_steady: whether its memory was not noted: it is like that of the step before.
+    """
+
+    batch: Batch
+    lr: float
+    step: int
+    factor: float
+    rows: list[str]
+    report: StepReport
+    read: Callable[[], tuple[float, float, int]]
+    traffic: Traffic
+    begin: float
+    collective_s: float
+    is_steady: bool
 
 
 class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
@@ -179,6 +205,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         # of the last batch of `for batch in loader`; the same in a checkpoint, until a step follows
         self._place: tuple[int, int] | None = None
         self._resumed: tuple[int, int] | None = None
+        self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
 
@@ -200,7 +227,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         On a device the host waits once per step: it reads loss, score and gradient norm
         in one copy after the gradients are summed. So a gradient that is not finite is found
         before the update, and clipping needs no second wait. The update and the next batch's copy
-        overlap with the host's preparation of the next step.
+        overlap with the host's preparation of the next step. `run` reads a step late, see `_run`.
 
         A batch of several microbatches (see `data.Loader`) is one update: their gradients are
         accumulated. With schedule pipedream each microbatch is an update; the gradient norm is
@@ -221,6 +248,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             UsageError: for a batch that is not split over the replicas; after `release`; in a
                 compiled step.
         """
+        return self._finish(self._start(batch, y, lr))
+
+    def _start(self, batch: Batch | Any, y: Any, lr: float | None) -> _Started:
+        """Begin a step: compute its gradients. A device is not waited for."""
         begin = clock.now()
         self.parallel.check_not_released()
         if not hasattr(batch, "cuts"):
@@ -241,7 +272,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world, collective_s = self.group.comm.world, self.group.comm.world.collective_s
         world.step, world.traffic = step, Traffic()
-        nbytes = batch.x.nbytes + batch.y.nbytes
+        nbytes, noted_bytes = batch.x.nbytes + batch.y.nbytes, self._batch_bytes
         is_traced = current() is not None
         if is_traced or nbytes != self._batch_bytes:
             self._batch_bytes = nbytes
@@ -259,8 +290,25 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
                 self._recorded_bytes = self.passes.replay.held_bytes
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
+            read = self.passes.send_sums()
+        is_steady = not counts and nbytes == noted_bytes
+        account = world.traffic, begin, collective_s
+        return _Started(
+            batch, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
+        )
+
+    def _finish(self, started: _Started, updated: bool = False) -> StepReport:
+        """End a step: read its numbers, check them, and update.
+
+        Args:
+            updated: whether a guarded update has been launched already.
+        """
+        batch, lr, step, factor, rows, report, read, traffic, begin, collective_s, _ = started
+        sharers, world = self.arrangement.same_rows, self.group.comm.world
+        world.step, world.traffic = step, traffic
+        with self._deterministic():
             # on a device this is the step's only wait; the update is not waited for
-            numbers = self.passes.sums()
+            numbers = read()
             if self.slow:
                 # The ranks meet next, so a straggler holds up the others within the same step.
                 paused_s = self.passes.paused_s
@@ -319,6 +367,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if not isfinite(report.loss_sum) or not (
             self.passes.updates_per_microbatch or isfinite(norm)
         ):
+            if updated:  # its guard let it change nothing: do the step again, and wait
+                self.optimizer.steps, self._repeated = step, self._repeated + 1
+                return self._finish(self._start(batch, None, lr))
             # With fp16 an overflowed gradient means that the loss scale is too large: skip the
             # update and try a smaller one.
             report.skipped = (
@@ -327,9 +378,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             if not report.skipped:  # divergence: compute the step again to locate its origin
                 with self._deterministic():
                     raise self.passes.explain(batch, step, report.loss)
-        elif (
-            not self.passes.updates_per_microbatch
-        ):  # PipeDream has updated after each microbatch already
+        elif not (updated or self.passes.updates_per_microbatch):
+            # PipeDream has updated after each microbatch already
             clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
             if self.scaling is not None:
                 self.scaling.grow()
@@ -419,25 +469,85 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             trace.add("memory", COUNTER, COUNTER, now, now, amounts)
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
+        """Do the steps of a segment; where nothing depends on their numbers, one ahead of them.
+
+            host      start 1  update 1  start 2  read 1, report  update 2  start 3  read 2 ...
+            device          gradients 1         update 1    gradients 2         update 2 ...
+
+        A device always has work: the host reads a step's numbers while the next one is computed.
+        An update is launched before they are read; its guard lets it change nothing if they are not
+        finite. Then the step is done again, so errors and weights are those of `step`.
+        """
         totals, signal, ended = Totals(), 0, clock.now()
+        can_go_ahead = self._can_go_ahead()
+        ahead: tuple[int, float, _Started] | None = None  # a step whose numbers are not read yet
+
+        def end(number: int, input_s: float, report: StepReport) -> None:
+            nonlocal ended, signal
+            # Measured from the end of the previous step: input and progress are included.
+            before, ended = ended, clock.now()
+            report.input_s, report.wall_s = input_s, ended - before
+            totals.add(report)
+            segment.progress(Progress(number, 0, report))
+            answers = self._signals.gather(segment.poll_signal(), report.wall_s)
+            signal = max(signal, *map(int, answers)) if answers else signal
+
+        def catch_up() -> None:
+            nonlocal ahead
+            if ahead is not None:
+                (number, input_s, before), ahead = ahead, None
+                report = self._finish(before, True)
+                report.compute_s = clock.now() - ended - input_s - report.sync_s
+                end(number, input_s, report)
+
         with segment.loader.epoch(segment.epoch, segment.batches.start, self.backend) as batches:
             for number in segment.batches:
                 step, begin = segment.number(number), clock.now()
                 with timeline.span("input", "input", timeline.WAITING):
                     batch = next(batches)
-                input_s = clock.now() - begin
-                with timeline.span(f"step {step}", "step", "steps"):
-                    report = self.step(batch, lr=segment.lr(step))
-                # Measured from the end of the previous step: input and progress are included.
-                before, ended = ended, clock.now()
-                report.input_s, report.wall_s = input_s, ended - before
-                totals.add(report)
-                segment.progress(Progress(number, 0, report))
-                answers = self._signals.gather(segment.poll_signal(), report.wall_s)
-                signal = max(map(int, answers)) if answers else 0
+                input_s, lr = clock.now() - begin, segment.lr(step)
+                if not can_go_ahead:
+                    with timeline.span(f"step {step}", "step", "steps"):
+                        report = self.step(batch, lr=lr)
+                    end(number, input_s, report)
+                else:
+                    if batch.x.nbytes + batch.y.nbytes != self._batch_bytes:
+                        catch_up()  # its memory is noted next
+                    try:
+                        started = self._start(batch, None, lr)
+                    except Exception:
+                        catch_up()
+                        raise
+                    repeated = self._repeated
+                    catch_up()
+                    if self._repeated != repeated:
+                        started = self._start(batch, None, lr)
+                    if started.is_steady and number + 1 < segment.batches.stop and not signal:
+                        self._update_ahead()
+                        ahead = number, input_s, started
+                    else:
+                        end(number, input_s, self._finish(started))
                 if signal:
                     break
         return SegmentReport(totals, signal)
+
+    def _can_go_ahead(self) -> bool:
+        """Whether updates may be launched before the steps' numbers are read."""
+        return (
+            self.passes.is_alone
+            and self.arrangement.is_plain
+            and self.optimizer.can_guard
+            and (self.clip, self.scaling) == (None, None)
+            and not (self.slow or self.options.check or current())
+        )
+
+    def _update_ahead(self) -> None:
+        """Launch an update that changes nothing if the step's numbers are not finite."""
+        self.optimizer.guard = self.passes.guard()
+        try:
+            self.exchange.update(1.0)
+        finally:
+            self.optimizer.guard = None
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""

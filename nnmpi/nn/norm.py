@@ -99,6 +99,9 @@ class BatchNorm(Module):
             )
         factor = count / at_least_one(count - 1)
         if isinstance(factor, int | float):
+            if self.observe is None:
+                self.update_running(mean, variance, factor)
+                return
             unbiased = variance * factor
         else:
             # a count on the device, which the host does not wait for: so an empty batch is
@@ -110,17 +113,20 @@ class BatchNorm(Module):
             )
         (self.observe or self.update_running)(mean, unbiased)
 
-    def update_running(self, mean: Array, variance: Array) -> None:
-        """Move the running statistics towards a batch's (variance with divisor n - 1).
+    def update_running(self, mean: Array, variance: Array, factor: float = 1.0) -> None:
+        """Move the running statistics towards a batch's.
+
+        The variance times the factor has the divisor n - 1.
 
         A strategy that needs another order of updates sets `observe`, which is called instead.
         """
-        for buffer, value in ((self.running_mean, mean), (self.running_variance, variance)):
-            kernels = kernels_for(buffer.data, "move")
-            if kernels is not None:
-                kernels.move(buffer.data, value, self.momentum)
-            else:
-                buffer.data += self.momentum * (value - buffer.data)
+        running = self.running_mean.data, self.running_variance.data
+        kernels = kernels_for(mean, "track")
+        if kernels is not None:
+            kernels.track(*running, mean, variance, self.momentum, factor)
+            return
+        for data, value in zip(running, (mean, variance * factor), strict=True):
+            data += self.momentum * (value - data)
 
 
 class LayerNorm(Module):

@@ -116,7 +116,8 @@ class BatchNormFunction(Function):
         # an array: in a replay other ranks may have other numbers of rows
         n = xp.empty((), np.float64)
         results = mean, variance, offset, n
-        count = record_call(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
+        record = record_launch if self.all_reduce is None else record_call
+        count = record(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
         steady = xp.add(variance, self.eps)
         # NaN for infinity; 1 / sqrt would hide it as 0

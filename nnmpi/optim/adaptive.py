@@ -85,6 +85,11 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         self.eps: Final = number("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
+    @property
+    def compiled(self) -> str:
+        """See `Optimizer.compiled`."""
+        return "adam"
+
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         beta1, beta2 = self.betas
         # With r = sqrt(c2) this saves a pass over the block:
@@ -95,9 +100,10 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         for block in blocks:
             xp, data, (m, v) = block.xp, block.data, block.slots
             decay, shrink = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
-            compiled = compiled_update(block, "adam")
+            compiled = compiled_update(block, self.compiled)
             if compiled is not None:
-                compiled(data, block.grad, m, v, rate, eps, beta1, beta2, decay, shrink)
+                numbers = rate, eps, beta1, beta2, decay, shrink
+                compiled(data, block.grad, m, v, *numbers, **self._guarded)
                 continue
             if shrink != 1:
                 xp.multiply(data, shrink, out=data)

@@ -28,7 +28,15 @@ from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call, refuse
-from nnmpi.base.errors import DtypeError, Settled, ShapeError, UsageError, number, raise_missing
+from nnmpi.base.errors import (
+    DtypeError,
+    Settled,
+    ShapeError,
+    UsageError,
+    is_own,
+    number,
+    raise_missing,
+)
 from nnmpi.base.launcher import read_launch
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -159,9 +167,12 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
         ranks: the ranks with the same storage that divide the updates of matrices (see `muon`); a
             strategy sets it.
+        guard: a number on the device, float64; while it is set, an update changes nothing if the
+            number is not finite when the device comes to it. Set it only if `can_guard`.
     """
 
     elementwise: ClassVar[bool] = True
+    guard: Array | None = None
     ranks: Any = None
     run_id: str | None = None
     lr: Any = _Followed()
@@ -308,6 +319,23 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
         self._update_groups(lr, blocks)
         for values, before in saved:
             values[...] = before
+
+    @property
+    def compiled(self) -> str:
+        """The name of the kernel of an update; empty for none."""
+        return ""
+
+    @property
+    def can_guard(self) -> bool:
+        """Whether all updates are kernels that know `guard`."""
+        return is_own(type(self)) and all(
+            not isinstance(block.data, np.ndarray) and compiled_update(block, self.compiled)
+            for block in self._blocks
+        )
+
+    @property
+    def _guarded(self) -> dict[str, Any]:
+        return {} if self.guard is None else {"guard": self.guard}
 
     def _zeros_like(self, data: Array) -> Array:
         store = self.storage.state_store

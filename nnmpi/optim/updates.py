@@ -68,13 +68,19 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
+    @property
+    def compiled(self) -> str:
+        """See `Optimizer.compiled`."""
+        return "sgd_momentum" if self.momentum else "sgd"
+
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         settings = (self.momentum, self.nesterov) if self.momentum else ()
         for block in blocks:
             xp, data, grad = block.xp, block.data, block.grad
-            compiled = compiled_update(block, "sgd_momentum" if block.slots else "sgd")
+            compiled = compiled_update(block, self.compiled)
             if compiled is not None:
-                compiled(data, grad, *block.slots, lr, *settings[:1], block.decay, *settings[1:])
+                numbers = (lr, *settings[:1], block.decay, *settings[1:])
+                compiled(data, grad, *block.slots, *numbers, **self._guarded)
                 continue
             direction = decayed_gradient(block, block.decay)
             for momentum in block.slots:  # one or none

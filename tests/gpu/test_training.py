@@ -5,6 +5,7 @@ nothing grows.
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import pytest
 import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.base.errors import DivergenceError
+from nnmpi.comm.group import Group
+from nnmpi.compose.trainer import Progress
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
 from nnmpi.tensor.tensor import Tensor
+from tests.equivalence.reference import digits
 from tests.gpu.conftest import INTERPRETED, is_stand_in
 from tests.gpu.play import (
     BF16,
@@ -187,3 +195,56 @@ def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> l
                 f"{name}'s change is off by {error:.2g} of the largest, more than {limit:g}"
             )
     return words
+
+
+@pytest.mark.parametrize("bad", [None, 0, 4, 7], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [optim.Adam, partial(optim.SGD, momentum=0.9), optim.SGD],
+    ids=["adam", "momentum", "sgd"],
+)
+def test_numbers_that_are_read_a_step_late_change_nothing(
+    device: Backend, group: Group, make: Any, bad: int | None
+) -> None:
+    """Not a report, not a weight, and not the step at which a run stops: a batch with NaN changes
+    nothing, though its update is launched, and the next step too, before anybody knows.
+    """
+    given = digits()
+    x = given.rows(np.arange(len(given)))[:80]
+    if bad is not None:
+        x[Loader(given.take(np.arange(80)), 10).order(0)[10 * bad + 3]] = np.nan
+    dataset = Dataset("numbers", x, given.y[:80], given.classes)
+    results = []
+    for late in (False, True):
+        model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device)
+        optimizer = make(model.storage, lr=0.01)
+        worker = Worker(model, optimizer, group, backend=device)
+        if not late:
+            worker._can_go_ahead = lambda: False  # type: ignore[method-assign]
+        assert worker._can_go_ahead() == (late and not is_stand_in(device))
+        reports: list[tuple[float, ...]] = []
+
+        def note(item: Progress, reports: list[tuple[float, ...]] = reports) -> None:
+            reports.append((item.batch, item.totals.loss, item.totals.accuracy))
+            reports.append((item.totals.grad_norm, item.totals.samples, item.totals.steps))
+
+        error = ""
+        try:
+            worker.run(
+                Loader(dataset, 10), 0, 0, 8, 0, lambda step: 0.01 / (1 + step), progress=note
+            )
+        except DivergenceError as found:
+            error = f"{found}"
+        arrays = dict(model.state())
+        for name, slots in optimizer.slots().items():
+            arrays |= {f"{name} {i}": slot for i, slot in enumerate(slots)}
+        state = {name: np.array(device.to_host(values)) for name, values in arrays.items()}
+        results.append((reports, error, optimizer.steps, state))
+        assert worker._repeated == (bad == 4 and late and not is_stand_in(device))
+        worker.release()
+    (reports, error, steps, state), (others, same, count, there) = results
+    assert reports == others and len(reports) == 2 * (8 if bad is None else bad)
+    assert error == same and bool(error) == (bad is not None)
+    assert steps == count == len(reports) // 2
+    for name, values in state.items():
+        np.testing.assert_array_equal(there[name], values, err_msg=name)

@@ -29,8 +29,14 @@ from nnmpi.backend.array import Array, Matrices
 from nnmpi.backend.precision import is_low, precision
 from nnmpi.backend.recording import record_launch
 from nnmpi.backend.windows import RowsAndColumns
+from nnmpi.base.errors import DeviceError
 
 ALIGNED = 16  # bytes; cuDNN takes each address for a multiple
+# Before 9.16 a graph of attention copies lengths from the host at each call, whose memory a capture
+# would read after its end.
+ATTENTION_VERSION = 91600
+# Of the frontend's errors: what cuDNN says of a graph that it does not know.
+UNKNOWN = ("CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM")
 
 TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
 # Each operation's tensors that are read, by cuDNN's names.
@@ -63,8 +69,9 @@ Windows: TypeAlias = tuple[RowsAndColumns, RowsAndColumns, RowsAndColumns]
 class Cudnn:
     """cuDNN's operations on one library's arrays, with their plans.
 
-    The methods return False, and write nothing, when cuDNN has no plan for the arrays. They read
-    and write arrays without elements nowhere.
+    The methods return False, and write nothing, when cuDNN has no plan for the arrays, or one of
+    them has no elements. An address that is no multiple of 16 is the caller's to avoid, except in
+    attention, which is then refused.
 
     Args:
         xp: cupy.
@@ -73,6 +80,7 @@ class Cudnn:
 
     def __init__(self, xp: ModuleType, library: ModuleType) -> None:
         self._xp, self._library = xp, library
+        self._attends = library.backend_version() >= ATTENTION_VERSION
         self._handles = threading.local()  # of this thread, by the number of the device
         # Never dropped: a graph that was captured runs the kernels that belong to them.
         self._plans: dict[Any, Any] = {}
@@ -119,7 +127,8 @@ class Cudnn:
             statistics: out, (batch, heads, queries, 1), float32; None if no gradient is needed.
             causal: whether query i sees the keys up to i + keys - queries alone.
         """
-        if not _heads_fit(*inputs, y) or (causal and y.shape[2] > inputs[1].shape[2]):
+        late = causal and y.shape[2] > inputs[1].shape[2]  # some queries would see no key
+        if late or not self._attends or not _heads_fit(*inputs, y):
             return False
         options = (*self._mask(inputs, causal), ("generate_stats", statistics is not None))
         outputs = (y,) if statistics is None else (y, statistics)
@@ -168,7 +177,11 @@ class Cudnn:
     def _plan(
         self, name: str, options: dict[str, Any], tf32: bool, arrays: tuple[Array, ...]
     ) -> Any:
-        """Return a function of such arrays, or None if cuDNN does not support them."""
+        """Return a function of such arrays, or None if cuDNN does not support them.
+
+        Raises:
+            DeviceError: when cuDNN fails for another reason.
+        """
         library = self._library
         kinds = [getattr(library.data_type, TYPES[item.dtype.name]) for item in arrays]
         wide = library.data_type.FLOAT
@@ -207,6 +220,14 @@ class Cudnn:
             graph.build_plans()
         except library.cudnnGraphNotSupportedError:
             return None
+        except RuntimeError as error:
+            if any(map(str(error).__contains__, UNKNOWN)):
+                return None
+            raise DeviceError(
+                f"cuDNN cannot prepare {name} of shapes"
+                f" {', '.join(str(item.shape) for item in arrays)} ({error}); without the package"
+                " nvidia-cudnn-frontend nnmpi computes by its own kernels"
+            ) from error
         return partial(self._execute, graph, tensors, graph.get_workspace_size())
 
     def _execute(self, graph: Any, tensors: list[Any], room: int, *arrays: Array) -> None:

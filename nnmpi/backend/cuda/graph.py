@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from threading import local
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,24 @@ NUMBERS = 1024  # uint32, in a block of device memory
 _CAPTURE_ERRORS = range(900, 911)
 
 
+@cache
+def _unused() -> list[Any]:
+    """Return the pools whose graphs are gone, but perhaps not yet all of their results."""
+    return []
+
+
+def free_unused() -> None:
+    """Return the memory of graphs that are gone to CuPy's default pool.
+
+    A pool does not do so by itself when it is deleted. While its graphs exist, free blocks are
+    theirs.
+    """
+    for pool in _unused().copy():
+        pool.free_all_blocks()
+        if not pool.total_bytes():
+            _unused().remove(pool)
+
+
 class GraphMemory:
     """The memory in which steps are captured.
 
@@ -51,7 +70,8 @@ class GraphMemory:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
         self._pool = xp.cuda.MemoryPool(xp.get_default_memory_pool().malloc)
-        finalize(self, self._pool.free_all_blocks)  # a pool that is gone does not return its blocks
+        free_unused()
+        finalize(self, _unused().append, self._pool)
 
     @property
     def size_bytes(self) -> int:

@@ -39,18 +39,20 @@ class DeviceKernels(KernelLauncher):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    def _update(self, name: str, *args: Any) -> None:
+    def _update(self, name: str, *args: Any, guard: Array | None = None) -> None:
         count, data = len(KERNELS[name][1]), args[0]
         numbers = map(float, args[count:])
-        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
+        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, guard, data.size)
 
-    # Optimizers' updates of a block; see nnmpi/optim for the arguments.
+    # Optimizers' updates of a block; see nnmpi/optim for the arguments. They change nothing if the
+    # guard, a float64 on the device, is not finite.
     sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
     # data, grad, momentum, lr, beta, decay, nesterov
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
-    move = partialmethod(_update, "move")  # data += fraction * (value - data)
+    # running mean and variance, a batch's mean and variance, fraction, the variance's factor
+    track = partialmethod(_update, "track")
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
@@ -584,9 +586,10 @@ class DeviceKernels(KernelLauncher):
     def _depthwise(
         self, name: str, given: Array, weight: Array, result: Array, sizes: tuple[int, ...]
     ) -> None:
-        # a thread computes four pixels
-        pixels = -(-result.size // 4)
-        self.flat(name, pixels, result.itemsize, given, weight, result, *sizes)
+        # a thread computes some channels, of 4 bytes or more each, of four pixels
+        lanes = 16 // max(result.itemsize, 4)
+        each = 4 * (1 if result.shape[3] % lanes else lanes)
+        self.flat(name, -(-result.size // each), 16, given, weight, result, *sizes)
 
     def depthwise_weight_grad(
         self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any

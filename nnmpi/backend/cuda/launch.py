@@ -90,7 +90,7 @@ KERNELS = {
     "sgd": ("updates", "TT"),
     "sgd_momentum": ("updates", "TTT"),
     "adam": ("updates", "TTTT"),
-    "move": ("updates", "TT"),
+    "track": ("updates", "TTTT"),
 }
 
 THREADS = 256
@@ -306,11 +306,7 @@ class KernelLauncher:
             families: names.
             t, p: the dtypes of activations and parameters.
         """
-        keys = {
-            (family, t, p if {*"PSX"} & {*roles} else t)
-            for family, roles in KERNELS.values()
-            if family in families
-        }
+        keys = {(family, t, p if _has_parameters(family) else t) for family in families}
         left = sorted(keys - self._modules.keys())
         if left:
             number = self.xp.cuda.runtime.getDevice()
@@ -337,11 +333,19 @@ class KernelLauncher:
         return found
 
 
+@cache
+def _has_parameters(family: str) -> bool:
+    """Whether a family's kernels are compiled for two dtypes."""
+    return any({*"PSX"} & {*roles} for other, roles in KERNELS.values() if other == family)
+
+
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
-    p = next((dtype.name for role, dtype in dtypes if role in "PSX"), t)
     a = "float64" if t == "float64" else "float32"
+    # of a kernel without parameters: those that the others of its family mostly have
+    rest = a if _has_parameters(KERNELS[name][0]) else t
+    p = next((dtype.name for role, dtype in dtypes if role in "PSX"), rest)
     allowed = {
         "T": {t},
         "Y": {t},

@@ -65,7 +65,7 @@ PACKED = {
         "embedding",
         "dropout",
     ),
-    *("sgd", "sgd_momentum", "adam", "move", "activate", "activate_grad", "add", "add_low"),
+    *("sgd", "sgd_momentum", "adam", "track", "activate", "activate_grad", "add", "add_low"),
 }
 
 

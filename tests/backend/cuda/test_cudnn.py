@@ -19,6 +19,7 @@ from nnmpi.backend.cuda.cudnn import Cudnn, cudnn_of
 from nnmpi.backend.cuda.kernels import DeviceKernels
 from nnmpi.backend.kernels import jit
 from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.base.errors import DeviceError
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.tensor.tensor import Tensor
@@ -332,6 +333,42 @@ def test_why_there_is_none(backend: Backend, double: Any, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert "nvidia-cudnn-frontend cannot be imported" in module.describe()
     assert len(convolved(backend, FLOAT32)) == 4
+
+
+def test_a_graph_that_cudnn_does_not_know(
+    backend: Backend, double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so in the words of its status, too; any other failure is one."""
+    words = ["CUDNN_STATUS_BAD_PARAM_DATATYPE_MISMATCH"]
+
+    def failing(graph: Any) -> None:
+        raise RuntimeError(f"detail::finalize(...) failed with message: , and code: {words[0]}")
+
+    expected = convolved(backend, FLOAT32)
+    double.EXECUTED.clear()
+    monkeypatch.setattr(double.pygraph, "build_operation_graph", failing)
+    cudnn_of.cache_clear()
+    for ours, right in zip(convolved(backend, FLOAT32), expected, strict=True):
+        np.testing.assert_array_equal(ours, right)
+    assert not double.EXECUTED
+    words[0] = "CUDNN_STATUS_INTERNAL_ERROR"
+    cudnn_of.cache_clear()
+    with pytest.raises(
+        DeviceError, match=r"cannot prepare conv_fprop of shapes \(2, 4, 6, 5\), .*INT"
+    ):
+        convolved(backend, FLOAT32)
+
+
+def test_attention_needs_a_cudnn_that_can_be_captured(
+    backend: Backend, double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones copy from the host."""
+    monkeypatch.setattr(double, "backend_version", lambda: 91500)
+    q = backend.zeros((1, 1, 4, 8), BFLOAT16)
+    assert not operations(backend).attend((q, q, q), q.copy(), None, False)
+    cudnn_of.cache_clear()
+    monkeypatch.undo()
+    assert operations(backend).attend((q, q, q), q.copy(), None, False)
 
 
 # ---- the double itself

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
+from numpy.lib.array_utils import byte_bounds
 
 from cupy import _array, _streams
 from cupy.cuda import memory, runtime
@@ -39,12 +40,13 @@ class Graph:
 
     def launch(self, stream: Any = None) -> None:
         """Do the work in a stream, by default the current one."""
-        if not all(item() is not None for item in self._memory):
+        uses = [item() for item in self._memory]
+        if None in uses:
             raise CUDARuntimeError(FREED)
         stream = _streams.current() if stream is None else stream
         capture = _streams.capturing(stream)
         if capture is None:
-            stream._push(_streams.Launch(self._run))
+            stream._push(_streams.Launch(self._run, uses))
         else:
             capture.add(self._run, self._memory, stream)
 
@@ -152,10 +154,10 @@ class Capture:
         writes = False
 
         def to_zeros(array: _array.ndarray) -> _array.ndarray:
-            host = np.zeros_like(array._host)
+            host, owner = _zeros_like(array._host)
             host.flags.writeable = writes
-            result = _array.made(host, memory.Aside(host))
-            memory.OWNERS[id(host)] = result._mem  # so that a view of it is known as one
+            result = _array.made(host, memory.Aside(owner))
+            memory.OWNERS[id(owner)] = result._mem  # so that a view of it is known as one
             standing[id(result)] = array
             zeros.append(result._mem)
             return result
@@ -225,6 +227,17 @@ def _references(given: Iterable[Any]) -> list[weakref.ref[memory.BaseMemory]]:
     """
     roots = map(memory.root_of, given)
     return [weakref.ref(mem) for mem in roots if isinstance(mem, memory.Memory)]
+
+
+def _zeros_like(array: Any) -> tuple[Any, Any]:
+    """Return an array of zeros with the strides of another one, and the array that has its memory."""
+    if not array.size:
+        empty = np.empty_like(array)
+        return empty.view(), empty
+    low, high = byte_bounds(array)
+    owner = np.zeros(high - low, np.uint8)
+    start = array.__array_interface__["data"][0] - low
+    return np.ndarray(array.shape, array.dtype, owner, start, array.strides), owner
 
 
 def _each(change: Callable[[_array.ndarray], _array.ndarray], value: Any) -> Any:

@@ -182,10 +182,8 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             if poisons and memory.is_capturing():
                 return made(*memory.blank(result))
             if poisons:
-                result = memory.rubbish(
-                    result.shape, result.dtype, "C" if result.flags.c_contiguous else "F"
-                )
-            elif type(first) is ndarray:
+                return made(*memory.blank(result))
+            if type(first) is ndarray:
                 if result is first._host:
                     return first
                 if memory.OWNERS.get(id(memory.owner_of(result))) is first._mem:

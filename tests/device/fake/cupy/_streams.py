@@ -77,17 +77,26 @@ class _Wait:
 
 
 class Launch:
-    """A graph that has been launched."""
+    """A graph that has been launched.
+
+    Args:
+        work: what it does.
+        uses: what must not be freed before.
+    """
 
     to_host = False
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None], uses: Any) -> None:
+        self._work: Callable[[], None] | None = work
+        self._uses = uses
 
     def finish(self) -> None:
-        """Do it."""
-        with aside():
-            self._work()
+        """Do it, once: also if it fails."""
+        work, self._work = self._work, None
+        if work is not None:
+            with aside():
+                work()
+        self._uses = None
 
 
 class Stream:

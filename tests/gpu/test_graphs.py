@@ -1,0 +1,205 @@
+"""Steps on a device are recorded as graphs: their bits, what they contain, and what ends them."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import nn, ops, optim
+from nnmpi.backend.backend import Backend
+from nnmpi.base.errors import UsageError
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tensor import Tensor
+from tests.gpu.conftest import is_stand_in
+from tests.gpu.play import MODES, precise
+
+WIDE = 1024  # features; one row of numbers for dropout is as long
+MODELS = {
+    # The rows of batch statistics are freed before dropout reads its key: none may lie where the
+    # key does.
+    "normalized and dropped": (
+        lambda: nn.Sequential(
+            nn.Linear(6, WIDE), nn.BatchNorm1d(WIDE), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDE, 5)
+        ),
+        (3, 6),
+    ),
+    "dropped twice": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 7), nn.Dropout(0.3), nn.Linear(7, 7), nn.Dropout(0.5), nn.Linear(7, 5)
+        ),
+        (3, 6),
+    ),
+    "convolved": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, 1, 1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.GlobalAvgPool2d(),
+            nn.Linear(4, 5),
+        ),
+        (3, 5, 5, 3),
+    ),
+    "attended": (
+        lambda: nn.Sequential(nn.TransformerBlock(8, 2, 9, 0.2), nn.Linear(8, 5)),
+        (3, 4, 8),
+    ),
+    "recurrent": (lambda: Last(nn.LSTM(6, 7), nn.Linear(7, 5)), (3, 4, 6)),
+    "gated": (lambda: Last(nn.GRU(6, 7), nn.Linear(7, 5)), (3, 4, 6)),
+}
+
+
+class Last(nn.Module):
+    """A recurrent layer, and a layer over its last time."""
+
+    replayable = True
+
+    def __init__(self, layer: nn.Module, end: nn.Module) -> None:
+        self.layer, self.end = layer, end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.layer(x)[:, -1])
+
+
+class Step:
+    """A step of AdamW on a device."""
+
+    def __init__(self, name: str, device: Backend, compiled: bool) -> None:
+        build, shape = MODELS[name]
+        draw = np.random.default_rng(1)
+        x = draw.standard_normal(shape).astype("float32")
+        y = draw.integers(0, 5, shape[:1] if name != "attended" else shape[:2])
+        self.x, self.y = (Tensor(device.asarray(values)) for values in (x, y))
+        self.model = build().initialize(seed=2, backend=device)
+        self.optimizer = optim.AdamW(self.model.storage, lr=0.01)
+        self.run = nnmpi.compile(self.loop) if compiled else self.loop
+
+    def loop(self, x: Tensor, y: Tensor) -> Tensor:
+        self.model.zero_grad()
+        loss = ops.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def course(self, mode: str, steps: int = 5) -> list[float]:
+        """Return the losses of some steps, at a rate of their own each."""
+        losses = []
+        for step in range(steps):
+            self.optimizer.lr = 0.01 / (step + 1)
+            with precise(mode), nn.training(seed=3, step=step):
+                losses.append(self.run(self.x, self.y).item())
+        return losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_launches_have_the_eager_bits(device: Backend, name: str, mode: str) -> None:
+    """Rates and keys differ from step to step."""
+    eager, launched = (Step(name, device, compiled) for compiled in (False, True))
+    assert launched.course(mode) == eager.course(mode)
+    assert launched.run.recordings == 1 and not launched.run.refusal
+    for key, values in eager.model.state().items():
+        assert np.array_equal(launched.model.state()[key], values), key
+
+
+def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
+    """What Python notes ends no graph."""
+    step = Step("normalized and dropped", device, True)
+    step.course("float32", 3)
+    kinds = [type(call).__name__ for call in step.run._held.popitem()[1].recorder.calls]
+    # forward and backward, and the empty rest after the update; the stand-in looks at the labels
+    assert kinds.count("Segment") == 2 + is_stand_in(device)
+
+
+class Halved(Function):
+    """A user's operation, which computes with Python."""
+
+    def forward(self, x: Any) -> Any:
+        return x / 2
+
+    def backward(self, grad: Any) -> Any:
+        return (grad / 2,)
+
+
+def test_operations_of_users_are_called_between_graphs(device: Backend) -> None:
+    w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        w.grad = None
+        loss = (Halved()(x * w) * x).sum()
+        loss.backward()
+        return loss
+
+    for factor in (1, 2, 3, 4):
+        x = device.asarray(np.arange(3, dtype="float32") * factor)
+        assert step(x).item() == 2.5 * factor**2
+        assert device.to_host(w.grad).tolist() == [0, 0.5 * factor**2, 2.0 * factor**2]
+    assert step.recordings == 1
+
+
+def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> None:
+    w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
+    counts = []
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        w.grad = None
+        loss = (x * w * Tensor(device.asarray(np.full(3, 2.0, "float32")))).sum()
+        loss.backward()
+        counts.append(1)
+        return loss
+
+    x = device.asarray(np.ones(3, "float32"))
+    assert [step(x).item() for _ in range(4)] == [6.0] * 4
+    assert len(counts) == 4 and not step.recordings and "H2D" in step.refusal
+
+
+def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device: Backend) -> None:
+    step = Step("dropped twice", device, False)
+
+    @nnmpi.compile
+    def twice(x: Tensor, y: Tensor) -> Tensor:
+        step.loop(x, y)
+        return step.loop(x, y) * Tensor(device.asarray(np.ones(3, "float32"))).sum()
+
+    twice(step.x, step.y)
+    with pytest.raises(UsageError, match="in the middle .* do not compile it"):
+        twice(step.x, step.y)
+
+
+def test_memory_of_graphs_returns_to_the_pool(device: Backend) -> None:
+    pool = device.xp.get_default_memory_pool()
+    used = []
+    for _ in range(3):  # the first time constants are made, which stay
+        step = Step("normalized and dropped", device, True)
+        step.course("float32")
+        held = pool.used_bytes()
+        del step
+        gc.collect()
+        device.release_memory()
+        used.append(pool.used_bytes())
+        assert held > used[-1]
+    assert used[1] == used[2]
+
+
+def test_a_worker_launches_graphs_from_the_third_step_of_a_shape_on(
+    device: Backend, group: Group
+) -> None:
+    losses = {}
+    draw = np.random.default_rng(1)
+    x, y = draw.standard_normal((12, 6)).astype("float32"), draw.integers(0, 5, 12)
+    for replays in (False, True):
+        model = MODELS["dropped twice"][0]().initialize(seed=2, backend=device)
+        worker = Worker(model, optim.AdamW(model.storage, lr=0.01), group, backend=device)
+        if not replays:
+            worker.passes.replay._refused = True
+        reports = [worker.step(x, y) for _ in range(6)]
+        losses[replays] = [report.loss for report in reports]
+        assert (worker.passes.replay.replays >= 2) == replays
+        losses[replays].append(worker.evaluate(x, y).loss)
+        worker.release()
+    assert losses[False] == losses[True]
