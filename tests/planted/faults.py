@@ -365,7 +365,7 @@ FAULTS = (
     Fault(
         "device: a product runs in the stream of the one before",
         "nnmpi/backend/cublas.py",
-        "if stream != self._stream:",
+        "if stream is not self._stream:",
         "if self._stream is None:",
         "tests/backend/test_cublas.py",
     ),
