@@ -103,11 +103,14 @@ class Segment:
 
     Args:
         graph: CuPy's.
+        stream: in which it was captured; kept, since products compute in its workspace.
         numbers: pairs of arrays on the device and on the host.
     """
 
-    def __init__(self, xp: ModuleType, graph: Any, numbers: Sequence[tuple[Any, Array]]) -> None:
-        self._xp, self._graph, self._numbers = xp, graph, numbers
+    def __init__(
+        self, xp: ModuleType, graph: Any, stream: Any, numbers: Sequence[tuple[Any, Array]]
+    ) -> None:
+        self._xp, self._graph, self._stream, self._numbers = xp, graph, stream, numbers
 
     def __call__(self) -> None:
         """Write the numbers, and launch the graph on the current stream."""
@@ -245,7 +248,7 @@ class GraphRecorder(Recorder):
         if not self.is_complete:
             xp.cuda.get_current_stream().wait_event(stream.record())
             return
-        segment = Segment(xp, graph, self._take_numbers())
+        segment = Segment(xp, graph, stream, self._take_numbers())
         self._numbers = []
         segment()
         self._launched += 1
