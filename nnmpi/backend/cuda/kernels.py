@@ -51,8 +51,16 @@ class DeviceKernels(KernelLauncher):
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
-    # running mean and variance, a batch's mean and variance, fraction, the variance's factor
-    track = partialmethod(_update, "track")
+
+    def track(self, mean: Array, variance: Array, *args: Any) -> None:
+        """Move running statistics.
+
+        Args:
+            mean, variance: of the layer.
+            args: mean and variance of a batch, the fraction of the way, the variance's factor.
+        """
+        arrays, numbers = (mean, variance, *args[:2]), map(float, args[2:])
+        self.flat("track", mean.size, mean.dtype.itemsize, *arrays, *numbers, mean.size)
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
