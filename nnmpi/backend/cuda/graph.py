@@ -14,8 +14,6 @@ A launch of a graph costs the host a few microseconds, however many kernels are 
 sees memory as the eager step does: an array that is freed serves another result. So a recorded step
 needs no more memory than an eager one. Numbers that differ between steps lie in device memory, which
 is written before a launch.
-
-Ansel et al., "PyTorch 2", 2024, section 4.7, capture compiled steps in the same way.
 """
 
 from __future__ import annotations
@@ -113,9 +111,12 @@ class Segment:
 
     def __call__(self) -> None:
         """Write the numbers, and launch the graph on the current stream."""
+        stream = self._xp.cuda.get_current_stream()
         for target, values in self._numbers:
-            target.set(values)
-        self._graph.launch(self._xp.cuda.get_current_stream())
+            # without a stream CuPy would wait; CUDA has read the values when the call returns,
+            # since their memory is not page-locked
+            target.set(values, stream=stream)
+        self._graph.launch(stream)
 
 
 class GraphRecorder(Recorder):
