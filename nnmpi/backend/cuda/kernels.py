@@ -51,8 +51,17 @@ class DeviceKernels(KernelLauncher):
     sgd_momentum = partialmethod(_update, "sgd_momentum")
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
-    # running mean and variance, a batch's mean and variance, fraction, the variance's factor
-    track = partialmethod(_update, "track")
+
+    def track(
+        self,
+        running: tuple[Array, Array],
+        values: tuple[Array, Array],
+        fraction: float,
+        factor: float,
+    ) -> None:
+        """Move running means and variances towards a batch's, whose variances count `factor`."""
+        size, numbers = running[0].size, (float(fraction), float(factor))
+        self.flat("track", size, running[0].dtype.itemsize, *running, *values, *numbers, size)
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
