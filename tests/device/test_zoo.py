@@ -55,7 +55,7 @@ def test_contestants_agree(mode: str) -> None:
     assert [item["name"] for item in rows] == [*names]
     assert not [item for item in rows if "failed" in item or "wrong" in item]
     assert rows[0]["losses"] == rows[1]["losses"]
-    assert rows[2]["losses"][-1] < 0.95 * rows[2]["losses"][0]
+    assert rows[2]["losses"][-1] < 0.98 * rows[2]["losses"][0]
     assert all(len(item["blocks_s"]) == 2 and item["first_s"] > 0 for item in rows)
     assert rows[0]["peak_bytes"] > 4 * sum(array.nbytes for array in TINY["char-gru"].torch_weights)
 
