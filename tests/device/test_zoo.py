@@ -161,9 +161,11 @@ def test_the_time_is_over(end: signal.Signals) -> None:
     assert signal.getsignal(end) == before
 
 
-def test_unknown_names_are_refused() -> None:
+def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="'resnet' is unknown; the names are gpt2-124M"):
         command.parse(["--cases", "resnet"])
+    with pytest.raises(UsageError, match="--train 19 is too few: give at least 20 steps"):
+        command.parse(["--train", "19"])
     assert command.parse(["--check"]).cases == tuple(TINY)
 
 
