@@ -31,6 +31,7 @@ from itertools import product as product_of
 from threading import Lock
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -63,8 +64,8 @@ class Handle:
 
     Each stream has a workspace: a product's own memory, which cuBLAS would allocate at a time of its
     choice, also during a capture. They come from CuPy's default pool, because the current allocator
-    may belong to a capture. They are kept, because graphs compute in them: graphs that were captured
-    in one stream must not run at the same time.
+    may belong to a capture. A workspace lives as long as its stream, so a graph must keep the stream
+    in which it was captured; such graphs must not run at the same time.
 
     Args:
         xp: cupy.
@@ -78,21 +79,21 @@ class Handle:
         self._pool, self._current_stream = xp.get_default_memory_pool(), xp.cuda.get_current_stream
         self._bindings, self._device = bindings, device
         self._handle: int = bindings.create()
-        self._stream: int | None = None
-        self._workspaces: dict[int, Any] = {}
+        self._stream: Any = None
+        self._workspaces: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         bindings.set_math_mode(self._handle, WIDE_SUMS)
 
     def here(self) -> int:
         """Return the handle, set to the current stream."""
-        stream = self._current_stream(self._device).ptr
-        if stream != self._stream:
+        stream = self._current_stream(self._device)
+        if stream is not self._stream:
             if stream not in self._workspaces:
                 self._workspaces[stream] = self._pool.malloc(self._bytes)
-            self._bindings.set_stream(self._handle, stream)
+            self._bindings.set_stream(self._handle, stream.ptr)
             # in this order: a new stream takes the workspace away
             workspace = self._workspaces[stream]
             self._bindings.set_workspace(self._handle, workspace.ptr, self._bytes)
-            self._stream = stream
+            self._stream = stream  # kept: another one might get its address
         return self._handle
 
 
@@ -111,11 +112,6 @@ class Products:
         self._prepared: dict[Any, Multiply] = {}
         # 0 and 1 as alpha and beta, which cuBLAS reads from host memory in the type of the sums
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
-
-    def prepare(self) -> None:
-        """Allocate now what products in the current stream need, so that a capture does not."""
-        with self._lock:
-            self._handle(self._xp.cuda.runtime.getDevice()).here()
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
         """Write, or add, a @ b to `out`; the caller has checked shapes and dtypes.

@@ -25,7 +25,9 @@ SMALL = 10**6  # multiplications of a product that OpenBLAS computes without cop
 FEW = 16  # the fewest rows of a piece, and their divisor
 STRIPED = 64  # the most rows for strips of a transposed matrix
 MOST_SUMS = 4096  # elements of a result that is added up of pieces
-ALIGNED = 2**20  # elements of a result on a device whose rows are aligned
+# Elements of a result on a device whose rows are aligned; of a smaller one the product takes little
+# time anyway, and contiguous arrays have more kernels. Not measured.
+ALIGNED = 2**20
 COPIED_ROWS, COPIED = 1024, 8192  # rows of a that pay for a copy of a transposed b, its elements
 
 

@@ -74,27 +74,23 @@ def test_how_many_calls_a_product_takes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_each_stream_has_a_workspace_of_the_default_pool() -> None:
-    """Set again after each change of streams, allocated once, and before a product if that is
-    asked for.
-    """
+    """Set again after each change of streams, allocated once, and freed with the stream."""
     xp, double = load(), bindings()
     products, one = Products(xp), xp.ones((4, 4), BFLOAT16)
-    pool, stream = xp.get_default_memory_pool(), xp.cuda.Stream()
-    before = pool.used_bytes()
-    products.prepare()
-    assert pool.used_bytes() == before + cublas.WORKSPACE_BYTES
-    state = list(double.HANDLES.values())[-1]
-    assert state.mode == cublas.WIDE_SUMS
-    places = []
-    for current in (xp.cuda.Stream.null, stream, xp.cuda.Stream.null, stream):
-        with current:
+    pool, streams = xp.get_default_memory_pool(), [xp.cuda.Stream.null, xp.cuda.Stream()]
+    before, places = pool.used_bytes(), []
+    for number in (0, 1, 0, 1, 0):
+        with streams[number]:
             out = xp.empty((4, 4), BFLOAT16)
             products.multiply(one, one, out, False, False)
         assert float(out[0, 0]) == 4
-        assert state.stream == current.ptr
+        state = list(double.HANDLES.values())[-1]
+        assert (state.stream, state.mode) == (streams[number].ptr, cublas.WIDE_SUMS)
         places.append(state.workspace[0])
-    assert places[:2] == places[2:] and len(set(places)) == 2
+    assert places[:3] == places[2:] and len(set(places)) == 2
     assert pool.used_bytes() == before + 2 * cublas.WORKSPACE_BYTES + 512  # of `out`
+    streams.pop()
+    assert pool.used_bytes() == before + cublas.WORKSPACE_BYTES + 512
 
 
 def test_sizes_that_cublas_does_not_take() -> None:

@@ -14,8 +14,6 @@ A launch of a graph costs the host a few microseconds, however many kernels are 
 sees memory as the eager step does: an array that is freed serves another result. So a recorded step
 needs no more memory than an eager one. Numbers that differ between steps lie in device memory, which
 is written before a launch.
-
-Ansel et al., "PyTorch 2", 2024, section 4.7, capture compiled steps in the same way.
 """
 
 from __future__ import annotations
@@ -105,17 +103,23 @@ class Segment:
 
     Args:
         graph: CuPy's.
+        stream: in which it was captured; kept, since products compute in its workspace.
         numbers: pairs of arrays on the device and on the host.
     """
 
-    def __init__(self, xp: ModuleType, graph: Any, numbers: Sequence[tuple[Any, Array]]) -> None:
-        self._xp, self._graph, self._numbers = xp, graph, numbers
+    def __init__(
+        self, xp: ModuleType, graph: Any, stream: Any, numbers: Sequence[tuple[Any, Array]]
+    ) -> None:
+        self._xp, self._graph, self._stream, self._numbers = xp, graph, stream, numbers
 
     def __call__(self) -> None:
         """Write the numbers, and launch the graph on the current stream."""
+        stream = self._xp.cuda.get_current_stream()
         for target, values in self._numbers:
-            target.set(values)
-        self._graph.launch(self._xp.cuda.get_current_stream())
+            # without a stream CuPy would wait; CUDA has read the values when the call returns,
+            # since their memory is not page-locked
+            target.set(values, stream=stream)
+        self._graph.launch(stream)
 
 
 class GraphRecorder(Recorder):
@@ -244,7 +248,7 @@ class GraphRecorder(Recorder):
         if not self.is_complete:
             xp.cuda.get_current_stream().wait_event(stream.record())
             return
-        segment = Segment(xp, graph, self._take_numbers())
+        segment = Segment(xp, graph, stream, self._take_numbers())
         self._numbers = []
         segment()
         self._launched += 1

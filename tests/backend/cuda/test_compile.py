@@ -49,7 +49,6 @@ PACKED = {
         "softmax_grad_warps",
     ),
     *(
-        "softmax_loss_warps",
         "softmax_loss_grad_warps",
         "layer_norm_warps",
         "layer_norm_grad_warps",
