@@ -56,18 +56,18 @@ class Uploads:
     """Copies of batches to a device, which neither the host nor the step before waits for.
 
     Args:
-        device: of the batches.
+        device: of the batches, and of one thread's current stream.
     """
 
     def __init__(self, device: Backend) -> None:
-        self._device, self._cuda = device, device.xp.cuda
+        self.device, self._cuda = device, device.xp.cuda
         self._stream = self._cuda.Stream(non_blocking=True)
         # Copies that may be under way: an event after each, and what it reads.
         self._flying: deque[tuple[Any, Any]] = deque()
 
     def pack(self, *arrays: Array) -> list[Array]:
         """Return copies of NumPy arrays in page-locked memory. For a thread of its own."""
-        self._device.use()  # of this thread: memory is page-locked for its device
+        self.device.use()  # of this thread: memory is page-locked for its device
         return [self._packed(array) for array in arrays]
 
     def _packed(self, array: Array) -> Array:
@@ -89,7 +89,7 @@ class Uploads:
         cuda, stream = self._cuda, self._stream
         stream.wait_event(cuda.get_current_stream().record())
         with stream:  # so that the memory is of this stream
-            copies = [self._device.xp.empty(array.shape, array.dtype) for array in arrays]
+            copies = [self.device.xp.empty(array.shape, array.dtype) for array in arrays]
         for copy, array in zip(copies, arrays, strict=True):
             if array.size:
                 copy.set(array, stream=stream)

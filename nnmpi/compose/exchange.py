@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from nnmpi.backend.array import namespace
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.compose.arrange import Arrangement
@@ -82,6 +83,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
     weights: ShardedDataParallel | None = None
     squares = math.nan
+    _is_wide = False  # whether a kernel sums them in float64, where no small ones are lost
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
         arrangement = self.arrangement = trainer.arrangement
@@ -120,6 +122,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """Add the squares of a device's gradient to the step's numbers, to be read with them."""
         grads = self.model.storage.grads
         if self.arrangement.is_plain and grads and not isinstance(grads[0], np.ndarray):
+            self._is_wide = kernels_for(grads[0], "squares") is not None
             add_squares(grads, scalars.place(SQUARES, namespace(grads[0])))
 
     def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
@@ -131,7 +134,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
             sums = self.group.sum_floats(numbers)
         if self._updates:
             norm = math.nan
-        elif trusted(self.squares):
+        elif trusted(self.squares) or (self._is_wide and math.isfinite(self.squares)):
             norm = math.sqrt(self.squares)
         else:
             norm = gradient_norm(self.model.storage, self.arrangement)

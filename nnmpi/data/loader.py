@@ -59,6 +59,7 @@ GATHERED_BYTES = 2**24
 
 # A data set, a device, and the data set with its samples there, if they fit.
 _UNDECIDED: tuple[Samples, Backend, Dataset | None] | None = None
+_NOBODY: Uploads | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -207,6 +208,7 @@ class Loader(Settled):
     _next = (0, 0)  # the epoch and the batch with which `iter` begins
     _reached = (0, 0)  # those after the last batch of `iter`
     _held = _UNDECIDED
+    _sent_by = _NOBODY
 
     def __post_init__(self) -> None:
         """Check the settings, and derive what depends on them; again after each assignment."""
@@ -326,7 +328,7 @@ class Loader(Settled):
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
-        uploads = None if device is None else Uploads(device)
+        uploads = None if device is None else self._uploads_to(device)
 
         def make(number: int) -> Batch:
             batch = settings.part(epoch_order, epoch, number, settings.rank, settings.world)
@@ -352,6 +354,12 @@ class Loader(Settled):
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
             send=None if uploads is None else send,
         )
+
+    def _uploads_to(self, device: Backend) -> Uploads:
+        """Return the copies to a device, one object for all epochs: so its stream has its memory."""
+        if self._sent_by is None or self._sent_by.device is not device:
+            self._sent_by = Uploads(device)
+        return self._sent_by
 
     def _held_by(self, device: Backend) -> Dataset | None:
         """Return the data set with its samples on a device; None if they must not or cannot be there.

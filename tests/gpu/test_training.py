@@ -17,6 +17,7 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
+from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.compose.trainer import Progress
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
@@ -254,3 +255,23 @@ def test_numbers_that_are_read_a_step_late_change_nothing(
     assert steps == count == len(reports) // 2
     for name, values in state.items():
         np.testing.assert_array_equal(there[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])
+def test_a_norm_that_is_read_late_is_the_steps_own(
+    device: Backend, group: Group, size: float
+) -> None:
+    """Even if it is 0, or so small or large that float32 cannot hold its square."""
+    if is_stand_in(device):
+        pytest.skip("the stand-in has no kernel for the norm")
+    model = models.mlp((4,), 3, hidden=[5]).initialize(seed=0, backend=device)
+    worker = Worker(model, optim.SGD(model.storage, 0.1), group, backend=device)
+    scalars, (grad,) = DeferredScalars(), model.storage.grads
+    grad.fill(size)
+    worker.exchange.note_squares(scalars)
+    read = scalars.send()
+    grad.fill(1)  # the next step's
+    worker.exchange.squares = read()[SQUARES]
+    _, norm = worker.exchange.sum_numbers([0.0])
+    assert norm == pytest.approx(float(np.float32(size)) * grad.size**0.5, rel=1e-12, abs=0)
+    worker.release()
