@@ -27,13 +27,13 @@ from benchmarks.gpu.cases import (
 )
 from benchmarks.gpu.facts import collect
 from benchmarks.gpu.measure import Timing, makers, measure
-from benchmarks.gpu.train import measure_train, train_table
+from benchmarks.gpu.train import LEAST_STEPS, measure_train, train_table
 from benchmarks.harness import command, results
 from benchmarks.harness.command import Parser, say
 from benchmarks.harness.tables import labelled, rewrite
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.base.errors import DeviceError
+from nnmpi.base.errors import DeviceError, UsageError
 
 PROGRAM = "python benchmarks/gpu"
 DESCRIPTION = """Train the same models with nnmpi and with PyTorch on the same device, in turns. The
@@ -99,6 +99,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--markdown", action="store_true", help="print the table as Markdown")
     add("--check", action="store_true", help="tiny sizes, no times worth keeping; on any device")
     options = parser.parse_args(words)
+    if options.train and options.train < LEAST_STEPS:
+        raise UsageError(f"--train {options.train} is too few: give at least {LEAST_STEPS} steps")
     folder = os.environ.get("OUT")  # a remote machine's folder of results
     options.json = options.json or (folder and Path(folder, "gpu.json"))
     if options.check:

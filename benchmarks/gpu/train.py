@@ -24,6 +24,7 @@ from nnmpi.base.errors import LaunchError
 from nnmpi.data.dataset import Dataset
 
 CASE = CASES["mnist-cnn"]
+LEAST_STEPS = 20  # the command writes a line for every tenth
 
 
 def synthetic() -> tuple[Dataset, Dataset]:

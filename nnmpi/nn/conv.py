@@ -221,10 +221,9 @@ class GlobalAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
-        if x.ndim == 4 and x.shard is None and x.size:
-            means = on_device(AvgPool2dFunction, x, (x.shape[1], x.shape[2]))
-            if means is not None:
-                return means.reshape(x.shape[0], x.shape[3])
+        means = _on_device(x, (1, 1)) if x.ndim == 4 and x.size else None
+        if means is not None:
+            return means.reshape(x.shape[0], x.shape[3])
         return x.mean(axis=(1, 2))
 
 
@@ -245,9 +244,20 @@ class AdaptiveAvgPool2d(Module):
         """Return the means."""
         _images("AdaptiveAvgPool2d", x)
         require_floating("AdaptiveAvgPool2d", x)
+        means = _on_device(x, self.output_size)
+        if means is not None:
+            return means
         for axis, count in enumerate(self.output_size, start=1):
             x = _averaged(x, axis, count)
         return x
+
+
+def _on_device(x: Tensor, out: RowsAndColumns) -> Tensor | None:
+    """Return the means of windows side by side by a device's kernel; None where it cannot."""
+    (h, w), (rows, columns) = x.shape[1:3], out
+    if x.shard is not None or h % rows or w % columns:
+        return None
+    return on_device(AvgPool2dFunction, x, (h // rows, w // columns))
 
 
 def _averaged(x: Tensor, axis: int, count: int) -> Tensor:

@@ -123,7 +123,7 @@ class BatchNorm(Module):
         running = self.running_mean.data, self.running_variance.data
         kernels = kernels_for(mean, "track")
         if kernels is not None:
-            kernels.track(*running, mean, variance, self.momentum, factor)
+            kernels.track(running, (mean, variance), self.momentum, factor)
             return
         for data, value in zip(running, (mean, variance * factor), strict=True):
             data += self.momentum * (value - data)

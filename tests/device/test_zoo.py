@@ -55,7 +55,7 @@ def test_contestants_agree(mode: str) -> None:
     assert [item["name"] for item in rows] == [*names]
     assert not [item for item in rows if "failed" in item or "wrong" in item]
     assert rows[0]["losses"] == rows[1]["losses"]
-    assert rows[2]["losses"][-1] < 0.95 * rows[2]["losses"][0]
+    assert rows[2]["losses"][-1] < 0.98 * rows[2]["losses"][0]
     assert all(len(item["blocks_s"]) == 2 and item["first_s"] > 0 for item in rows)
     assert rows[0]["peak_bytes"] > 4 * sum(array.nbytes for array in TINY["char-gru"].torch_weights)
 
@@ -161,9 +161,11 @@ def test_the_time_is_over(end: signal.Signals) -> None:
     assert signal.getsignal(end) == before
 
 
-def test_unknown_names_are_refused() -> None:
+def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="'resnet' is unknown; the names are gpt2-124M"):
         command.parse(["--cases", "resnet"])
+    with pytest.raises(UsageError, match="--train 19 is too few: give at least 20 steps"):
+        command.parse(["--train", "19"])
     assert command.parse(["--check"]).cases == tuple(TINY)
 
 

@@ -307,7 +307,7 @@ TABLE: list[Sample] = [
     *(
         Sample(f"nn.{type(layer).__name__}", f"{n} channels", layer, [images(3, 9, 11, n)])
         for n in (7, 16)
-        for layer in (nn.GlobalAvgPool2d(), nn.Upsample((2, 3)))
+        for layer in (nn.GlobalAvgPool2d(), nn.AdaptiveAvgPool2d((3, 1)), nn.Upsample((2, 3)))
     ),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
     *(attending(3, time, causal, 24) for time in (2, 150) for causal in (False, True)),

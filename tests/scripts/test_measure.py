@@ -37,7 +37,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
         "-m tests.harness --ranks  tests/gpu",
         "-m tests.harness --no-serial --ranks 2 tests/gpu",
         f"benchmarks/gpu --check --markdown --json {out}/zoo.json --cases lenet5",
-        f"benchmarks/gpu --check --markdown --train 10 --json {out}/train.json",
+        f"benchmarks/gpu --check --markdown --train 20 --json {out}/train.json",
     ]
     assert sorted(file.name for file in out.iterdir()) == [
         "ranks.txt",

@@ -52,15 +52,16 @@ class DeviceKernels(KernelLauncher):
     # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
     adam = partialmethod(_update, "adam")
 
-    def track(self, mean: Array, variance: Array, *args: Any) -> None:
-        """Move running statistics.
-
-        Args:
-            mean, variance: of the layer.
-            args: mean and variance of a batch, the fraction of the way, the variance's factor.
-        """
-        arrays, numbers = (mean, variance, *args[:2]), map(float, args[2:])
-        self.flat("track", mean.size, mean.dtype.itemsize, *arrays, *numbers, mean.size)
+    def track(
+        self,
+        running: tuple[Array, Array],
+        values: tuple[Array, Array],
+        fraction: float,
+        factor: float,
+    ) -> None:
+        """Move running means and variances towards a batch's, whose variances count `factor`."""
+        size, numbers = running[0].size, (float(fraction), float(factor))
+        self.flat("track", size, running[0].dtype.itemsize, *running, *values, *numbers, size)
 
     def copy(self, target: Array, x: Array) -> bool:
         """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
