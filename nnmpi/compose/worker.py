@@ -543,11 +543,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _update_ahead(self) -> None:
         """Launch an update that changes nothing if the step's numbers are not finite."""
-        self.optimizer.guard = self.passes.guard()
-        try:
+        with self.optimizer.guarded(self.passes.guard()):
             self.exchange.update(1.0)
-        finally:
-            self.optimizer.guard = None
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""

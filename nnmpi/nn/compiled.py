@@ -70,11 +70,10 @@ class Compiled(Settled, fixed="pool"):
         calls: the number of calls in the last recording that was made or replayed.
         pool: the memory of all recordings. They can share it: only one runs at a time, and callers
             get copies of its results.
-        refusal: why the last step on a device was not captured; empty if it was.
     """
 
     _graphs: GraphMemory | None = None
-    refusal: str = ""
+    _refusal: str = ""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
@@ -92,6 +91,11 @@ class Compiled(Settled, fixed="pool"):
     def recordings(self) -> int:
         """The number of recordings."""
         return len(self._held)
+
+    @property
+    def refusal(self) -> str:
+        """Why the last step on a device was not captured; empty if it was."""
+        return self._refusal
 
     def __call__(self, *inputs: Any) -> Any:
         """Do one step. A lock lets one thread at a time in.
@@ -167,7 +171,7 @@ class Compiled(Settled, fixed="pool"):
             if not (isinstance(recorder, GraphRecorder) and recorder.can_begin_again(error)):
                 raise
             restore(mode)
-            self._tries[key], self.refusal = MOST_TRIES, f"{error}"
+            self._tries[key], self._refusal = MOST_TRIES, f"{error}"
             return self._record(key, inputs, mode, watch, xp)
         finally:
             restore(mode)
@@ -176,11 +180,11 @@ class Compiled(Settled, fixed="pool"):
                 return_freed_memory()  # held results until they were copied to the pool
         self.calls = len(recorder.calls)
         if recorder.is_complete:
-            self.refusal = ""
+            self._refusal = ""
             if watch is None or watch.is_unchanged():
                 self._held[key] = held
             else:  # a replay would leave out what the step has changed
-                self.refusal = "the step changes what it computes with"
+                self._refusal = "the step changes what it computes with"
         return held.results()
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:

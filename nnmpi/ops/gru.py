@@ -42,7 +42,7 @@ class GRUFunction(Function):
         if kernels is None:
             xp.add(gates, shift, out=gates)
         times = multiplier(xp, recurrent)
-        hidden = States(xp, packing, False, gates, (batch, features), h)
+        hidden = States.of(xp, packing, False, gates, (batch, features), h)
         inner = empty(xp, hidden.after.shape, x.dtype)
         scratch = empty(xp, (batch, 3 * features), x.dtype)
         for here, n, earlier in steps(packing.sizes, False):

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,38 +112,50 @@ class Packing:
         return result
 
 
-class States:
+class States(NamedTuple):
     """A state before and after every step, in one array: the initial one beside the packed rows.
 
         forward    | initial | after step 0 | after step 1 | ...
         reverse    | after step 0 | ... | after the last step | initial |
 
-    Args:
-        xp: the arrays' module.
+    Attributes:
         packing: of the batch.
         reverse: whether the last time step is the first.
-        like: (packed rows, any), for the dtype.
-        shape: (batch, features), of one state.
-        initial: the first state; None for 0.
-
-    Attributes:
-        first: (batch, features), the initial state, in the packed rows' order.
         after: (packed rows, features), the states after each step.
+        first: (batch, features), the initial state, in the packed rows' order.
+        shifted: (packed rows, features), the states before each step, if no sequence is padded.
+        end: (batch, features), the last state, likewise or if it goes in reverse.
     """
 
-    def __init__(
-        self, xp: Any, packing: Packing, reverse: bool, like: Array, shape: Shape, initial: Any
-    ) -> None:
+    packing: Packing
+    reverse: bool
+    after: Array
+    first: Array
+    shifted: Array
+    end: Array
+
+    @classmethod
+    def of(
+        cls, xp: Any, packing: Packing, reverse: bool, like: Array, shape: Shape, initial: Any
+    ) -> States:
+        """Return states of which only the first is known.
+
+        Args:
+            xp: the arrays' module.
+            like: (packed rows, any), for the dtype.
+            shape: (batch, features), of one state.
+            initial: the first state; None for 0.
+        """
         (batch, features), count = shape, len(like)
         memory = empty(xp, (batch + count, features), like.dtype)
         early, late, head, tail = memory[:count], memory[count:], memory[:batch], memory[batch:]
         parts = (early, late, tail, head) if reverse else (tail, head, early, late)
-        self.after, self.first, self._before, self._end = parts
-        self._packing, self._reverse = packing, reverse
+        states = cls(packing, reverse, *parts)
         if initial is None:
-            self.first.fill(0)
+            states.first.fill(0)
         else:
-            copy(xp, self.first, initial if packing.order is None else initial[packing.order])
+            copy(xp, states.first, initial if packing.order is None else initial[packing.order])
+        return states
 
     def before(self, xp: Any, earlier: slice, n: int) -> Array:
         """Return the state before a step: the previous step's; the initial one for new sequences.
@@ -161,19 +173,19 @@ class States:
 
     def all_before(self, xp: Any) -> Array:
         """Return the states before all steps, (packed rows, features)."""
-        packing = self._packing
+        packing = self.packing
         if packing.rows is None:
-            return self._before
+            return self.shifted
         result = xp.empty(self.after.shape, self.after.dtype)
-        for here, n, earlier in steps(packing.sizes, self._reverse):
+        for here, n, earlier in steps(packing.sizes, self.reverse):
             result[here] = self.before(xp, earlier, n)
         return result
 
     def last(self, xp: Any) -> Array:
         """Return the state after each sequence's last step, (batch, features), in its order."""
-        packing, stop = self._packing, 0
-        if packing.rows is None or self._reverse:
-            return packing.unsort(self._end)
+        packing, stop = self.packing, 0
+        if packing.rows is None or self.reverse:
+            return packing.unsort(self.end)
         result = xp.empty(self.first.shape, self.first.dtype)
         for n, later in zip(packing.sizes, (*packing.sizes[1:], 0), strict=True):
             stop += n
@@ -219,7 +231,7 @@ class LSTMFunction(Function):
             xp.add(gates, shift, out=gates)
         times = multiplier(xp, factors[1])
         states = packing, self.reverse, gates, (batch, features)
-        hidden, cells = (States(xp, *states, initial) for initial in (h, c))
+        hidden, cells = (States.of(xp, *states, initial) for initial in (h, c))
         scratch = empty(xp, (batch, 4 * features), x.dtype)
         for here, n, earlier in steps(packing.sizes, self.reverse):
             times(hidden.before(xp, earlier, n), scratch[:n])

@@ -16,6 +16,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
@@ -167,12 +168,10 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
         ranks: the ranks with the same storage that divide the updates of matrices (see `muon`); a
             strategy sets it.
-        guard: a number on the device, float64; while it is set, an update changes nothing if the
-            number is not finite when the device comes to it. Set it only if `can_guard`.
     """
 
     elementwise: ClassVar[bool] = True
-    guard: Array | None = None
+    _guard: Array | None = None  # see `guarded`
     ranks: Any = None
     run_id: str | None = None
     lr: Any = _Followed()
@@ -327,15 +326,33 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
 
     @property
     def can_guard(self) -> bool:
-        """Whether all updates are kernels that know `guard`."""
+        """Whether all updates are kernels of a device that know a guard."""
         return is_own(type(self)) and all(
             not isinstance(block.data, np.ndarray) and compiled_update(block, self.compiled)
             for block in self._blocks
         )
 
+    @contextmanager
+    def guarded(self, number: Array) -> Iterator[None]:
+        """Let updates in this block change nothing if a number is not finite by then.
+
+        Args:
+            number: float64, on the device.
+
+        Raises:
+            UsageError: when they are no kernels that look at it (see `can_guard`).
+        """
+        if not self.can_guard:
+            raise UsageError(f"updates of {type(self).__name__} here do not look at a guard")
+        self._guard = number
+        try:
+            yield
+        finally:
+            self._guard = None
+
     @property
     def _guarded(self) -> dict[str, Any]:
-        return {} if self.guard is None else {"guard": self.guard}
+        return {} if self._guard is None else {"guard": self._guard}
 
     def _zeros_like(self, data: Array) -> Array:
         store = self.storage.state_store

@@ -49,18 +49,30 @@ def extremum(function):
     return build
 
 
+def once(mask):
+    """Return a function of a tensor: the mask where the tensor is, copied there by the first call."""
+    copied = []
+
+    def there(x):
+        copied[:] = copied or [beside(x, mask)]
+        return copied[0]
+
+    return there
+
+
 def where(draw: Draw) -> Case:
     """Two tensors and a condition, all broadcast."""
     condition, a, b = broadcasting(draw, 3)
     mask = array(draw, anywhere, condition) > 0
-    return Case(lambda x, y: tensor.where(beside(x, mask), x, y), arrays(draw, anywhere, (a, b)))
+    there = once(mask)
+    return Case(lambda x, y: tensor.where(there(x), x, y), arrays(draw, anywhere, (a, b)))
 
 
 def where_number(draw: Draw) -> Case:
     """A tensor and a number on either side."""
     x = array(draw, anywhere, draw_shape(draw))
-    mask, left = np.asarray(x > 0.5), draw(st.booleans())
-    return Case(lambda t: tensor.where(beside(t, mask), *((1.5, t) if left else (t, 1.5))), [x])
+    mask, left = once(np.asarray(x > 0.5)), draw(st.booleans())
+    return Case(lambda t: tensor.where(mask(t), *((1.5, t) if left else (t, 1.5))), [x])
 
 
 def power_number(draw: Draw) -> Case:
