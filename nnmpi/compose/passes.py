@@ -637,8 +637,9 @@ def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
     families = {family for name in ("", *names) for family in _FAMILIES.get(name, ())}
     wide, low = model.storage.dtype.name, low_dtype(mode)
     narrow = wide if low is None else low.name
-    kernels.compile_ahead(families, narrow, wide)
-    kernels.compile_ahead(["updates", "sums"], wide, wide)
+    inside = families & {"recurrent"}  # computes in float32 inside of half precision
+    kernels.compile_ahead(families - inside, narrow, wide)
+    kernels.compile_ahead(["updates", "sums", *inside], wide, wide)
     # copies within a dtype and between them; the seed of a backward pass is float64
     for target, source in {(narrow, narrow), (wide, narrow), (wide, "float64")}:
         kernels.compile_ahead(["copy"], target, source)

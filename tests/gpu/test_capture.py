@@ -1,4 +1,7 @@
-"""Captured streams and graphs: the doubles of a device do and refuse what a card does and refuses."""
+"""Captured streams and graphs: the doubles of a device do and refuse what a card does and refuses.
+
+That is CUDA's documentation's word, and CuPy's own doing: no card has run these tests yet.
+"""
 
 import subprocess
 import sys

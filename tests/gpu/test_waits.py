@@ -267,28 +267,23 @@ def test_kernels_that_are_switched_off_are_recorded_apart(real_device: Backend) 
     )
 
 
-def test_a_replay_makes_no_more_calls_than_a_step(
-    real_device: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the library and of kernels: results are written where they lie, and none is copied
-    there.
-    """
+def test_a_replay_makes_few_calls(real_device: Backend) -> None:
+    """It launches graphs and an update, however many kernels they are."""
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(
         backend=real_device
     )
     update = optim.Adam(model.storage)
 
-    copies = []
-    monkeypatch.setattr("nnmpi.backend.recording._fill", lambda *args: copies.append(args))
     compiled = nnmpi.compile(step_of(model, update))
     x, y = (
         real_device.asarray(np.ones((4, 6), "float32")),
         real_device.asarray(np.zeros(4, "int64")),
     )
     compiled(x, y)
+    compiled(x, y)  # captured
     with no_waiting():
         compiled(x, y)
-    assert not copies and compiled.calls < 40
+    assert 0 < compiled.calls < 15
 
 
 @contextmanager
