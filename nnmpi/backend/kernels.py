@@ -21,7 +21,7 @@ itself beside it, and these lines in the Function. Compiled functions run throug
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -85,17 +85,21 @@ def to_float32(xp: Any, x: Array) -> Array:
     return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
 
 
-def add(xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-    """Return a + b, as `xp.add` does; a device's kernel adds arrays of one shape and dtype.
+def _pair(name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+    """Return xp.NAME(a, b); a device's kernel computes it for arrays of one shape and dtype.
 
-    CuPy's sum of two bfloat16 arrays converts every element by itself.
+    CuPy converts every element of bfloat16 by itself.
     """
     if type(a) is not np.ndarray and hasattr(a, "flags"):
-        kernels = kernels_for(a, "add")
-        result = None if kernels is None else kernels.add(xp, a, b, out)
+        kernels = kernels_for(a, name)
+        result = None if kernels is None else getattr(kernels, name)(xp, a, b, out)
         if result is not None:
             return result
-    return xp.add(a, b) if out is None else xp.add(a, b, out=out)
+    function = getattr(xp, name)
+    return function(a, b) if out is None else function(a, b, out=out)
+
+
+add, multiply = partial(_pair, "add"), partial(_pair, "multiply")
 
 
 def add_bias(xp: Any, y: Array, bias: Array) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, masked
-from nnmpi.backend.kernels import add, cast, kernels_for
+from nnmpi.backend.kernels import add, cast, kernels_for, multiply
 from nnmpi.backend.precision import is_low
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.operand import in_float32, mixes
@@ -38,8 +38,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "subtract": Rule((), _same, lambda xp, grad: xp.negative(grad)),
         "multiply": Rule(
             (0, 1),
-            lambda xp, grad, a, b: xp.multiply(grad, b),
-            lambda xp, grad, a, b: xp.multiply(grad, a),
+            lambda xp, grad, a, b: multiply(xp, grad, b),
+            lambda xp, grad, a, b: multiply(xp, grad, a),
         ),
         "divide": Rule(
             (1, -1),
@@ -60,6 +60,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+# Functions of two arrays that a device may have kernels for.
+PAIRS = MappingProxyType({"add": add, "multiply": multiply})
+
+
 class Pointwise(Elementwise):
     """The array library's function of this name, differentiated by `RULES`."""
 
@@ -71,7 +75,8 @@ class Pointwise(Elementwise):
         self.name, self.rule = name, RULES[name]
 
     def forward(self, *inputs: Any) -> Array:
-        y = add(self.xp, *inputs) if self.name == "add" else getattr(self.xp, self.name)(*inputs)
+        pair = PAIRS.get(self.name)
+        y = getattr(self.xp, self.name)(*inputs) if pair is None else pair(self.xp, *inputs)
         values = (*inputs, y)
         self.saved = tuple([values[i] for i in self.rule.saves])
         return y

@@ -1,4 +1,4 @@
-// Activations, elementwise or after a linear layer's bias, and sums of two arrays. GELU is x times
+// Activations, elementwise or after a linear layer's bias; sums and products of two arrays. GELU is x times
 // the normal distribution's cumulative function, exact and in GPT-2's tanh form.
 
 struct Gelu {
@@ -125,6 +125,12 @@ extern "C" __global__ void __launch_bounds__(256)
     for_each(
         n, [=](T& first, T& second, T& to) { set(to, wide(first) + wide(second)); }, in(a), in(b),
         out(sum));
+}
+extern "C" __global__ void __launch_bounds__(256)
+    multiply(const T* a, const T* b, T* product, long long n) {
+    for_each(
+        n, [=](T& first, T& second, T& to) { set(to, wide(first) * wide(second)); }, in(a), in(b),
+        out(product));
 }
 extern "C" __global__ void __launch_bounds__(256)
     add_low(const P* a, const T* b, P* sum, long long n) {

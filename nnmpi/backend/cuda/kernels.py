@@ -77,8 +77,8 @@ class DeviceKernels(KernelLauncher):
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
         return True
 
-    def add(self, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
-        """Return a + b, contiguous arrays of one shape and dtype; None for others."""
+    def _pair(self, name: str, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
+        """Return a + b or a * b, contiguous arrays of one shape and dtype; None for others."""
         if not (
             type(b) is type(a)
             and a.dtype == b.dtype
@@ -88,8 +88,10 @@ class DeviceKernels(KernelLauncher):
         ):
             return None
         result = xp.empty(a.shape, a.dtype) if out is None else out
-        self.flat("add", a.size, a.dtype.itemsize, a, b, result, a.size)
+        self.flat(name, a.size, a.dtype.itemsize, a, b, result, a.size)
         return result
+
+    add, multiply = partialmethod(_pair, "add"), partialmethod(_pair, "multiply")
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""

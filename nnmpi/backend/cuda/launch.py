@@ -51,6 +51,7 @@ KERNELS = {
     "activate": ("activation", "TT"),
     "activate_grad": ("activation", "TTT"),
     "add": ("activation", "TTT"),
+    "multiply": ("activation", "TTT"),
     "add_low": ("activation", "PTP"),
     "softmax": ("softmax", "ST"),
     "softmax_grad": ("softmax", "TTT"),

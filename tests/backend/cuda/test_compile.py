@@ -64,7 +64,17 @@ PACKED = {
         "embedding",
         "dropout",
     ),
-    *("sgd", "sgd_momentum", "adam", "track", "activate", "activate_grad", "add", "add_low"),
+    *(
+        "sgd",
+        "sgd_momentum",
+        "adam",
+        "track",
+        "activate",
+        "activate_grad",
+        "add",
+        "multiply",
+        "add_low",
+    ),
 }
 
 
