@@ -24,6 +24,7 @@ from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.device.here import on_device
 from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
@@ -93,7 +94,7 @@ def train(
     compiled,
     optimizer=optim.Adam,
     dtype="float32",
-    sizes=(5, 5, 3, 5, 1, 3, 5),
+    sizes=(5, 5, 3, 5, 1, 3, 1, 5),
     model=None,
     backend=None,
 ):
@@ -199,7 +200,7 @@ def test_gradients_that_the_step_sets_to_none_are_so_in_replays(loose):
         step()
         np.testing.assert_array_equal(x.grad, 2 * x.data)
         assert other.grad is None
-    recorded.assert_called_once()
+    assert recorded.call_count == 1 + on_device()  # a device captures the second call
 
 
 def test_operations_of_ones_own():

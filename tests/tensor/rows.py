@@ -3,11 +3,13 @@ sees to.
 """
 
 import operator
+from functools import cache
 
 import numpy as np
 from hypothesis import strategies as st
 
 from nnmpi import tensor
+from nnmpi.backend.array import namespace
 from nnmpi.tensor.sharded import gather_shards
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import (
@@ -18,7 +20,6 @@ from tests.tensor.draws import (
     array,
     arrays,
     axes_of,
-    beside,
     between,
     broadcasting,
     distinct,
@@ -51,13 +52,8 @@ def extremum(function):
 
 def once(mask):
     """Return a function of a tensor: the mask where the tensor is, copied there by the first call."""
-    copied = []
-
-    def there(x):
-        copied[:] = copied or [beside(x, mask)]
-        return copied[0]
-
-    return there
+    copied = cache(lambda library: library.asarray(mask))
+    return lambda x: copied(namespace(x.data))
 
 
 def where(draw: Draw) -> Case:
