@@ -79,7 +79,9 @@ class Compiled(Settled, fixed="pool"):
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, Recording] = {}
-        self._tries: dict[Any, int] = {}  # of steps on a device, by key
+        # of steps on a device, by key: how often they were captured, and whether the last call ran
+        # in the memory of the graphs, so that the next one may be captured
+        self._tries: dict[Any, tuple[int, bool]] = {}
         self.pool = MemoryPool()
         self._lock = RLock()
         self.calls = 0
@@ -171,7 +173,7 @@ class Compiled(Settled, fixed="pool"):
             if not (isinstance(recorder, GraphRecorder) and recorder.can_begin_again(error)):
                 raise
             restore(mode)
-            self._tries[key], self._refusal = MOST_TRIES, f"{error}"
+            self._tries[key], self._refusal = (MOST_TRIES, False), f"{error}"
             return self._record(key, inputs, mode, watch, xp)
         finally:
             restore(mode)
@@ -188,14 +190,15 @@ class Compiled(Settled, fixed="pool"):
         return held.results()
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
-        """Return the recorder of a step's next try; it captures from the second one on."""
+        """Return the recorder of a step's next call; it captures every second one."""
         if self._graphs is None:
             self._graphs = GraphMemory(xp)
         if len(self._tries) >= MOST_KEYS:
             self._tries.clear()
-        count = self._tries.get(key, 0)
-        self._tries[key] = min(count + 1, MOST_TRIES)
-        return GraphRecorder(self._graphs, captures=0 < count < MOST_TRIES)
+        count, is_ready = self._tries.get(key, (0, False))
+        captures = is_ready and count < MOST_TRIES
+        self._tries[key] = count + captures, not captures
+        return GraphRecorder(self._graphs, captures)
 
 
 class Recording:
