@@ -114,6 +114,20 @@ def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
     assert kinds.count("Segment") == 2 + is_stand_in(device)
 
 
+def test_a_step_that_has_changed_runs_once_before_it_is_captured_again(device: Backend) -> None:
+    """Its kernels are then compiled, and the graphs' memory has room for its results."""
+    step = Step("dropped twice", device, True)
+    eager = Step("dropped twice", device, False)
+    assert step.course("float32", 3) == eager.course("float32", 3)
+    for each in (step, eager):
+        each.model[0].weight.requires_grad = False
+    found = []
+    for _ in range(3):
+        assert step.course("float32", 1) == eager.course("float32", 1)
+        found.append(step.run.recordings)
+    assert found == [0, 1, 1]
+
+
 class Halved(Function):
     """A user's operation, which computes with Python."""
 
