@@ -110,6 +110,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return activated("sigmoid", SigmoidFunction(), require_floating("sigmoid", x))
 
 
+def is_sigmoid(node: Any) -> bool:
+    """Whether a result's operation is a sigmoid."""
+    return isinstance(node, SigmoidFunction) or getattr(node, "form", "") == "sigmoid"
+
+
 def silu(x: Tensor) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
     return _smooth("silu", require_floating("silu", x))

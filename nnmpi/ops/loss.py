@@ -17,6 +17,7 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import row_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
+from nnmpi.ops.activation import is_sigmoid
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
 from nnmpi.tensor.operand import (
@@ -418,8 +419,14 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
     Raises:
         ShapeError: when the shapes differ.
         DtypeError: when the dtypes differ.
-        UsageError: for an unknown reduction.
+        UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as PyTorch's
+            function of this name takes them (seen where gradients are recorded).
     """
+    if isinstance(logits, Tensor) and is_sigmoid(logits.node):
+        raise UsageError(
+            "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
+            " before it"
+        )
     return _error("binary_cross_entropy", _from_logits, logits, target, reduction)
 
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import ShapeError
+from nnmpi import nn, ops
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
 from nnmpi.tensor.tensor import Tensor
 
@@ -117,3 +118,13 @@ def test_negative_labels_of_narrow_dtypes():
     assert cross_entropy(Tensor(logits), np.array([299, 200], "uint16")).item() == pytest.approx(
         math.log(300)
     )
+
+
+def test_probabilities_in_the_place_of_logits_are_refused():
+    """PyTorch's binary_cross_entropy takes them."""
+    x = Tensor(np.array([[2.0, -1.0]], "float32"), requires_grad=True)
+    y = np.ones((1, 2), "float32")
+    for logits in (ops.sigmoid(x), nn.Sigmoid()(x)):
+        with pytest.raises(UsageError, match="applies the sigmoid itself; give it the logits"):
+            ops.binary_cross_entropy(logits, y)
+    assert ops.binary_cross_entropy(x, y).item() == pytest.approx(0.7201, abs=1e-4)
