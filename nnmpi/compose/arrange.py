@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -54,6 +55,9 @@ from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor
 
+SWEEPS = 6  # the most over the layers, to measure them
+STEADY = 0.05  # a gain of the last sweep that ends them, as a share of all time
+_seconds = attrgetter("seconds")
 MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO inside a pipeline's stages
 
 
@@ -351,17 +355,23 @@ def _choose(
                 f" say how many of the {len(layers)} layers each stage has"
             )
     x = Tensor(backend.asarray(sample))
-    with training():
-        # the faster one of two sweeps: what keeps the core busy for a moment hits other layers then
-        sweeps = [
-            measure(of_chain(full_model.model, layers, dtype, backend), x, backend)
-            for _ in range(2)
-        ]
-    measured = [min(pair, key=lambda cost: cost.seconds) for pair in zip(*sweeps, strict=True)]
-    costs = [
-        LayerCost(*item)
-        for item in mesh.world.share([list(vars(cost).values()) for cost in measured])
-    ]
+    # Each layer's fastest sweep counts: what keeps the core busy for a moment hits other layers in
+    # the next one. Sweeps follow until one finds no layer much faster than all before it.
+    measured: list[LayerCost] = []
+    costs: list[LayerCost] = []
+    for _ in range(SWEEPS):
+        with training():
+            sweep = measure(of_chain(full_model.model, layers, dtype, backend), x, backend)
+        before = measured or sweep
+        measured = [min(pair, key=_seconds) for pair in zip(before, sweep, strict=True)]
+        is_first, gained_s = not costs, sum(map(_seconds, before)) - sum(map(_seconds, measured))
+        settled = not is_first and gained_s <= STEADY * sum(map(_seconds, measured))
+        values, settled = mesh.world.share(
+            [[list(vars(cost).values()) for cost in measured], settled]
+        )
+        costs = [LayerCost(*item) for item in values]
+        if settled:
+            break
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]

@@ -1,5 +1,6 @@
 """Spreading a model: what each rank gets, and what is refused with what would work."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.memory.layers import measure, of_chain
+from nnmpi.memory.layers import LayerCost, measure, of_chain
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.updates import SGD
@@ -160,6 +161,30 @@ def test_what_is_no_tensor_is_not_measured(group: Group) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Named(), nn.Linear(2, 2))
     with pytest.raises(UsageError, match="a layer returned an instance of dict, .*; give split"):
         arrange(model, group, Layout(pp=2), np.zeros((1, 2), np.float32))
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+def test_busy_sweeps_over_the_layers_do_not_choose_the_cut(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal layers, of which another process holds up other ones in each of the first sweeps."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    busy = iter([{0, 1, 2, 3}, {0, 1}, {1}, {5}, {4}, {3}] * group.size)
+
+    def sweep(measured: Any, x: Tensor, backend: Any) -> list[LayerCost]:
+        slow = next(busy)
+        return [
+            replace(cost, forward_s=s, keep_s=s, backward_s=2 * s)
+            for i, cost in enumerate(measure(measured, x, backend))
+            for s in [1e-3 * (1 + 50 * (i in slow))]
+        ]
+
+    group.barrier()
+    if group.is_root:
+        monkeypatch.setattr("nnmpi.compose.arrange.measure", sweep)
+    group.barrier()
+    where = arrange(layers, group, Layout(pp=2), np.zeros((1, 4), np.float32))
+    assert [len(cut) for cut in where.cuts] == [3, 3]
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
