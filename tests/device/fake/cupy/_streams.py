@@ -109,7 +109,6 @@ class Stream:
         self.ptr = 0 if null else id(self)
         self._blocking = not non_blocking and not null
         self._queue: deque[Any] = deque()
-        self._issued = 0
         self._arrived = 0
         self._capture: Capture | None = None
 
@@ -122,9 +121,13 @@ class Stream:
 
     def _push(self, item: Any) -> None:
         self._queue.append(item)
-        self._issued += 1
         if self not in PENDING:
             PENDING.append(self)
+
+    @property
+    def _issued(self) -> int:
+        """How much has been put into it: no counter, which threads could miscount for good."""
+        return self._arrived + len(self._queue)
 
     def _finish(self, upto: int | None = None) -> None:
         """Let copies arrive, all or those before a place."""
