@@ -17,6 +17,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import TokenGenerator
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.module import Module
+from tests.device.here import on_device
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14
 PROMPT = [3, 1, 4, 1]

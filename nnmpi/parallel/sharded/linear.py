@@ -71,6 +71,8 @@ class LookUp(EmbeddingFunction):
 
     __slots__ = ("first", "hits")
 
+    captured = False  # how many indices are of this part is known to the device alone
+
     def __init__(self, first: int, reads: Any) -> None:
         super().__init__(reads)
         self.first = first
