@@ -250,6 +250,12 @@ class Recorder:
                 return False
         return True
 
+    def restore_grads(self) -> None:
+        """Give each leaf the gradient that it had, before a step that was not done is done again."""
+        for leaf, *_, grad in self.leaves.values():
+            if grad is not False:  # else the step clears it first
+                leaf._grad = grad
+
     def copy_loose_grads(self) -> None:
         """Replace the gradients of `loose` leaves by copies, which the next replay won't change."""
         for leaf, buffer in self.loose:

@@ -12,6 +12,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
+from nnmpi.ops.loss import CrossEntropy
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
@@ -170,6 +171,61 @@ def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> No
     x = device.asarray(np.ones(3, "float32"))
     assert [step(x).item() for _ in range(4)] == [6.0] * 4
     assert len(counts) == 4 and not step.recordings and "H2D" in step.refusal
+
+
+def test_gradients_of_a_step_that_is_done_again_are_its_own(device: Backend) -> None:
+    """The step does not clear them, and it is its backward pass that cannot be captured."""
+
+    class Copied(Function):
+        captured = True
+
+        def forward(self, x: Any) -> Any:
+            return x * 2
+
+        def backward(self, grad: Any) -> Any:
+            return (grad * device.asarray(np.full(3, 2.0, "float32")),)
+
+    a, b = (Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True) for _ in range(2))
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        loss = (Copied()(x * a) * b).sum()
+        loss.backward()
+        return loss
+
+    x = device.asarray(np.arange(3, dtype="float32"))
+    for count in range(1, 5):
+        step(x)
+        for leaf in (a, b):
+            assert device.to_host(leaf.grad).tolist() == [0, 2 * count, 4 * count]
+    assert "H2D" in step.refusal and not step.recordings
+
+
+def test_a_pass_that_cannot_be_captured_is_done_eagerly(
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank notes the same of it as of a pass that was never tried."""
+    if is_stand_in(device):
+        pytest.skip("the stand-in looks at the labels, which ends a graph before the loss")
+    losses = []
+    draw = np.random.default_rng(1)
+    x, y = draw.standard_normal((12, 6)).astype("float32"), draw.integers(0, 5, 12)
+    backward = CrossEntropy.backward
+
+    def copied(function: Any, grad: Any) -> Any:
+        to_logits, *rest = backward(function, grad)
+        return to_logits * device.asarray(np.ones(5, "float32")), *rest
+
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(CrossEntropy, "backward", copied)
+        model = MODELS["dropped twice"][0]().initialize(seed=2, backend=device)
+        worker = Worker(model, optim.AdamW(model.storage, lr=0.01), group, backend=device)
+        losses.append([worker.step(x, y).loss for _ in range(6)])
+        assert (worker.passes.replay.replays == 0) == broken
+        assert ("H2D" in worker.explain_replay()) == broken
+        worker.release()
+    assert losses[0] == losses[1]
 
 
 def test_work_that_cannot_be_captured_after_a_part_was_done_is_an_error(device: Backend) -> None:
