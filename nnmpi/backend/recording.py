@@ -166,11 +166,11 @@ class Recorder:
             among their attributes, and in dictionaries that are attributes.
         pool: as given.
         captures: whether it records graphs of a device, see `cuda.graph`.
-        is_complete: whether the calls are all that a replay needs.
+        warms_up: whether the step is only done, and recorded another time.
     """
 
     captures: ClassVar[bool] = False
-    is_complete = True
+    warms_up = False
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
         self.calls: list[Call] = []
@@ -297,20 +297,20 @@ class Recorder:
         return result
 
     def note(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same for a function that computes on no array."""
+        """Do the same for a function that computes on no array, see `record_note`."""
         result = Recorder.run_eagerly(self, function, *args)  # no graph ends
         self.record(function, *args)
         return result
+
+    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Do the same for a function that only computes on arrays, see `record_launch`."""
+        return self.record_call(function, *args)
 
     def input(self, function: Callable[[], Array]) -> Array:
         """Return a buffer with a function's array, which replays fill anew."""
         buffer: Array = self.run_eagerly(lambda: self.copy(function()))
         self.record(fill, buffer, function)
         return buffer
-
-    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same for a function that only computes on arrays."""
-        return self.record_call(function, *args)
 
     def numbers(self, function: Callable[[], Any]) -> Any:
         """Return a function's numbers; only operations that are recorded whole need them."""

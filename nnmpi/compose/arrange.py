@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
+from math import inf
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -358,20 +359,19 @@ def _choose(
     # Each layer's fastest sweep counts: what keeps the core busy for a moment hits other layers in
     # the next one. Sweeps follow until one finds no layer much faster than all before it.
     measured: list[LayerCost] = []
-    costs: list[LayerCost] = []
+    total_s = inf
     for _ in range(SWEEPS):
         with training():
             sweep = measure(of_chain(full_model.model, layers, dtype, backend), x, backend)
-        before = measured or sweep
-        measured = [min(pair, key=_seconds) for pair in zip(before, sweep, strict=True)]
-        is_first, gained_s = not costs, sum(map(_seconds, before)) - sum(map(_seconds, measured))
-        settled = not is_first and gained_s <= STEADY * sum(map(_seconds, measured))
-        values, settled = mesh.world.share(
-            [[list(vars(cost).values()) for cost in measured], settled]
-        )
-        costs = [LayerCost(*item) for item in values]
+        measured = [min(a, b, key=_seconds) for a, b in zip(measured or sweep, sweep, strict=True)]
+        before_s, total_s = total_s, sum(map(_seconds, measured))
+        (settled,) = mesh.world.share([before_s - total_s <= STEADY * total_s])
         if settled:
             break
+    costs = [
+        LayerCost(*item)
+        for item in mesh.world.share([list(vars(cost).values()) for cost in measured])
+    ]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]

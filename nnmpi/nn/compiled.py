@@ -183,7 +183,7 @@ class Compiled(Settled, fixed="pool"):
             if not is_full and xp is np:
                 return_freed_memory()  # held results until they were copied to the pool
         self.calls = len(recorder.calls)
-        if recorder.is_complete:
+        if not recorder.warms_up:
             self._refusal = ""
             if watch is None or watch.is_unchanged():
                 self._held[key] = held
@@ -203,7 +203,7 @@ class Compiled(Settled, fixed="pool"):
         count, is_ready = self._tries.get(key, (0, False))
         captures = is_ready and count < MOST_TRIES
         self._tries[key] = count + captures, not captures
-        return GraphRecorder(self._graphs, captures)
+        return GraphRecorder(self._graphs, warms_up=not captures)
 
 
 class Recording:

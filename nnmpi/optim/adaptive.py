@@ -86,8 +86,8 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
     @property
-    def compiled(self) -> str:
-        """See `Optimizer.compiled`."""
+    def kernel(self) -> str:
+        """See `Optimizer.kernel`."""
         return "adam"
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
@@ -100,7 +100,7 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         for block in blocks:
             xp, data, (m, v) = block.xp, block.data, block.slots
             decay, shrink = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
-            compiled = compiled_update(block, self.compiled)
+            compiled = compiled_update(block, self.kernel)
             if compiled is not None:
                 numbers = rate, eps, beta1, beta2, decay, shrink
                 compiled(data, block.grad, m, v, *numbers, **self._guarded)

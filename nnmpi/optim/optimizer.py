@@ -320,7 +320,7 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
             values[...] = before
 
     @property
-    def compiled(self) -> str:
+    def kernel(self) -> str:
         """The name of the kernel of an update; empty for none."""
         return ""
 
@@ -328,7 +328,7 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
     def can_guard(self) -> bool:
         """Whether all updates are kernels of a device that know a guard."""
         return is_own(type(self)) and all(
-            not isinstance(block.data, np.ndarray) and compiled_update(block, self.compiled)
+            not isinstance(block.data, np.ndarray) and compiled_update(block, self.kernel)
             for block in self._blocks
         )
 

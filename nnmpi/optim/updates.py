@@ -69,15 +69,15 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
     @property
-    def compiled(self) -> str:
-        """See `Optimizer.compiled`."""
+    def kernel(self) -> str:
+        """See `Optimizer.kernel`."""
         return "sgd_momentum" if self.momentum else "sgd"
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         settings = (self.momentum, self.nesterov) if self.momentum else ()
         for block in blocks:
             xp, data, grad = block.xp, block.data, block.grad
-            compiled = compiled_update(block, self.compiled)
+            compiled = compiled_update(block, self.kernel)
             if compiled is not None:
                 numbers = (lr, *settings[:1], block.decay, *settings[1:])
                 compiled(data, grad, *block.slots, *numbers, **self._guarded)

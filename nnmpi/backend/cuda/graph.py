@@ -127,14 +127,14 @@ class GraphRecorder(Recorder):
 
     Args:
         memory: of the results; recordings that are replayed one at a time may share it.
-        captures: False to do the work only, in this memory, so that a capture finds it there.
+        warms_up: whether to do the work only, in this memory, so that a capture finds room there.
     """
 
     captures = True
 
-    def __init__(self, memory: GraphMemory, captures: bool) -> None:
+    def __init__(self, memory: GraphMemory, warms_up: bool) -> None:
         super().__init__()
-        self.is_complete, self._launched = captures, 0
+        self.warms_up, self._launched = warms_up, 0
         self._memory = memory
         self._capture: tuple[ExitStack, Any] | None = None  # while work is being captured
         self._outer: Any = None  # the stream of the launches
@@ -165,7 +165,7 @@ class GraphRecorder(Recorder):
 
     def can_begin_again(self, error: Exception) -> bool:
         """Whether the step failed because it cannot be captured, before any of it was done."""
-        return self.is_complete and not self._launched and cannot_capture(error)
+        return not (self.warms_up or self._launched) and cannot_capture(error)
 
     def module(self, xp: ModuleType) -> Any:
         """Return the device's library itself; for NumPy the stand-in that records its calls."""
@@ -180,7 +180,7 @@ class GraphRecorder(Recorder):
 
     def input(self, function: Callable[[], Array]) -> Array:
         """Return a buffer with a function's array, which replays fill before the graph."""
-        if not self.is_complete:
+        if self.warms_up:
             return super().input(function)
         with self._outside():
             buffer: Array = Recorder.run_eagerly(self, function).copy(order="K")
@@ -193,7 +193,7 @@ class GraphRecorder(Recorder):
 
     def numbers(self, function: Callable[[], Sequence[int]]) -> Any:
         """Return a function's numbers, uint32, in device memory that replays write anew."""
-        if not self.is_complete:
+        if self.warms_up:
             return function()
         values = np.array(function(), np.uint32)
         if self._used + values.size > NUMBERS:
@@ -232,10 +232,10 @@ class GraphRecorder(Recorder):
         outer = self._outer = cuda.get_current_stream()
         with ExitStack() as stack:
             stream = stack.enter_context(self._memory.inside())
-            if self.is_complete:
-                stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
-            else:
+            if self.warms_up:
                 stream.wait_event(outer.record())
+            else:
+                stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             self._capture = stack.pop_all(), stream
 
     def _end(self) -> None:
@@ -243,9 +243,8 @@ class GraphRecorder(Recorder):
         assert self._capture is not None
         xp, (stack, stream), self._capture = self._memory.xp, self._capture, None
         with stack:
-            if self.is_complete:
-                graph = stream.end_capture()
-        if not self.is_complete:
+            graph = None if self.warms_up else stream.end_capture()
+        if self.warms_up:
             xp.cuda.get_current_stream().wait_event(stream.record())
             return
         segment = Segment(xp, graph, stream, self._take_numbers())
@@ -260,7 +259,7 @@ class GraphRecorder(Recorder):
             return
         (stack, stream), self._capture = self._capture, None
         with stack, suppress(Exception):  # CUDA has ended it, for the error that is on its way
-            if self.is_complete:
+            if not self.warms_up:
                 stream.end_capture()
 
 
