@@ -315,18 +315,14 @@ class Executor:
             if self._boundaries:
                 self._drain()
         except BaseException:
-            self.forget()
+            self._values.clear()
+            self._grads.clear()
+            for stage in self.stages.values():
+                stage.clear()
             self._caller.abort()
             raise
         self._report.total_s = clock.now() - begin
         return self._report
-
-    def forget(self) -> None:
-        """Drop what a pass that did not end has left."""
-        self._values.clear()
-        self._grads.clear()
-        for stage in self.stages.values():
-            stage.clear()
 
     def free(self) -> None:
         """Free the communicator. Collective."""

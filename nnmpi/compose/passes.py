@@ -204,7 +204,6 @@ class Passes(PassHandler):
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
-        self.replay.forget = self._forget
         self.is_cut = self.executor.count > 1
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
@@ -504,11 +503,6 @@ class Passes(PassHandler):
         if self.slow:
             self._final += self.model.storage.spans[number].parameter.size
             self.executor.pace(self._final / self.model.storage.size)
-
-    def _forget(self) -> None:
-        """Forget a pass that could not be captured, of which a device has done nothing."""
-        self.executor.forget()
-        self.abort()
 
     def abort(self) -> None:
         """See `PassHandler`."""

@@ -56,7 +56,6 @@ class Replay(Compiled):
 
     Attributes:
         replays: the number of replayed passes.
-        forget: called before a pass is done again that could not be captured.
     """
 
     # it is written to in every step, and by nobody else
@@ -69,7 +68,6 @@ class Replay(Compiled):
         self._shapes: set[Any] = set()
         self._watch: Watch | None = None  # of the model
         self._changes = self.replays = 0
-        self.forget: Callable[[], object] = int
 
     def explain(self) -> str:
         """Return why the last pass was not replayed; nothing if it was."""
@@ -116,9 +114,6 @@ class Replay(Compiled):
         elif len(self._shapes) < MOST_SHAPES:
             self._shapes.add(key)
         run()
-
-    def _undo(self) -> None:
-        self.forget()
 
     def _inspect(self, key: Any) -> None:
         """List the parts of a new or changed model, and decide whether it may be replayed."""

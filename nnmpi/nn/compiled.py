@@ -174,7 +174,6 @@ class Compiled(Settled, fixed="pool"):
                 raise
             restore(mode)
             recorder.restore_grads()
-            self._undo()
             self._tries[key], self._refusal = (MOST_TRIES, False), f"{error}"
             return self._record(key, inputs, mode, watch, xp)
         finally:
@@ -190,9 +189,6 @@ class Compiled(Settled, fixed="pool"):
             else:  # a replay would leave out what the step has changed
                 self._refusal = "the step changes what it computes with"
         return held.results()
-
-    def _undo(self) -> None:
-        """Forget what Python noted of a step that could not be captured, and is done again."""
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
         """Return the recorder of a step's next call; it captures every second one."""

@@ -194,7 +194,9 @@ def test_gradients_of_a_step_that_is_done_again_are_its_own(device: Backend) -> 
         return loss
 
     x = device.asarray(np.arange(3, dtype="float32"))
-    for count in range(1, 5):
+    for count in (1, 1, 2, 1, 2):
+        if count == 1:  # also before the second call, which notes a gradient that is not computed
+            a.grad = b.grad = None
         step(x)
         for leaf in (a, b):
             assert device.to_host(leaf.grad).tolist() == [0, 2 * count, 4 * count]

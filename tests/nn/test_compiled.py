@@ -142,6 +142,16 @@ def linear_step():
 X, Y = np.arange(6, dtype="float32").reshape(2, 3), np.ones((2, 2), "float32")
 
 
+def test_a_step_may_name_arrays_and_tensors_of_its_module():
+    """They are compared as objects: their truth has no value."""
+    weights = Tensor(np.arange(6.0, dtype="float32").reshape(2, 3))
+    names = {"X": X, "W": weights, "Tensor": Tensor}
+    step = eval("lambda x: x * W + Tensor(X)", names)
+    compiled = nnmpi.compile(step)
+    for x in (X, X + 1, X + 2):
+        np.testing.assert_array_equal(compiled(x).data, x * weights.data + X)
+
+
 def test_tuples_and_dictionaries_of_results():
     """Several results keep their order or names."""
     both = nnmpi.compile(lambda x: (x + 1, None, x * 2))
