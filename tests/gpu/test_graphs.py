@@ -156,6 +156,28 @@ def test_operations_of_users_are_called_between_graphs(device: Backend) -> None:
     assert step.recordings == 1
 
 
+def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device: Backend) -> None:
+    """Also with other values than at the capture."""
+    table = Tensor(device.asarray(np.arange(12, dtype="float32").reshape(4, 3)), requires_grad=True)
+    places, labels = np.array([0, 1]), np.array([2, 0])
+    target = np.ones((2, 3), "float32")
+
+    def eager() -> Tensor:
+        table.grad = None
+        rows = ops.embedding(table, places)
+        loss = ops.cross_entropy(rows, labels) + ops.mse(rows, target)
+        loss.backward()
+        return loss
+
+    step = nnmpi.compile(eager)
+    for number in range(5):
+        places[0], labels[1], target[1] = number % 4, number % 3, number
+        found = step().item(), device.to_host(table.grad)
+        assert found[0] == eager().item()
+        np.testing.assert_array_equal(found[1], device.to_host(table.grad))
+    assert step.recordings == 1 and not step.refusal
+
+
 def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> None:
     w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
     counts = []
