@@ -24,7 +24,7 @@ from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
-from tests.device.here import on_device
+from tests.device.here import here, on_device
 from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
@@ -145,11 +145,10 @@ X, Y = np.arange(6, dtype="float32").reshape(2, 3), np.ones((2, 2), "float32")
 def test_a_step_may_name_arrays_and_tensors_of_its_module():
     """They are compared as objects: their truth has no value."""
     weights = Tensor(np.arange(6.0, dtype="float32").reshape(2, 3))
-    names = {"X": X, "W": weights, "Tensor": Tensor}
-    step = eval("lambda x: x * W + Tensor(X)", names)
+    step = eval("lambda x: x * W + Tensor(X)", {"X": here(X), "W": weights, "Tensor": Tensor})
     compiled = nnmpi.compile(step)
-    for x in (X, X + 1, X + 2):
-        np.testing.assert_array_equal(compiled(x).data, x * weights.data + X)
+    for x in map(here, (X, X + 1, X + 2)):
+        np.testing.assert_array_equal(compiled(x).numpy(), step(Tensor(x)).numpy())
 
 
 def test_tuples_and_dictionaries_of_results():
