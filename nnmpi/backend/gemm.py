@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array, Matrices, Shape, empty
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
-from nnmpi.backend.recording import record_call, record_launch
+from nnmpi.backend.recording import record_launch
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
@@ -85,13 +85,13 @@ def gemm(
                 return xp.add(out, gemm(xp, a, b), out=out)
             if out is None:
                 out = xp.empty(shape, a.dtype)
-            record_call(by, a, b, out, size, *[add] * (by is _by_depth))
+            record_launch(by, a, b, out, size, *[add] * (by is _by_depth))
             return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
             out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
-        record_call(mkl.multiply, a, b, out, add)
+        record_launch(mkl.multiply, a, b, out, add)
         return out
     # dot, not matmul: it is faster. Also, OpenBLAS computes on garbage in unused vector lanes, and
     # matmul reports their floating-point exceptions as warnings.
@@ -205,7 +205,7 @@ def multiplier(xp: Any, b: Array) -> Callable[[Array, Array], Any]:
         b: (k, n).
     """
     fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and 4 * len(b) * w <= SMALL]
-    if type(b) is not np.ndarray or b.dtype != np.float32 or not fit or not has_small_products():
+    if not isinstance(b, np.ndarray) or b.dtype != np.float32 or not fit or not has_small_products():
         return lambda a, out: gemm(xp, a, b, out)
     strips = _strips(b, fit[0])
     copy = empty(np, strips.shape, b.dtype)

@@ -15,7 +15,7 @@ anywhere. The Function first looks for a faster kernel here:
 
 To add a compiled kernel, write a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
 itself beside it, and these lines in the Function. Compiled functions run through
-`recording.record_call`, which records each as one call.
+`recording.record_launch`, which records each as one call.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 def kernels_for(array: Array, name: str) -> Any:
     """Return the compiled kernels for arrays like this, if they have this function; else None."""
     result: Any = None
-    if type(array) is np.ndarray:
+    if isinstance(array, np.ndarray):
         if not _enabled.get() or array.dtype != FLOAT32:
             return None
         result = load()
@@ -53,7 +53,7 @@ def kernels_for(array: Array, name: str) -> Any:
 
 def cudnn_for(array: Array) -> Cudnn | None:
     """Return cuDNN's operations for arrays like this, or None."""
-    known = type(array) is not np.ndarray and array.dtype.name in TYPES
+    known = not isinstance(array, np.ndarray) and array.dtype.name in TYPES
     return cudnn_of(namespace(array)) if known and _enabled.get() is not False else None
 
 
@@ -90,7 +90,7 @@ def _pair(name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array
 
     CuPy converts every element of bfloat16 by itself.
     """
-    if type(a) is not np.ndarray and hasattr(a, "flags"):
+    if not isinstance(a, np.ndarray) and hasattr(a, "flags"):
         kernels = kernels_for(a, name)
         result = None if kernels is None else getattr(kernels, name)(xp, a, b, out)
         if result is not None:

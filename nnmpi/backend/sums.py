@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, ones
+from nnmpi.backend.recording import record_launch
 
 ROWS = 512  # in a block
 WIDE = 512  # elements of a row; NumPy is slower on shorter rows
@@ -39,7 +40,7 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
         out: (n,), receives the sum; None for a new array.
     """
     count, n = rows.shape
-    if type(rows) is not np.ndarray:
+    if not isinstance(rows, np.ndarray):
         return xp.add.reduce(rows, axis=0, out=out)
     sums = xp.empty((n,), rows.dtype) if out is None else out
     if count <= ROWS or not rows.flags.c_contiguous:
@@ -65,7 +66,7 @@ def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -
     """
     leading, rest = len(axes), x.shape[len(axes) :]
     over_rows = axes == tuple(range(leading)) and 0 < leading < x.ndim and x.size > 0
-    wide = type(x) is np.ndarray and x.dtype.kind == "f" and x.dtype.itemsize > 2  # not float16
+    wide = isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.dtype.itemsize > 2  # not float16
     if wide and over_rows and x.flags.c_contiguous:
         # NumPy sums pairwise along the last axis only; over rows it adds one by one
         total = row_sum(xp, x.reshape(-1, prod(rest)))
@@ -90,7 +91,7 @@ ELEMENTS = 2**16
 def row_blocks(rows: Array) -> list[slice]:
     """Return slices that cover the first axis; at least one, which is empty for an empty array."""
     count = len(rows)
-    if type(rows) is not np.ndarray or rows.size <= ELEMENTS:
+    if not isinstance(rows, np.ndarray) or rows.size <= ELEMENTS:
         return [slice(0, count)]
     step = max(1, ELEMENTS * count // rows.size)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
@@ -101,9 +102,13 @@ def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
 
     NumPy's `add.at` works element by element; for long rows this loop is five times as fast.
     """
-    if type(table) is np.ndarray and prod(table.shape[1:]) >= LONG_ROWS:
-        rows = rows.reshape(indices.size, *table.shape[1:])
-        for i, row in zip(indices.reshape(-1).tolist(), rows, strict=True):
-            table[i] += row
+    if isinstance(table, np.ndarray) and prod(table.shape[1:]) >= LONG_ROWS:
+        record_launch(_add_long_rows, table, indices, rows)
     else:
         xp.add.at(table, indices, rows)
+
+
+def _add_long_rows(table: Array, indices: Array, rows: Array) -> None:
+    rows = rows.reshape(indices.size, *table.shape[1:])
+    for i, row in zip(indices.reshape(-1).tolist(), rows, strict=True):
+        table[i] += row

@@ -22,6 +22,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.program.record import viewed
 from nnmpi.base.errors import UsageError, check_int
 
 RowsAndColumns = tuple[int, int]  # rows, columns
@@ -97,7 +98,7 @@ def windows(
     )
     if prod(shape) == 0:
         return namespace(x).zeros(shape, x.dtype)
-    return namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
+    return viewed(namespace(x).lib.stride_tricks.as_strided, x, shape=shape, strides=strides)
 
 
 def corners(x: Array, pool: RowsAndColumns) -> Array:

@@ -173,6 +173,8 @@ class PlannedLayer(Function):
 
     __slots__ = ("cuts", "layer", "planned_bytes", "run")
 
+    is_call = True
+
     def __init__(self, run: PlannedPass, layer: int, planned_bytes: int) -> None:
         self.run, self.layer, self.planned_bytes = run, layer, planned_bytes
 

@@ -47,7 +47,8 @@ from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
-from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
+from nnmpi.backend.program.replay import Arena, Program
+from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
@@ -82,7 +83,7 @@ class Compiled(Settled, fixed="pool"):
         # of steps on a device, by key: how often they were captured, and whether the last call ran
         # in the memory of the graphs, so that the next one may be captured
         self._tries: dict[Any, tuple[int, bool]] = {}
-        self.pool = MemoryPool()
+        self.pool = Arena()
         self._lock = RLock()
         self.calls = 0
 
@@ -161,12 +162,12 @@ class Compiled(Settled, fixed="pool"):
             del self._held[next(iter(self._held))]
         elif xp is np:
             return_freed_memory()
-        recorder = Recorder(self.pool) if xp is np else self._device_recorder(key, xp)
+        recorder = Recorder() if xp is np else self._device_recorder(key, xp)
         try:
             buffers = _mapped(_input_buffer, inputs)
             with recorder.running():
                 outputs = _outputs(self._step(*buffers))
-            held = Recording(recorder, buffers, outputs, watch)
+            held = Recording(recorder, self.pool, buffers, outputs, watch)
             if watch is not None:
                 watch.refuse_drawn()
         except Exception as error:
@@ -180,14 +181,15 @@ class Compiled(Settled, fixed="pool"):
             restore(mode)
             recorder.copy_loose_grads()
             if not is_full and xp is np:
-                return_freed_memory()  # held results until they were copied to the pool
+                return_freed_memory()  # it held the results
         self.calls = len(recorder.calls)
         if not recorder.warms_up:
-            self._refusal = ""
-            if watch is None or watch.is_unchanged():
-                self._held[key] = held
-            else:  # a replay would leave out what the step has changed
+            self._refusal = recorder.spoiled
+            if watch is not None and not watch.is_unchanged():
+                # a replay would leave out what the step has changed
                 self._refusal = "the step changes what it computes with"
+            if not self._refusal:
+                self._held[key] = held
         return held.results()
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
@@ -208,6 +210,7 @@ class Recording:
     def __init__(
         self,
         recorder: Recorder,
+        arena: Arena,
         buffers: tuple[Any, ...],
         outputs: Any,
         watch: "Watch | None" = None,
@@ -218,7 +221,7 @@ class Recording:
             for i, buffer in enumerate(_leaves(buffers))
             if isinstance(buffer, Tensor)
         ]
-        self._calls: tuple[Call, ...] = tuple(recorder.calls)
+        self.program = Program(recorder.calls, arena)
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""
@@ -234,8 +237,7 @@ class Recording:
         for i, buffer in self._buffers:
             buffer[...] = values_of(leaves[i])
         try:
-            for call in self._calls:
-                call()
+            self.program.replay()
         except IndexError as error:
             raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
         finally:

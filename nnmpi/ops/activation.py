@@ -27,8 +27,6 @@ from nnmpi.tensor.tensor import Tensor
 class ReluFunction(Elementwise):
     """max(x, 0); the derivative at 0 is 0."""
 
-    replayable = True
-
     def forward(self, x: Array) -> Array:
         xp = self.xp
         y = xp.maximum(x, constant(xp, 0, x.dtype), out=xp.empty(x.shape, x.dtype))
@@ -50,8 +48,6 @@ class LeakyReluFunction(Elementwise):
     """x where positive, slope * x elsewhere."""
 
     __slots__ = ("slope",)
-
-    replayable = True
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
@@ -75,8 +71,6 @@ class LeakyReluFunction(Elementwise):
 
 class SigmoidFunction(Elementwise):
     """1 / (1 + e^-x), as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
-
-    replayable = True
 
     def forward(self, x: Array) -> Array:
         xp, y, below = self.xp, *(self.xp.empty(x.shape, x.dtype) for _ in range(2))
@@ -131,8 +125,6 @@ class SmoothActivation(Elementwise):
     """
 
     __slots__ = ("form",)
-
-    replayable = True
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -309,8 +301,6 @@ class SoftmaxFunction(Function):
     """
 
     __slots__ = ("axis",)
-
-    replayable = True
 
     def __init__(self, axis: int) -> None:
         self.axis = axis

@@ -360,7 +360,7 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
     """
     batch, heads = q.shape[:2]
     scores = max([1, *(keys * (j - i) for i, j, _ in bands)])
-    fit = 4 * ELEMENTS // scores if type(q) is np.ndarray else batch * heads
+    fit = 4 * ELEMENTS // scores if isinstance(q, np.ndarray) else batch * heads
     # all heads of some sequences if they fit, else some heads of one sequence
     many, few = max(1, fit // heads), max(1, min(fit, heads))
     for i in range(0, batch, many) if bands else ():

@@ -53,8 +53,6 @@ class Attention(Function):
 
     __slots__ = ("causal", "kernels")
 
-    replayable = True
-
     def __init__(self, causal: bool, kernels: Any) -> None:
         self.causal, self.kernels = causal, kernels
 
@@ -145,8 +143,6 @@ class PackedAttention(Function):
     """
 
     __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
-
-    replayable = True
 
     def __init__(
         self,
@@ -243,11 +239,11 @@ class PackedAttention(Function):
 
 
 class DroppedAttention(PackedAttention):
-    """Packed attention with dropout: not replayable, as each pass needs a new mask."""
+    """Packed attention with dropout."""
 
     __slots__ = ()
 
-    replayable = False
+    is_call = True  # each pass needs a new mask
 
     @property
     def captured(self) -> bool:  # type: ignore[override]

@@ -143,6 +143,8 @@ class RankSum(Function):
 
     __slots__ = ("backward_sums", "forward_sums", "group")
 
+    is_call = True
+
     def __init__(self, group: Group, forward_sums: bool, backward_sums: bool) -> None:
         self.group, self.forward_sums, self.backward_sums = group, forward_sums, backward_sums
 
@@ -173,6 +175,8 @@ class Redistribute(Function):
     """See `redistribute`."""
 
     __slots__ = ("group", "placement", "way")
+
+    is_call = True
 
     def __init__(self, way: str, group: Group, placement: Placement) -> None:
         self.way, self.group, self.placement = way, group, placement
@@ -252,6 +256,8 @@ class AllToAll(Function):
     """
 
     __slots__ = ("axis", "group", "receives", "sends")
+
+    is_call = True
 
     def __init__(
         self, group: Group, sends: Sequence[int], receives: Sequence[int], axis: int = 0

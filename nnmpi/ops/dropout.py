@@ -26,8 +26,6 @@ MaskKey: TypeAlias = tuple[StreamKey, int]  # the key, and the first row's index
 class DropoutFunction(Function):
     """x with elements set to 0 at random and the others scaled up to preserve the mean.
 
-    It is not replayable: each pass needs a new mask.
-
     Args:
         rate: the probability of 0.
         mask_key: returns the key and the first row; called in every forward pass.
@@ -38,6 +36,7 @@ class DropoutFunction(Function):
 
     __slots__ = ("columns", "mask_key", "rate")
 
+    is_call = True  # each pass needs a new mask
     captured = True  # its key then lies in the device's memory
 
     def __init__(self, rate: float, mask_key: Callable[[], MaskKey]) -> None:

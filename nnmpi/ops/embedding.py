@@ -27,7 +27,7 @@ class EmbeddingFunction(Function):
 
     __slots__ = ("reads",)
 
-    captured = True
+    is_call = captured = True
 
     def __init__(self, reads: Dtype) -> None:
         self.reads = reads
@@ -91,7 +91,7 @@ def embedding(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
     rows = values_of(table)
-    if kernels_for(rows, "embedding") is None or type(values) is np.ndarray:
+    if kernels_for(rows, "embedding") is None or isinstance(values, np.ndarray):
         record_call(_check_indices, values, table.shape[0] if entries is None else entries)
         values = to_library(namespace(rows), values)
     return make(dtype)(table, indices if is_sharded(indices) else values)

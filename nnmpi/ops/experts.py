@@ -78,8 +78,7 @@ class Gate:
 class Experts(Function):
     """The sum over a row's experts of a probability times Linear - GELU (tanh form) - Linear.
 
-    It is one operation with an inner graph, and not replayable: shapes inside depend on values, so
-    a replay must run it as a whole.
+    It is one operation with an inner graph, whose shapes depend on values.
 
     Args:
         gate: the gate's settings.
@@ -90,6 +89,8 @@ class Experts(Function):
     """
 
     __slots__ = ("exchange", "gate", "ranks", "weight")
+
+    is_call = True
 
     def __init__(
         self, gate: Gate, ranks: Any, exchange: Any, weight: Callable[[], float | None]

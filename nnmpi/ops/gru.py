@@ -27,7 +27,7 @@ class GRUFunction(Function):
 
     __slots__ = ()
 
-    captured = True
+    is_call = captured = True
 
     def forward(
         self, x: Array, weight: Array, recurrent: Array, bias: Array, bias_n: Array, h: Any

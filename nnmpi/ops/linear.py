@@ -36,7 +36,6 @@ class LinearFunction(Function):
 
     __slots__ = ("gives", "reads")
 
-    replayable = True
     kernel = ""  # the name of the compiled kernel for `before_activation`, if one exists
 
     def __init__(self, reads: Dtype | None, gives: Dtype | None = None) -> None:
@@ -188,7 +187,7 @@ def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = Tru
         inputs, narrow: as for `in_float32`.
     """
     first = inputs[0].data
-    if type(first) is np.ndarray or kernels_for(first, name) is None:
+    if isinstance(first, np.ndarray) or kernels_for(first, name) is None:
         return in_float32(function, *inputs, narrow=narrow)
     return function(*inputs)
 
@@ -273,7 +272,7 @@ def multiply(
         x, weight, bias: its inputs.
         narrow: whether NumPy's result is rounded; otherwise it stays float32.
     """
-    if type(x.data) is not np.ndarray:
+    if not isinstance(x.data, np.ndarray):
         return make(reads if is_floating(reads) else None)(x, weight, bias)
     if not is_low(reads):
         return make(None)(x, weight, bias)

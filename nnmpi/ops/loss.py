@@ -43,8 +43,6 @@ class CrossEntropy(Function):
 
     __slots__ = ("ignore_index", "reduction", "smoothing")
 
-    replayable = True
-
     def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
         self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
 
@@ -181,8 +179,6 @@ class ElementwiseLoss(Function):
 
     __slots__ = ("evaluate", "reduction")
 
-    replayable = True
-
     def __init__(
         self, reduction: str, evaluate: Callable[[Any, Array, Array], tuple[Array, ...]]
     ) -> None:
@@ -226,8 +222,6 @@ class DeviceLoss(Function):
     """
 
     __slots__ = ("delta", "form", "reduction")
-
-    replayable = True
 
     def __init__(self, reduction: str, form: str, delta: float) -> None:
         self.reduction, self.form, self.delta = reduction, form, delta
@@ -361,7 +355,7 @@ def checked_labels(
             f" {values.shape}"
         )
     # labels on a device are not checked: the host would have to wait for them
-    if type(logits.data) is np.ndarray or kernels_for(logits.data, "softmax_loss") is None:
+    if isinstance(logits.data, np.ndarray) or kernels_for(logits.data, "softmax_loss") is None:
         record_call(_check_labels, values, classes, ignore_index)
     return values
 

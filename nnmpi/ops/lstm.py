@@ -205,6 +205,8 @@ class LSTMFunction(Function):
 
     __slots__ = ("ends", "lengths", "reverse")
 
+    is_call = True
+
     def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
         self.reverse, self.ends, self.lengths = reverse, ends, lengths
 

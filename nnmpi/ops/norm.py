@@ -102,8 +102,6 @@ class BatchNormFunction(Function):
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
 
-    replayable = True
-
     def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
         self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
@@ -133,7 +131,7 @@ class BatchNormFunction(Function):
                 block = xp.multiply(kept[part], factors, out=y[part])
                 xp.add(block, shifts, out=block)
         again = None
-        if type(x) is np.ndarray:
+        if isinstance(x, np.ndarray):
             make = partial(BatchNormFunction, self.eps, self.all_reduce, self.observe)
             again = Again(make)
             record_call(again.forward, y, inverse, self.needs, x, scale, shift)
@@ -192,8 +190,6 @@ class DeviceBatchNormFunction(Function):
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
 
-    replayable = True
-
     def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
         self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
@@ -249,8 +245,6 @@ class FixedNormFunction(Function):
     """Normalization by given means and variances, by a device's kernels, for `fixed_norm`."""
 
     __slots__ = ("eps",)
-
-    replayable = True
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
@@ -342,7 +336,7 @@ def _measure(
         count = _over_ranks(all_reduce, local, mean, variance, offset)
     n[...] = at_least_one(count)
     # an overflow is observed in the second computation
-    if observe is not None and not (type(rows) is np.ndarray and overflows(variance)):
+    if observe is not None and not (isinstance(rows, np.ndarray) and overflows(variance)):
         observe(mean, variance, count)
     return count
 
@@ -370,7 +364,7 @@ def _all_reduce(all_reduce: AllReduce, sums: Array) -> None:
 def _widened(xp: Any, x: Array, channels: int, width: int) -> Array:
     """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
     count = x.size // channels
-    repeats = _repeats(count, channels, width) if type(x) is np.ndarray else 1
+    repeats = _repeats(count, channels, width) if isinstance(x, np.ndarray) else 1
     return xp.reshape(x, (count // repeats, repeats * channels))
 
 
@@ -447,8 +441,6 @@ class LayerNormFunction(Function):
 
     __slots__ = ("centered", "eps")
 
-    replayable = True
-
     def __init__(self, eps: float, centered: bool = True) -> None:
         self.eps, self.centered = eps, centered
 
@@ -472,7 +464,7 @@ class LayerNormFunction(Function):
         else:
             y, residuals = self._normalize(rows, scale_row, shift_row)
         again = None
-        if type(x) is np.ndarray:
+        if isinstance(x, np.ndarray):
             again = Again(partial(LayerNormFunction, self.eps, self.centered))
             record_call(again.forward, y, residuals[1], self.needs, x, scale, *shift)
         self.saved = (scale, residuals, kernels, again)
@@ -581,7 +573,6 @@ class GroupNormFunction(Function):
 
     __slots__ = ("count", "eps")
 
-    replayable = True
     broadcasts = True  # of sharded channels, each rank uses its slice of scale and shift
 
     def __init__(self, count: int, eps: float) -> None:
@@ -611,7 +602,7 @@ class GroupNormFunction(Function):
             self.saved = (*saved, kernels)
             return kernels.normalize(xp, *saved, shift, self.eps).reshape(x.shape)
         pixels = x.size // (n * channels)
-        repeats = _repeats(pixels, channels, LONG) if type(x) is np.ndarray else 1
+        repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         kept = xp.empty(images.shape, x.dtype)
         y = xp.empty(images.shape, x.dtype) if True in self.needs else kept
@@ -628,7 +619,7 @@ class GroupNormFunction(Function):
             xp.multiply(block, factors, out=y[part])
             xp.add(y[part], self._wide(shift, images), out=y[part])
         again = None
-        if type(x) is np.ndarray:
+        if isinstance(x, np.ndarray):
             again = Again(partial(GroupNormFunction, self.count, self.eps))
             record_call(again.forward, y, inverse, self.needs, x, scale, shift)
         self.saved = (kept, inverse, scale, pixels, again, None)

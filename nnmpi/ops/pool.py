@@ -88,8 +88,6 @@ class MaxPool2dFunction(Pool2dFunction):
 
     __slots__ = ()
 
-    replayable = True
-
     def forward(self, x: Array) -> Array:
         xp, over, kernels, shape = self.xp, self.over, kernels_for(x, "max_pool"), x.shape
         if kernels is not None:
@@ -140,8 +138,6 @@ class AvgPool2dFunction(Pool2dFunction):
 
     __slots__ = ()
 
-    replayable = True
-
     def forward(self, x: Array) -> Array:
         xp, over, kernels = self.xp, self.over, kernels_for(x, "avg_pool")
         if kernels is not None:
@@ -171,8 +167,6 @@ class Upsample2dFunction(Pool2dFunction):
     """Each pixel as a window of copies, by a device's kernels."""
 
     __slots__ = ()
-
-    replayable = True
 
     def forward(self, x: Array) -> Array:
         (n, h, w, c), (rows, columns) = x.shape, self.over.kernel

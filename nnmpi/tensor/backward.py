@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_result, namespace
+from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import active, record_call
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import (
@@ -30,7 +31,6 @@ from nnmpi.tensor.function import (
     Tape,
     Variable,
     kind_of,
-    record_whole,
     unbroadcast,
 )
 from nnmpi.tensor.turns import Turn, find_turns, inside_pass
@@ -114,7 +114,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     xp = plain if recorder is None else recorder.module(plain)
     start = root.node
     if start is None or root.tape is None:  # a leaf: no operations to walk back along
-        root.add_grad(seed, xp)
+        root.add_grad(seed if recorder is None else recorder.wrap(seed), xp)
         if root.hook is not None:
             record_call(root.hook, root)
         tape, nodes, last = Tape(), list[Function](), -1
@@ -126,7 +126,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         # The loss is nearly always the newest operation. Newer operations belong to other results
         # and are skipped.
         last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)
-        start.grad = seed
+        start.grad = seed if recorder is None else recorder.wrap(seed)
     if deferred is not None and (tape.hooked or retain or recorder is not None):
         raise GraphError(
             "a backward pass in halves supports neither hooks nor recording nor retain_graph; run"
@@ -167,8 +167,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                         grads = node.backward(grad)
                     else:
                         buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
-                        grads = record_whole(
-                            recorder, partial(_again, node, node.edges), (grad,), buffers
+                        grads = recorder.whole(
+                            partial(_again, node, node.edges), (bare(grad),), buffers
                         )
                     grad = None  # freed before _pass_on allocates
                     _pass_on(node, grads, xp)
@@ -223,7 +223,7 @@ def _with(nodes: list[Function], others: Iterable[Function]) -> list[Function]:
 def _check_unchanged(node: Function) -> None:
     """Refuse an operation's backward if its saved arrays share memory with rewritten parameters."""
     assert node.version is not None
-    for saved, array in product(filter(is_array, node.saved), node.version.arrays):
+    for saved, array in product(filter(is_array, bare(node.saved)), node.version.arrays):
         if type(array) is type(saved) and namespace(saved).may_share_memory(array, saved):
             raise GraphError(
                 f"parameters that {type(node).__name__} used were changed before its backward,"
@@ -295,7 +295,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)}"
             " inputs; return one per input, None where there is none"
         )
-    name = type(node).__name__
+    name, recorder = type(node).__name__, active()
     for edge, grad in zip(edges, grads, strict=True):
         if edge is None or grad is None:
             continue
@@ -306,7 +306,9 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             raise _used_up()
         else:
             shape, dtype = edge.shape, edge.dtype
-        if type(grad) is not np.ndarray and not is_result(grad):
+        if recorder is not None:
+            grad = recorder.wrap(grad)
+        if not isinstance(grad, np.ndarray) and not is_result(grad):
             raise DtypeError(
                 f"{name}.backward returned {kind_of(grad)} for an input; return its array"
             )

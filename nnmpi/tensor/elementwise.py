@@ -69,8 +69,6 @@ class Pointwise(Elementwise):
 
     __slots__ = ("name", "rule")
 
-    replayable = True
-
     def __init__(self, name: str) -> None:
         self.name, self.rule = name, RULES[name]
 
@@ -94,8 +92,6 @@ class AddLow(Elementwise):
 
     Without it b would be converted by a pass of its own.
     """
-
-    replayable = True
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
@@ -127,8 +123,6 @@ class DeviceActivation(Elementwise):
 
     __slots__ = ("form", "slope")
 
-    replayable = True
-
     def __init__(self, form: str, slope: float) -> None:
         self.form, self.slope = form, slope
 
@@ -153,8 +147,6 @@ def activated(form: str, function: Function, x: Any, slope: float = 0.0) -> Any:
 
 class Power(Elementwise):
     """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
-
-    captured = True
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b
@@ -189,8 +181,6 @@ class Extremum(Elementwise):
 
     __slots__ = ("largest",)
 
-    replayable = True
-
     def __init__(self, largest: bool) -> None:
         self.largest = largest
 
@@ -208,8 +198,6 @@ class Extremum(Elementwise):
 class Where(Elementwise):
     """a where the condition holds, b elsewhere."""
 
-    replayable = True
-
     def forward(self, condition: Array, a: Any, b: Any) -> Array:
         self.saved = (condition,)
         return self.xp.where(condition, a, b)
@@ -223,8 +211,6 @@ class Clip(Elementwise):
     """x clipped to two bounds; outside them the derivative is 0."""
 
     __slots__ = ("high", "low")
-
-    replayable = True
 
     def __init__(self, low: float | None, high: float | None) -> None:
         self.low, self.high = low, high

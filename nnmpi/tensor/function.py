@@ -16,21 +16,9 @@ stages are such subclasses:
 
 The object itself is the node on the tape: one Python object per operation.
 
-A subclass with `replayable = True` keeps two more rules in `forward` and `backward`. All arithmetic
-on arrays goes through the functions of `self.xp`, and views are taken by indexing alone. In return,
-a replay of a recorded step (see `nnmpi.compile`) calls the array functions directly, without the
-`Function`. Outside a recording `self.xp` is NumPy or CuPy; during one it is a stand-in that also
-records each call:
-
-        y = self.xp.multiply(x, x)               not  x * x
-        self.xp.add(y, bias, out=y)              not  y += bias
-        self.xp.copyto(inner, x)                 not  inner[...] = x
-        self.xp.add.reduce(y, axis=0)            not  y.sum(axis=0)
-        self.xp.reshape(y, shape)                not  y.reshape(shape), which may copy
-
-Any other subclass, and every subclass outside this package, is recorded as one call of its
-`forward` and one of its `backward`. A replay calls them again and copies their results into the
-arrays of the recording: nobody checks these rules, and a replay of `x * x` would be silently stale.
+While a step is recorded (see `nnmpi.compile`), arrays note what NumPy does to them, and a replay
+calls the array functions directly, without the `Function`. `self.xp` is NumPy or CuPy; the arrays
+that its functions make share the recording's memory.
 """
 
 from __future__ import annotations
@@ -47,7 +35,8 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
 from nnmpi.backend.kernels import add, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low
-from nnmpi.backend.recording import Recorder, active, alias
+from nnmpi.backend.program.record import bare
+from nnmpi.backend.recording import Recorder, active
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
@@ -176,20 +165,20 @@ class Variable:
         if self.guard is not None:
             self.guard()
         if self._grad is not None:
-            if grad is not self._grad:  # else backward has added it already (`Function.sum_into`)
-                xp.add(self._grad, grad, out=self._grad)
+            if bare(grad) is not self._grad:  # else backward has added it (`Function.sum_into`)
+                xp.add(writable(self._grad), grad, out=writable(self._grad))
             return
         # without a buffer a copy: the array may be shared
         target = xp.empty_like(grad) if self.buffer is None else self.buffer
-        if grad is not target:
-            xp.copyto(target, grad)
+        if bare(grad) is not target:
+            xp.copyto(writable(target), grad)
         recorder = active()
         if recorder is None:
             self._grad = target
         else:
-            recorder.note(setattr, self, "_grad", target)
+            recorder.note(setattr, self, "_grad", bare(target))
             if self.buffer is None:
-                recorder.loose.append((self, target))
+                recorder.loose.append((self, bare(target)))
 
 
 _numbers = count()  # of recorded operations; simulated ranks share it, and each compares its own
@@ -240,6 +229,13 @@ def join(a: Tape, b: Tape) -> Tape:
     return a
 
 
+def writable(array: Array) -> Array:
+    """Return an array that outlives the step for an operation to write to."""
+    recorder = active()
+    result: Array = array if recorder is None else recorder.writable(array)
+    return result
+
+
 def kind_of(x: Any) -> str:
     """Return what a function returned, as text."""
     return "nothing" if x is None else f"an instance of {type(x).__name__}"
@@ -259,10 +255,9 @@ class Function:
         grad: the gradient of the output, during a backward pass.
         shape, dtype: of the output.
         xp: the module of the input arrays; set before `forward` is called.
-        replayable: whether the operation keeps the rules of the module's docstring.
-        by_calls: whether a recording relies on it, as it does for this package's operations only.
-        captured: whether a graph of a device may contain it, though replays on the host call it
-            whole.
+        is_call: whether a recording repeats it as one call of `forward` and one of `backward`, on
+            plain arrays: if it exchanges messages, draws numbers, or decides by values.
+        captured: whether a graph of a device may contain it nevertheless.
         broadcasts: whether inputs broadcast to one shape. Backward may then return gradients of the
             result's shape, which the tape sums; and beside shards a full input is scattered.
         views: whether the result may be a view of the input.
@@ -285,8 +280,7 @@ class Function:
         "xp",
     )
 
-    replayable: ClassVar[bool] = False
-    by_calls: ClassVar[bool] = False
+    is_call: ClassVar[bool] = False
     captured: bool = False
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
@@ -302,9 +296,6 @@ class Function:
     saved: tuple[Any, ...]
     shape: Shape
     version: Version | None
-
-    def __init_subclass__(cls) -> None:
-        cls.by_calls = cls.replayable and cls.__module__.startswith("nnmpi.")
 
     @property
     def averages(self) -> bool:
@@ -410,7 +401,9 @@ class Function:
         returns it saves a copy.
         """
         leaf = self._leaf(i)
-        return None if leaf is None or leaf.grad is not None else leaf.buffer
+        if leaf is None or leaf.buffer is None or leaf.grad is not None:
+            return None
+        return writable(leaf.buffer)
 
     def sum_into(self, i: int) -> tuple[Array | None, bool]:
         """Return the buffer for input i's gradient, or None, and whether to add to it.
@@ -423,7 +416,8 @@ class Function:
             return self.into(i), False
         if leaf.guard is not None:
             leaf.guard()  # here, since `add_grad` calls it only after the sum has changed
-        return leaf.buffer, True
+        assert leaf.buffer is not None
+        return writable(leaf.buffer), True
 
     def _leaf(self, i: int) -> Variable | None:
         """Return input i's leaf if it has a buffer, and is no other input: two gradients cannot
@@ -484,13 +478,13 @@ class Function:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:
                 recorder.record_leaf(x)
         if self.is_whole(recorder):
-            return record_whole(recorder, self.forward, values)
+            return recorder.whole(self.forward, values)
         self.xp = recorder.module(self.xp)
-        return self.forward(*values)
+        return bare(self.forward(*map(recorder.wrap, values)))
 
     def is_whole(self, recorder: Recorder) -> bool:
         """Whether a recording repeats the operation as one call."""
-        return not (self.by_calls or (recorder.captures and self.captured))
+        return self.is_call and not (recorder.captures and self.captured)
 
     def _record(self, inputs: tuple[Any, ...], result: Variable) -> None:
         if hasattr(self, "edges"):
@@ -576,83 +570,3 @@ class CommonRoot(Function):
 
     def backward(self, grad: Array) -> Grads:
         return self.grads
-
-
-def record_whole(
-    recorder: Recorder,
-    compute: Callable[..., Any],
-    inputs: Sequence[Any],
-    buffers: Sequence[Any] = (),
-) -> Any:
-    """Run a call and record it as one unit: replays repeat it and copy its results.
-
-    Args:
-        compute: returns an array, or a tuple or list of arrays and None.
-        inputs: its arguments.
-        buffers: the gradients' arrays, of which a result may be a view as well.
-    """
-    is_single, known = False, (*inputs, *buffers)
-
-    def first() -> tuple[Any, tuple[Any, ...] | None]:
-        nonlocal is_single
-        results = compute(*inputs)
-        is_single = is_result(results)
-        matches = [results] if is_single else results
-        if not isinstance(matches, tuple | list) or not all(
-            item is None or is_result(item) for item in matches
-        ):
-            return results, None
-        return results, tuple(
-            None if item is None else _writable(recorder, item, known) for item in matches
-        )
-
-    results, saved = recorder.run_eagerly(first)
-    if saved is None:
-        return results  # the caller refuses it
-    bare, targets = [alias(item) for item in inputs], [alias(item) for item in saved]
-
-    def again() -> None:
-        results = compute(*bare)
-        for target, result in zip(targets, [results] if is_single else results, strict=True):
-            if target is not None and result is not None:
-                _put(target, result)
-
-    recorder.record(again)
-    return saved[0] if is_single else saved
-
-
-def _writable(recorder: Recorder, result: Any, known: Sequence[Any]) -> Array:
-    """Return an array with a result's values, to which replays can write theirs.
-
-    A view of an input stays one, since it is a view in each replay, too. Any other result is copied
-    to the recording's memory: its array may be part of another one, such as a row of a table, which
-    replays must not overwrite.
-    """
-    array = np.asarray(result) if isinstance(result, np.generic) else result
-    # `writeable` alone is not enough: a device's arrays have no such flag
-    is_broadcast = 0 in array.strides and array.size > 1
-    if is_broadcast or isinstance(array, np.ndarray) and not array.flags.writeable:
-        array = array.copy(order="K")
-    if any(
-        type(item) is type(array) and namespace(array).may_share_memory(item, array)
-        for item in known
-    ):
-        return array
-    return recorder.copy(array)
-
-
-def _put(target: Array, result: Any) -> None:
-    """Copy a replay's result to its target, unless it is a view of the target.
-
-    Raises:
-        ShapeError: when its shape differs from the recorded one: x[mask]'s shape, for example,
-            depends on values.
-    """
-    if result.shape != target.shape:
-        raise ShapeError(
-            f"an operation of a compiled step gave {result.shape} in place of the {target.shape}"
-            " that was recorded; shapes that depend on values, such as x[mask]'s, cannot be"
-            " compiled"
-        )
-    if not (is_array(result) and namespace(target).may_share_memory(target, result)):
-        target[...] = result

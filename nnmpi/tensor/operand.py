@@ -21,8 +21,6 @@ class AsType(Elementwise):
 
     __slots__ = ("target",)
 
-    replayable = True
-
     def __init__(self, target: Dtype) -> None:
         self.target = target
 

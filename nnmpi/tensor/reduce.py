@@ -51,8 +51,6 @@ class Sum(_Reduction):
 
     __slots__ = ("averages",)
 
-    replayable = True
-
     def __init__(self, axes: Axes, keepdims: bool, averages: bool = False) -> None:
         super().__init__(axes, keepdims)
         self.averages = averages  # type: ignore[misc]
@@ -86,8 +84,6 @@ class Variance(_Reduction):
 
     __slots__ = ("correction",)
 
-    replayable = True
-
     def __init__(self, axes: Axes, keepdims: bool, correction: int) -> None:
         super().__init__(axes, keepdims)
         self.correction = correction
@@ -117,8 +113,6 @@ class Largest(_Reduction):
 
     __slots__ = ("largest",)
 
-    replayable = True
-
     def __init__(self, axes: Axes, keepdims: bool, largest: bool) -> None:
         super().__init__(axes, keepdims)
         self.largest = largest
@@ -147,8 +141,6 @@ class Largest(_Reduction):
 
 class MatMul(Function):
     """a @ b for operands of one, two or more dimensions."""
-
-    replayable = True
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of the stacks, the rows of a, or the columns of b.

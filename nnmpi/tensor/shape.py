@@ -18,7 +18,7 @@ class Reshape(Function):
 
     __slots__ = ("new",)
 
-    replayable = views = True
+    views = True
 
     def __init__(self, new: Shape) -> None:
         self.new = new
@@ -50,7 +50,7 @@ class Transpose(Function):
 
     __slots__ = ("axes",)
 
-    replayable = views = True
+    views = True
 
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
@@ -72,8 +72,6 @@ class Concatenate(Function):
     """Arrays joined along an axis."""
 
     __slots__ = ("axis",)
-
-    replayable = True
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
@@ -100,8 +98,6 @@ class Pad(Function):
     """x with a border of a constant."""
 
     __slots__ = ("value", "widths")
-
-    replayable = True
 
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
@@ -140,7 +136,7 @@ class GetItem(Function):
 
     __slots__ = ("key",)
 
-    views = True
+    is_call = views = True
 
     def __init__(self, key: Index) -> None:
         self.key = key
@@ -171,7 +167,7 @@ class GetItem(Function):
         shape, dtype = self.saved
         xp = namespace(grad)
         spread, (first, *more) = xp.zeros(shape, dtype), self.key
-        if more or type(first) is not np.ndarray:
+        if more or not isinstance(first, np.ndarray):
             xp.add.at(spread, self.key, grad)
         elif first.dtype.kind == "b":  # selects no element twice
             spread[first] = grad
@@ -190,7 +186,7 @@ class View(Function):
 
     __slots__ = ("key",)
 
-    replayable = views = True
+    views = True
 
     def __init__(self, key: Index) -> None:
         self.key = key

@@ -167,9 +167,6 @@ class GraphRecorder(Recorder):
         """Whether the step failed because it cannot be captured, before any of it was done."""
         return not (self.warms_up or self._launched) and cannot_capture(error)
 
-    def module(self, xp: ModuleType) -> Any:
-        """Return the device's library itself; for NumPy the stand-in that records its calls."""
-        return xp if xp is self._memory.xp else super().module(xp)
 
     def run_eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function between two graphs."""
@@ -251,7 +248,7 @@ class GraphRecorder(Recorder):
         self._numbers = []
         segment()
         self._launched += 1
-        self.calls.append(segment)
+        self.append(segment)
 
     def _abort(self) -> None:
         """End a capture whose work will not be done."""

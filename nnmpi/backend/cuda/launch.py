@@ -278,7 +278,7 @@ class KernelLauncher:
             (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
         ]
         for role, array in arrays:
-            if type(array) is np.ndarray:  # CuPy would pass its contents as a number
+            if isinstance(array, np.ndarray):  # CuPy would pass its contents as a number
                 raise UsageError(
                     f"the kernel {name} runs on a device, but got an array of shape {array.shape}"
                     " in the host's memory; copy it there with backend.asarray"

@@ -17,7 +17,7 @@ from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.conv3x3 import has_products as has_products
 from nnmpi.backend.jit.conv3x3 import sizes as sizes
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
@@ -104,7 +104,7 @@ def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> KernelPair
 
 
 def _record_loop(name: str, *args: Any) -> None:
-    record_call(loop(name), *args)
+    record_launch(loop(name), *args)
 
 
 # Adam's update of a block, see `optim.adaptive`; a step without its product, see `ops.lstm`; the
@@ -125,12 +125,12 @@ adam, lstm_step, lstm_step_grad, relu_grad, norm, norm_products, norm_grad = (
 
 def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
     """y = max(y + bias, 0), in place."""
-    record_call(loop("bias_relu"), y, _shift(xp, y, bias))
+    record_launch(loop("bias_relu"), y, _shift(xp, y, bias))
 
 
 def _bias_slope(name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
     """y = the activation of y + bias, in place; write its derivative."""
-    record_call(loop(name), y, _shift(xp, y, bias), slope)
+    record_launch(loop(name), y, _shift(xp, y, bias), slope)
 
 
 bias_gelu, bias_gelu_tanh, bias_silu = (
@@ -146,7 +146,7 @@ def _grad_bias(name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | No
     """Return the gradient of an activation's input, and write its sum over the rows."""
     result = xp.empty(grad.shape, grad.dtype)
     sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-    record_call(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
+    record_launch(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
     return result
 
 
@@ -162,7 +162,7 @@ def softmax_loss(
         return None
     logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
     losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
-    record_call(loop("softmax_loss"), logits, labels, losses, gradients)
+    record_launch(loop("softmax_loss"), logits, labels, losses, gradients)
     return losses, (gradients,)
 
 

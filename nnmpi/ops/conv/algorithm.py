@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import record_launch
 from nnmpi.backend.windows import RowsAndColumns, out_size
 from nnmpi.ops.planes import flattened
 
@@ -65,7 +65,7 @@ class ConvAlgorithm(ABC):
 
     `xp` is the array library, or its stand-in while a step is recorded: the calls on it are
     replayed one by one (see `tensor.function`). Compiled kernels are called through
-    `backend.recording.record_call`, so that they are recorded, too.
+    `backend.recording.record_launch`, so that they are recorded, too.
 
     Args:
         spec: the convolution.
@@ -106,4 +106,4 @@ class ConvAlgorithm(ABC):
 
 def record_flat(kernel: Any, *args: Any) -> None:
     """Call a compiled kernel with arrays as views with one axis; a recording notes the call."""
-    record_call(kernel, *(arg if isinstance(arg, tuple) else flattened(arg) for arg in args))
+    record_launch(kernel, *(arg if isinstance(arg, tuple) else flattened(arg) for arg in args))

@@ -86,8 +86,6 @@ class Conv2dFunction(Function):
 
     __slots__ = ("algorithm", "reads")
 
-    replayable = True
-
     def __init__(self, algorithm: ConvAlgorithm, reads: Dtype | None = None) -> None:
         self.algorithm, self.reads = algorithm, reads
 
@@ -128,7 +126,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
     plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
-    if type(x.data) is not np.ndarray:
+    if not isinstance(x.data, np.ndarray):
         return None if spec.relu else on_device(x.data, spec, o)
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         return None if spec.relu else Depthwise(spec)

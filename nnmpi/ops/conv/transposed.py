@@ -40,8 +40,6 @@ class ConvTranspose2dFunction(Function):
 
     __slots__ = ("reads", "size", "spec")
 
-    replayable = True
-
     def __init__(self, spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> None:
         self.spec, self.size, self.reads = spec, size, reads
 
@@ -77,7 +75,7 @@ def _transposed(spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> An
 
 def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
     """Return the algorithm for the ordinary convolution of y."""
-    return Im2col(spec) if type(y) is np.ndarray else on_device(y, spec, outputs)
+    return Im2col(spec) if isinstance(y, np.ndarray) else on_device(y, spec, outputs)
 
 
 def conv_transpose2d(

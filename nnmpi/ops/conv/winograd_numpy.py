@@ -45,7 +45,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, constant, ones
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.program.record import viewed
+from nnmpi.backend.recording import record_launch
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
@@ -288,7 +289,7 @@ class Tiles:
         self._multiply(self._patches, _grouped(kernel, self._groups), self._places)
         self._both_ways(self._matrices[1], self._places, self.results)
         if len(self._places) > 4:
-            record_call(_clear, self._spread, self.results)
+            record_launch(_clear, self._spread, self.results)
 
     def _multiply(self, places: Array, kernel: Array, out: Array) -> None:
         """Write the products of each place and group."""
@@ -392,9 +393,10 @@ def _overlapping(pixels: Array, side: int, each: int) -> Array:
     """View pixels (..., n, run) as (..., tiles, each, run), `side` pixels apart."""
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
-    return np.lib.stride_tricks.as_strided(
+    return viewed(
+        np.lib.stride_tricks.as_strided,
         pixels,
-        (*lead, (n - each) // side + 1, each, run),
-        (*steps, side * step, step, item),
+        shape=(*lead, (n - each) // side + 1, each, run),
+        strides=(*steps, side * step, step, item),
         writeable=False,
     )

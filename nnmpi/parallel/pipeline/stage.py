@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import active, alias
+from nnmpi.backend.recording import active
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
@@ -158,7 +158,7 @@ class Stage:
         grads_back = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
             # the recording refers to the leaf, and must not keep its values alive
-            leaf.data = alias(leaf.data)
+            leaf.data = np.broadcast_to(leaf.data.dtype.type(), leaf.data.shape)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients, which are sent as copies

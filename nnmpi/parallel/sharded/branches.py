@@ -38,6 +38,8 @@ class FromRank(Function):
 
     __slots__ = ("_dtype", "_shape", "group", "root")
 
+    is_call = True
+
     def __init__(
         self, group: Group, root: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:

@@ -83,6 +83,8 @@ class Halo(Function):
 
     __slots__ = ("borrowed", "group", "lent", "needed", "owned", "value")
 
+    is_call = True
+
     def __init__(self, group: Group, windows: RowWindows, value: float) -> None:
         self.group, self.value = group, value
         size, rank = group.size, group.rank

@@ -28,7 +28,7 @@ class PartCrossEntropy(CrossEntropy):
 
     __slots__ = ("classes", "group")
 
-    replayable = False
+    is_call = True
 
     def __init__(
         self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float

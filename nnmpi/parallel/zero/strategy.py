@@ -34,6 +34,8 @@ class UnitEnd(Elementwise):
 
     __slots__ = ("_reached",)
 
+    is_call = True
+
     def __init__(self, reached: Callable[[], None]) -> None:
         self._reached = reached
 

@@ -1,0 +1,221 @@
+"""Calls on arrays, as values.
+
+    y = np.multiply(x, x)           multiply(x, x, out=%0)
+    y += 1                          add(%0, 1, out=%0)
+
+An array that the step makes is a `Piece` of a `Buffer`: memory that has no place yet. Any other
+array, such as a parameter, stands for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
+from nnmpi.base.errors import ShapeError
+
+
+class Buffer:
+    """Memory for results of a recorded step.
+
+    Args:
+        owner: the array that has it while the step is recorded.
+        number: its place in the order in which buffers are made.
+        dropped: called when the array and all its views are gone.
+
+    Attributes:
+        address, size: of the memory, in bytes.
+        freed: the number of calls at that time.
+    """
+
+    __slots__ = ("_owner", "address", "freed", "number", "size")
+
+    def __init__(self, owner: Array, number: int, dropped: Callable[[Any], None]) -> None:
+        self.address, self.size = address_of(owner), owner.nbytes
+        self.number, self.freed, self._owner = number, 0, ref(owner, dropped)
+
+    @property
+    def owner(self) -> Array | None:
+        """The array, if anybody but the calls still holds it or a view of it."""
+        return self._owner()
+
+
+class Piece(NamedTuple):
+    """An array in a buffer; its offset and strides are in bytes."""
+
+    buffer: Buffer
+    offset: int
+    shape: Shape
+    strides: Shape
+    dtype: Dtype
+
+    def over(self, memory: Array, start: int) -> Array:
+        """Return this array over bytes, in which its buffer begins at `start`."""
+        if 0 in self.shape:  # such an array may have strides that fit no memory
+            return np.empty(self.shape, self.dtype)
+        return np.ndarray(self.shape, self.dtype, memory.data, start + self.offset, self.strides)
+
+    def __str__(self) -> str:
+        return f"%{self.buffer.number}"
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a function.
+
+    Attributes:
+        function: for example one of NumPy's, or a compiled kernel.
+        args, kwargs: pieces, arrays that outlive the step, and other values.
+        result: where replays put what the function returns; None if it writes by itself.
+        keeps: whether the function may keep arrays that it gets, as a send does until its wait.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+    keeps: bool = False
+
+    def __call__(self) -> object:
+        """Call the function; only for calls without pieces."""
+        return self.function(*self.args, **self.kwargs)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the arrays in it that lie in buffers."""
+        return items_of((self.function, self.args, self.kwargs, self.result), Piece)
+
+    def bound(self, place: Callable[[Piece], Array]) -> Callable[[], object]:
+        """Return the call on arrays, in its fastest form: a keyword costs 0.1 us."""
+        function, args, kwargs, result = (
+            rebuilt(item, place, Piece, not self.keeps)
+            for item in (self.function, self.args, self.kwargs, self.result)
+        )
+        if (
+            isinstance(function, np.ufunc)
+            and kwargs.keys() == {"out"}
+            and (len(args), function.nout) == (function.nin, 1)
+            and function not in _NAMED_OUT
+        ):
+            args, kwargs = (*args, kwargs["out"]), {}
+        elif function in _METHODS and type(args[0]) is np.ndarray:
+            function, args = getattr(args[0], function.__name__), args[1:]
+        call = partial(function, *args, **kwargs) if args or kwargs else function
+        return call if result is None else partial(_store, result, call)
+
+    def __str__(self) -> str:
+        words = [*map(_text, self.args), *(f"{k}={_text(v)}" for k, v in self.kwargs.items())]
+        target = "" if self.result is None else f"{_text(self.result)} = "
+        return f"{target}{name_of(self.function)}({', '.join(words)})"
+
+
+# NumPy implements these by methods, which are faster to call; those need `out` by name
+_METHODS = (np.take, np.put, np.argmax, np.argmin)
+_NAMED_OUT = (np.maximum, np.minimum)
+
+
+def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) -> Any:
+    """Return a value with `place` of each item of some types within it.
+
+    Looks into tuples, partial calls and, if `deep`, lists and dictionaries.
+    """
+    if isinstance(x, kinds):
+        return place(x)
+    kind = type(x)
+    if kind is tuple or (deep and kind is list):
+        return kind([rebuilt(item, place, kinds, deep) for item in x])
+    if kind is dict and deep:
+        return {name: rebuilt(item, place, kinds, deep) for name, item in x.items()}
+    if kind is partial:
+        args = rebuilt((x.func, *x.args), place, kinds, deep)
+        words = {name: rebuilt(item, place, kinds, deep) for name, item in x.keywords.items()}
+        return partial(*args, **words)
+    return x
+
+
+def items_of(x: Any, kinds: Any) -> Iterator[Any]:
+    """Yield the items of some types within a value, as `rebuilt` finds them."""
+    if isinstance(x, kinds):
+        yield x
+    elif isinstance(x, tuple | list):
+        for item in x:
+            yield from items_of(item, kinds)
+    elif isinstance(x, dict):
+        yield from items_of(list(x.values()), kinds)
+    elif isinstance(x, partial):
+        yield from items_of((x.func, *x.args, *x.keywords.values()), kinds)
+
+
+def _store(targets: Any, call: Callable[[], Any]) -> None:
+    results = call()
+    if not isinstance(targets, tuple | list):
+        targets, results = (targets,), (results,)
+    for target, result in zip(targets, results, strict=True):
+        if target is not None and result is not None:
+            write(target, result)
+
+
+def write(target: Array, result: Any) -> None:
+    """Write a result that is computed again to its array, unless it is a view of that.
+
+    Raises:
+        ShapeError: when its shape differs from the recorded one: x[mask]'s shape, for example,
+            depends on values.
+    """
+    if result.shape != target.shape:
+        raise ShapeError(
+            f"an operation of a compiled step gave {result.shape} in place of the {target.shape}"
+            " that was recorded; shapes that depend on values, such as x[mask]'s, cannot be"
+            " compiled"
+        )
+    if not (is_array(result) and namespace(target).may_share_memory(target, result)):
+        target[...] = result
+
+
+def owner_of(array: Array) -> Array:
+    """Return the array that has an array's memory."""
+    owner, base = array, array
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            owner = base
+        # getattr: as_strided puts an object that is no array between a view and its base
+        base = getattr(base, "base", None)
+    return owner
+
+
+def address_of(array: Array) -> int:
+    """Return the address of an array's first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name for display."""
+    if isinstance(function, partial):
+        return name_of(function.func)
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if isinstance(owner, np.ufunc):
+        return f"{owner.__name__}.{name}"
+    return str(getattr(function, "__qualname__", name)).replace(".<locals>", "")
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, Piece):
+        return f"{x}{_shape(x)}"
+    if isinstance(x, np.ndarray):
+        return f"{x}" if not x.ndim else f"array{_shape(x)}"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_text, x))})"
+    if isinstance(x, np.generic | float | int | str | bool | type(None) | slice):
+        return f"{x}"
+    return getattr(x, "__name__", None) or type(x).__name__
+
+
+def _shape(x: Any) -> str:
+    return f"[{' '.join(map(str, x.shape))}]"

@@ -1,0 +1,54 @@
+"""Places in one block of memory for the results of a recorded step, by their lifetimes.
+
+    calls           0     1     2     3     4          memory
+    a               [-----------]                      a  d
+    b                     [-----------]                b  b  e
+    c                                 [.....           c
+    d                                 [------          in place of a
+    e                                       [---       in place of b
+
+A result lives from the first call that names it to the last one. If a call may keep it (a send,
+until its wait), it lives at least as long as it did while the step was recorded. An array that
+somebody else still holds after the step, such as an operation for a later call, keeps its own
+memory.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from nnmpi.backend.array import LINE_BYTES
+from nnmpi.backend.program.call import Buffer, Call
+
+
+def plan(calls: Iterable[Call]) -> tuple[dict[Buffer, int], int]:
+    """Return where each buffer begins, and the size of the block, in bytes.
+
+    First fit, in the order of the first calls: of all places that are free for the whole lifetime
+    the lowest, which was in use the latest in most cases, and is still in the cache. (By falling
+    size, as compilers for inference do, blocks are as small, and replays up to ... slower.)
+    """
+    first: dict[Buffer, int] = {}
+    last: dict[Buffer, int] = {}
+    for i, call in enumerate(calls):
+        for piece in call.pieces():
+            buffer = piece.buffer
+            first.setdefault(buffer, i)
+            last[buffer] = max(i, last.get(buffer, i), buffer.freed if call.keeps else i)
+    places: dict[Buffer, int] = {}
+    size = 0
+    live: list[tuple[int, int, int]] = []  # start, stop, last use; by start
+    for buffer, begin in first.items():
+        if buffer.owner is not None:
+            continue
+        live = [item for item in live if item[2] >= begin]
+        start, needed = 0, -(-buffer.size // LINE_BYTES) * LINE_BYTES
+        for other, stop, _ in live:
+            if other - start >= needed:
+                break
+            start = max(start, stop)
+        insort(live, (start, start + needed, last[buffer]))
+        places[buffer] = start
+        size = max(size, start + needed)
+    return places, size

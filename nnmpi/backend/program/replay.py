@@ -1,0 +1,107 @@
+"""A program of calls, and the memory in which it is replayed."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nnmpi.backend.array import Array, empty
+from nnmpi.backend.program.call import Buffer, Call, Piece
+from nnmpi.backend.program.plan import plan
+
+# mapped memory begins at a page; small blocks there would compete for the same cache lines
+LEAST_MAPPED_BYTES = 128 * 1024
+
+
+class Arena:
+    """A block of memory for programs that are replayed one at a time.
+
+    Attributes:
+        memory: bytes; another array when it has grown.
+    """
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory's size."""
+        return self.memory.nbytes
+
+    def reserve(self, count_bytes: int) -> None:
+        """Grow to a size."""
+        if count_bytes > self.size_bytes:
+            self.memory = np.empty(0, np.uint8)  # the old one is freed first
+            self.memory = _aligned(count_bytes)
+
+
+class Program:
+    """The calls of a recorded step.
+
+    Args:
+        calls: in their order.
+        arena: for the results.
+
+    Attributes:
+        calls: as given.
+        size_bytes: of the results' memory.
+    """
+
+    def __init__(self, calls: Sequence[Call], arena: Arena) -> None:
+        self.calls = tuple(calls)
+        self._places, self.size_bytes = plan(calls)
+        # what somebody else holds, for good
+        self._held = {
+            piece.buffer: piece.buffer.owner
+            for call in calls
+            for piece in call.pieces()
+            if piece.buffer not in self._places
+        }
+        self._arena, self._memory = arena, np.empty(0, np.uint8)
+        self._bound: tuple[Callable[[], object], ...] = ()
+
+    def replay(self) -> None:
+        """Repeat the calls."""
+        if self._memory is not self._arena.memory:
+            self._bind()
+        for call in self._bound:
+            call()
+
+    def _bind(self) -> None:
+        self._bound = ()
+        self._arena.reserve(self.size_bytes)
+        self._memory = self._arena.memory
+        arrays: dict[Piece, Array] = {}
+
+        def place(piece: Piece) -> Array:
+            array = arrays.get(piece)
+            if array is None:
+                buffer = piece.buffer
+                held = self._held.get(buffer)
+                if held is None:
+                    array = piece.over(self._arena.memory, self._places[buffer])
+                else:
+                    array = piece.over(held.ravel(order="K").view(np.uint8), 0)
+                arrays[piece] = array
+            return array
+
+        self._bound = tuple([call.bound(place) for call in self.calls])
+
+    def __str__(self) -> str:
+        lines = [f"{i:5}  {call}" for i, call in enumerate(self.calls)]
+        return "\n".join((*lines, f"{len(lines)} calls, {self.size_bytes} bytes for results"))
+
+
+def _aligned(count_bytes: int) -> Array:
+    """Return bytes that begin at a cache line.
+
+    Large blocks are mapped, not taken from malloc: a block outlives the other allocations of the
+    recording, and would leave holes among them that stay unused.
+    """
+    if count_bytes >= LEAST_MAPPED_BYTES:
+        return np.frombuffer(
+            mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+        )
+    return empty(np, (count_bytes,), np.uint8)
