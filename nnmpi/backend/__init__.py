@@ -6,7 +6,9 @@ Reading order:
                        device
     kernels            the choice of compiled kernels; jit/ has numba's for the host, cuda/ has a
                        device's
-    recording          a step's calls as a repeatable list, the basis of `nnmpi.compile`
+    program/           a step as a value, the basis of `nnmpi.compile`: record its calls, plan their
+                       memory, replay them
+    recording          what operations, layers and strategies tell a recorder
 
 Matrix products:
 
@@ -33,7 +35,7 @@ To change ...                              see
     the library that computes products     gemm
     the dtype that a product reads         precision, then its uses in gemm and the kernels
     the kinds of devices                   a subclass of `Backend`, as in device, and `select`
-    the calls that a recording has         recording; `record_call` records any function as one call
+    the calls that a recording has         program/record; `record_call` records a function as one
 """
 
 from nnmpi.backend.array import Array, namespace

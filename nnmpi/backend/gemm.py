@@ -205,7 +205,12 @@ def multiplier(xp: Any, b: Array) -> Callable[[Array, Array], Any]:
         b: (k, n).
     """
     fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and 4 * len(b) * w <= SMALL]
-    if not isinstance(b, np.ndarray) or b.dtype != np.float32 or not fit or not has_small_products():
+    if (
+        not isinstance(b, np.ndarray)
+        or b.dtype != np.float32
+        or not fit
+        or not has_small_products()
+    ):
         return lambda a, out: gemm(xp, a, b, out)
     strips = _strips(b, fit[0])
     copy = empty(np, strips.shape, b.dtype)

@@ -33,7 +33,6 @@ def active() -> Recorder | None:
     return recorder
 
 
-
 def record_call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function and return its result; a recording repeats it as one call."""
     recorder = active_calls.get()
@@ -269,16 +268,24 @@ class Recorder(CallList):
             buffers: arrays of which a result may be a view, as of the inputs.
         """
         known = [array for array in (*inputs, *buffers) if is_array(array)]
-        results = self.run_eagerly(compute, *inputs)
-        is_single = is_result(results)
-        items = [results] if is_single else results
-        if not isinstance(items, tuple | list) or not all(
-            item is None or is_result(item) for item in items
-        ):
+
+        def first() -> tuple[Any, Any]:
+            results = compute(*inputs)
+            if is_result(results):
+                return results, self._own(results, known)
+            if not isinstance(results, tuple | list) or not all(
+                item is None or is_result(item) for item in results
+            ):
+                return results, None
+            return results, tuple(
+                None if item is None else self._own(item, known) for item in results
+            )
+
+        results, arrays = self.run_eagerly(first)
+        if arrays is None:
             return results  # the caller refuses it
-        arrays = [None if item is None else self._own(item, known) for item in items]
-        self.append(compute, inputs, result=arrays[0] if is_single else tuple(arrays), keeps=True)
-        return arrays[0] if is_single else tuple(arrays)
+        self.append(compute, inputs, result=arrays, keeps=True)
+        return arrays
 
     def _own(self, result: Any, known: Sequence[Array]) -> Array:
         """Return an array with a result's values, to which replays can write theirs.

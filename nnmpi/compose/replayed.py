@@ -107,6 +107,8 @@ class Replay(Compiled):
         if recording is not None:  # a parameter got another array, or was frozen
             del self._held[key]
             self._reason = "a parameter has another array, or was frozen"
+        elif key in self._spoiled:
+            self._reason = self._spoiled[key]
         elif key in self._shapes and len(self._held) < MOST_RECORDINGS:
             self._record(key, (), mode, xp=self._xp)
             self._reason = self.refusal or self._reason

@@ -47,7 +47,7 @@ from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
-from nnmpi.backend.program.replay import Arena, Program
+from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
 from nnmpi.nn.mode import Mode, current, restore
@@ -80,6 +80,7 @@ class Compiled(Settled, fixed="pool"):
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, Recording] = {}
+        self._spoiled: dict[Any, str] = {}  # why steps of a key are not recorded again
         # of steps on a device, by key: how often they were captured, and whether the last call ran
         # in the memory of the graphs, so that the next one may be captured
         self._tries: dict[Any, tuple[int, bool]] = {}
@@ -96,8 +97,14 @@ class Compiled(Settled, fixed="pool"):
         return len(self._held)
 
     @property
+    def program(self) -> StepProgram | None:
+        """The calls of the last recording; print it to read them. None if there is none."""
+        held = next(reversed(self._held.values()), None)
+        return None if held is None else held.program
+
+    @property
     def refusal(self) -> str:
-        """Why the last step on a device was not captured; empty if it was."""
+        """Why the last recording was dropped; empty if it was not."""
         return self._refusal
 
     def __call__(self, *inputs: Any) -> Any:
@@ -140,6 +147,9 @@ class Compiled(Settled, fixed="pool"):
                     " compared"
                 ) from None
             if held is None or not held.is_valid():
+                if key in self._spoiled:
+                    self._refusal = self._spoiled[key]
+                    return self._eagerly(inputs, mode)
                 watch = Watch((self._step, inputs), mode.memory)
                 return self._record(key, inputs, mode, watch, watch.library())
             self.calls = len(held.recorder.calls)
@@ -190,7 +200,18 @@ class Compiled(Settled, fixed="pool"):
                 self._refusal = "the step changes what it computes with"
             if not self._refusal:
                 self._held[key] = held
+            elif recorder.spoiled:
+                if len(self._spoiled) >= MOST_KEYS:
+                    self._spoiled.clear()
+                self._spoiled[key] = recorder.spoiled
         return held.results()
+
+    def _eagerly(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
+        """Do one step without recording it."""
+        try:
+            return _mapped(_copied, _outputs(self._step(*_mapped(_input_buffer, inputs))))
+        finally:
+            restore(mode)
 
     def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
         """Return the recorder of a step's next call; it captures every second one."""
@@ -221,7 +242,7 @@ class Recording:
             for i, buffer in enumerate(_leaves(buffers))
             if isinstance(buffer, Tensor)
         ]
-        self.program = Program(recorder.calls, arena)
+        self.program = StepProgram(recorder.calls, arena)
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""

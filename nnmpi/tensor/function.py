@@ -32,13 +32,13 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, mixed_error, namespace
 from nnmpi.backend.kernels import add, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.backend.sums import sum_over
-from nnmpi.base.errors import DtypeError, GraphError, ShapeError
+from nnmpi.base.errors import DtypeError, GraphError
 from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient

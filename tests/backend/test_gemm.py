@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.backend.program.record import bare
+from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder
 from nnmpi.base.errors import DeviceError, DtypeError, ShapeError, UsageError
 from tests.device.library import load
@@ -254,12 +256,13 @@ def test_pieces_give_the_product(
     out = np.empty((m, n), np.float32)
     recorder = Recorder()
     with recorder.running():
-        np.testing.assert_array_equal(gemm(recorder.module(np), a, b), expected)
-        gemm(recorder.module(np), a, b, out)
-        gemm(recorder.module(np), a, b, out, add=True)
+        given, module = map(recorder.wrap, (a, b)), recorder.module(np)
+        x, y = given
+        np.testing.assert_array_equal(bare(gemm(module, x, y)), expected)
+        gemm(module, x, y, recorder.writable(out))
+        gemm(module, x, y, recorder.writable(out), add=True)
     out[...] = 0
-    for call in recorder.calls:
-        call()
+    StepProgram(recorder.calls, Arena()).replay()
     np.testing.assert_array_equal(out, 2 * expected)
     expected_name = on_intel if intel else elsewhere
     assert names == [expected_name] * 6 if expected_name else not names
@@ -321,11 +324,11 @@ def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
     recorder = Recorder()
     with recorder.running(), use_precision("tf32"):
         module = recorder.module(xp)
-        result = gemm(module, a, b)
-        gemm(module, a, b, out=total, add=True)
+        x, y = map(recorder.wrap, (a, b))
+        result = bare(gemm(module, x, y))
+        gemm(module, x, y, out=recorder.writable(total), add=True)
     a[...] = 1 + 2.0**-20 if dtype == "float32" else 2
-    for call in recorder.calls:
-        call()
+    StepProgram(recorder.calls, Arena()).replay()
     rounded = 3 if on_device else np.float32(3 * (1 + 2.0**-20))
     item = rounded if dtype == "float32" else 6
     np.testing.assert_array_equal(

@@ -62,6 +62,7 @@ del arrays
 x, before = np.ones((2**9, 2**9), np.float32), host_memory().used_bytes
 step = nnmpi.compile(lambda x: (x + x) * x)
 step(x)
+step(x)
 print(host_memory().used_bytes - before - step.pool.size_bytes)
 """
 
@@ -73,4 +74,4 @@ def test_recording_gives_back_what_malloc_has_kept() -> None:
         [sys.executable, "-c", RECORDED], capture_output=True, text=True, timeout=60
     )
     assert not ran.returncode, ran.stderr
-    assert int(ran.stdout) < -16 * 2**20
+    assert int(ran.stdout) < -12 * 2**20

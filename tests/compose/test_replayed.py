@@ -20,6 +20,7 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
+from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.host_only(
@@ -258,6 +259,33 @@ class Doubling(nn.Module):
         return x * self.factor
 
 
+class Bent(Function):
+    """An operation as one writes NumPy."""
+
+    def forward(self, x: Any) -> Any:
+        y = x * x + np.linalg.norm(x, axis=-1, keepdims=True)
+        y += x
+        self.saved = (x,)
+        return y
+
+    def backward(self, grad: Any) -> Any:
+        (x,) = self.saved
+        length = np.linalg.norm(x, axis=-1, keepdims=True)
+        result = 2 * x * grad + grad
+        result += grad.sum(-1, keepdims=True) * x / length
+        return (result,)
+
+
+class Natural(nn.Module):
+    """A layer with an operation of its own."""
+
+    replayable = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the operation's result."""
+        return Bent()(x)
+
+
 class Inheriting(Doubling):
     """A subclass, which has not said it."""
 
@@ -270,7 +298,13 @@ def joining() -> nn.Module:
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize(
     ("layer", "replays"),
-    [(Deciding, False), (Doubling, True), (Inheriting, False), (joining, False)],
+    [
+        (Deciding, False),
+        (Doubling, True),
+        (Natural, True),
+        (Inheriting, False),
+        (joining, False),
+    ],
 )
 def test_modules_of_ones_own_are_replayed_if_they_say_so(
     group: Group, layer: Callable[[], nn.Module], replays: bool

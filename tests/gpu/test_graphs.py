@@ -110,7 +110,8 @@ def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
     """What Python notes ends no graph."""
     step = Step("normalized and dropped", device, True)
     step.course("float32", 3)
-    kinds = [type(call).__name__ for call in step.run._held.popitem()[1].recorder.calls]
+    calls = step.run._held.popitem()[1].recorder.calls
+    kinds = [type(call.function).__name__ for call in calls]
     # forward and backward, and the empty rest after the update; the stand-in looks at the labels
     assert kinds.count("Segment") == 2 + is_stand_in(device)
 

@@ -678,9 +678,7 @@ def test_iterators_of_a_step_are_refused(items):
 
 
 class Bent(Function):
-    """Leaves the dialect of recordings in three ways, and promises that it does not."""
-
-    replayable = True
+    """Is written as one writes NumPy: operators, in place, a function of a submodule."""
 
     def forward(self, x):
         y = self.xp.linalg.norm(x, axis=0, keepdims=True) + x * x
@@ -694,7 +692,7 @@ class Bent(Function):
 
 
 @pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
-def test_operations_of_ones_own_that_promise_too_much_are_right():
+def test_operations_of_ones_own_are_recorded():
     leaf = Tensor(np.ones((2, 3)), requires_grad=True)
 
     def step(x):
@@ -709,6 +707,7 @@ def test_operations_of_ones_own_that_promise_too_much_are_right():
         right, grad = step(x).item(), leaf.grad
         assert compiled(x).item() == right
         np.testing.assert_array_equal(leaf.grad, grad)
+    assert compiled.recordings == 1
 
 
 @pytest.mark.parametrize(
@@ -734,3 +733,32 @@ def test_texts_do_not_leak_into_one_another(model, again):
         ours = text(compiled, tokens, kept if again else {})
         for mine, right in zip(ours, text(model, tokens, {}), strict=True):
             np.testing.assert_array_equal(mine, right)
+
+
+class Reading(Function):
+    """An operation of one's own that decides by a value."""
+
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x * 3
+
+    def backward(self, grad):
+        return (grad,)
+
+
+@pytest.mark.host_only("on a device a step that reads values is not captured")
+def test_a_step_that_decides_by_a_value_is_done_eagerly():
+    step = nnmpi.compile(lambda x: Reading()(x))
+    for x in (np.ones(3), -np.ones(3), np.ones(3)):
+        assert step(x).numpy().tolist() == (2 * x if x.sum() > 0 else 3 * x).tolist()
+        assert (step.recordings, step.refusal) == (0, "Python reads a value (bool)")
+    assert step.program is None
+
+
+@pytest.mark.host_only("a device's step is made of graphs")
+def test_a_program_can_be_read():
+    step = nnmpi.compile(lambda x: ops.relu(x * 2).sum())
+    step(np.ones((2, 3)))
+    lines = str(step.program).splitlines()
+    assert lines[0].endswith("multiply(array[2 3], 2, out=%0[2 3])")
+    assert len(lines) == step.calls + 1
+    assert lines[-1] == f"{step.calls} calls, 128 bytes for results"

@@ -11,9 +11,9 @@ def compiled_calls(monkeypatch):
     names = []
     for name in ("nnmpi.backend.jit.kernels", "nnmpi.ops.conv.algorithm"):
         module = import_module(name)
-        monkeypatch.setattr(module, "record_call", _noting(names, module.record_call))
+        monkeypatch.setattr(module, "record_launch", _noting(names, module.record_launch))
     return names
 
 
-def _noting(names, record_call):
-    return lambda f, *args: (names.append(f.__name__), record_call(f, *args))
+def _noting(names, launch):
+    return lambda f, *args: (names.append(f.__name__), launch(f, *args))

@@ -167,7 +167,6 @@ class GraphRecorder(Recorder):
         """Whether the step failed because it cannot be captured, before any of it was done."""
         return not (self.warms_up or self._launched) and cannot_capture(error)
 
-
     def run_eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function between two graphs."""
         self._end()

@@ -3,17 +3,17 @@
     y = np.multiply(x, x)           multiply(x, x, out=%0)
     y += 1                          add(%0, 1, out=%0)
 
-An array that the step makes is a `Piece` of a `Buffer`: memory that has no place yet. Any other
+An array that the step makes is a `ArrayRef` of a `Allocation`: memory that has no place yet. Any other
 array, such as a parameter, stands for itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.base.errors import ShapeError
 
 
-class Buffer:
+class Allocation:
     """Memory for results of a recorded step.
 
     Args:
         owner: the array that has it while the step is recorded.
-        number: its place in the order in which buffers are made.
+        number: its place in the order in which allocations are made.
         dropped: called when the array and all its views are gone.
 
     Attributes:
@@ -38,7 +38,7 @@ class Buffer:
 
     def __init__(self, owner: Array, number: int, dropped: Callable[[Any], None]) -> None:
         self.address, self.size = address_of(owner), owner.nbytes
-        self.number, self.freed, self._owner = number, 0, ref(owner, dropped)
+        self.number, self.freed, self._owner = number, 0, weakref.ref(owner, dropped)
 
     @property
     def owner(self) -> Array | None:
@@ -46,23 +46,23 @@ class Buffer:
         return self._owner()
 
 
-class Piece(NamedTuple):
-    """An array in a buffer; its offset and strides are in bytes."""
+class ArrayRef(NamedTuple):
+    """An array in a allocation; its offset and strides are in bytes."""
 
-    buffer: Buffer
+    allocation: Allocation
     offset: int
     shape: Shape
     strides: Shape
     dtype: Dtype
 
     def over(self, memory: Array, start: int) -> Array:
-        """Return this array over bytes, in which its buffer begins at `start`."""
+        """Return this array over bytes, in which its allocation begins at `start`."""
         if 0 in self.shape:  # such an array may have strides that fit no memory
             return np.empty(self.shape, self.dtype)
         return np.ndarray(self.shape, self.dtype, memory.data, start + self.offset, self.strides)
 
     def __str__(self) -> str:
-        return f"%{self.buffer.number}"
+        return f"%{self.allocation.number}"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +71,7 @@ class Call:
 
     Attributes:
         function: for example one of NumPy's, or a compiled kernel.
-        args, kwargs: pieces, arrays that outlive the step, and other values.
+        args, kwargs: refs, arrays that outlive the step, and other values.
         result: where replays put what the function returns; None if it writes by itself.
         keeps: whether the function may keep arrays that it gets, as a send does until its wait.
     """
@@ -83,17 +83,17 @@ class Call:
     keeps: bool = False
 
     def __call__(self) -> object:
-        """Call the function; only for calls without pieces."""
+        """Call the function; only for calls without refs."""
         return self.function(*self.args, **self.kwargs)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the arrays in it that lie in buffers."""
-        return items_of((self.function, self.args, self.kwargs, self.result), Piece)
+    def refs(self) -> Iterator[ArrayRef]:
+        """Yield the arrays in it that lie in allocations."""
+        return items_of((self.function, self.args, self.kwargs, self.result), ArrayRef)
 
-    def bound(self, place: Callable[[Piece], Array]) -> Callable[[], object]:
+    def bound(self, place: Callable[[ArrayRef], Array]) -> Callable[[], object]:
         """Return the call on arrays, in its fastest form: a keyword costs 0.1 us."""
         function, args, kwargs, result = (
-            rebuilt(item, place, Piece, not self.keeps)
+            rebuilt(item, place, ArrayRef, not self.keeps)
             for item in (self.function, self.args, self.kwargs, self.result)
         )
         if (
@@ -179,7 +179,8 @@ def write(target: Array, result: Any) -> None:
 
 def owner_of(array: Array) -> Array:
     """Return the array that has an array's memory."""
-    owner, base = array, array
+    owner: Array = array
+    base: Any = array
     while base is not None:
         if isinstance(base, np.ndarray):
             owner = base
@@ -206,7 +207,7 @@ def name_of(function: Any) -> str:
 
 
 def _text(x: Any) -> str:
-    if isinstance(x, Piece):
+    if isinstance(x, ArrayRef):
         return f"{x}{_shape(x)}"
     if isinstance(x, np.ndarray):
         return f"{x}" if not x.ndim else f"array{_shape(x)}"

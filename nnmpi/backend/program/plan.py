@@ -19,36 +19,38 @@ from bisect import insort
 from collections.abc import Iterable
 
 from nnmpi.backend.array import LINE_BYTES
-from nnmpi.backend.program.call import Buffer, Call
+from nnmpi.backend.program.call import Allocation, Call
 
 
-def plan(calls: Iterable[Call]) -> tuple[dict[Buffer, int], int]:
-    """Return where each buffer begins, and the size of the block, in bytes.
+def plan(calls: Iterable[Call]) -> tuple[dict[Allocation, int], int]:
+    """Return where each allocation begins, and the size of the block, in bytes.
 
     First fit, in the order of the first calls: of all places that are free for the whole lifetime
     the lowest, which was in use the latest in most cases, and is still in the cache. (By falling
     size, as compilers for inference do, blocks are as small, and replays up to ... slower.)
     """
-    first: dict[Buffer, int] = {}
-    last: dict[Buffer, int] = {}
+    first: dict[Allocation, int] = {}
+    last: dict[Allocation, int] = {}
     for i, call in enumerate(calls):
-        for piece in call.pieces():
-            buffer = piece.buffer
-            first.setdefault(buffer, i)
-            last[buffer] = max(i, last.get(buffer, i), buffer.freed if call.keeps else i)
-    places: dict[Buffer, int] = {}
+        for ref in call.refs():
+            allocation = ref.allocation
+            first.setdefault(allocation, i)
+            last[allocation] = max(
+                i, last.get(allocation, i), allocation.freed if call.keeps else i
+            )
+    places: dict[Allocation, int] = {}
     size = 0
     live: list[tuple[int, int, int]] = []  # start, stop, last use; by start
-    for buffer, begin in first.items():
-        if buffer.owner is not None:
+    for allocation, begin in first.items():
+        if allocation.owner is not None:
             continue
         live = [item for item in live if item[2] >= begin]
-        start, needed = 0, -(-buffer.size // LINE_BYTES) * LINE_BYTES
+        start, needed = 0, -(-allocation.size // LINE_BYTES) * LINE_BYTES
         for other, stop, _ in live:
             if other - start >= needed:
                 break
             start = max(start, stop)
-        insort(live, (start, start + needed, last[buffer]))
-        places[buffer] = start
+        insort(live, (start, start + needed, last[allocation]))
+        places[allocation] = start
         size = max(size, start + needed)
     return places, size

@@ -24,9 +24,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.program.call import (
-    Buffer,
+    Allocation,
+    ArrayRef,
     Call,
-    Piece,
     address_of,
     items_of,
     name_of,
@@ -41,19 +41,25 @@ _FILLS = {"zeros": 0, "ones": 1, "full": None}
 _MAKERS = {f"{name}{like}" for name in ("empty", *_FILLS) for like in ("", "_like")}
 # Functions that read an array's memory without asking it
 _COPIES = {"array", "asarray", "ascontiguousarray", "asfortranarray", "copy"}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Functions with an argument `out`, besides universal functions and their reductions
-_WITH_OUT = (
-    "dot take argmax argmin mean sum prod std var max min amax amin any all cumsum cumprod clip"
-    " round einsum concatenate stack choose compress trace"
-).split()
+_WITH_OUT = _names("""
+    dot take argmax argmin mean sum prod std var max min amax amin any all cumsum cumprod clip round
+    einsum concatenate stack choose trace
+""")
 # They look at shapes and types alone
-_SHAPES = "shape ndim size result_type can_cast may_share_memory shares_memory common_type".split()
+_SHAPES = _names("shape ndim size result_type can_cast may_share_memory shares_memory common_type")
 # The shapes of their results depend on values
-_BY_VALUE = (
-    "nonzero flatnonzero argwhere unique unique_values unique_counts unique_inverse unique_all"
-    " extract compress bincount union1d intersect1d setdiff1d setxor1d trim_zeros histogram"
-).split()
-_ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides flags base".split()
+_BY_VALUE = _names("""
+    nonzero flatnonzero argwhere unique unique_values unique_counts unique_inverse unique_all
+    extract compress bincount union1d intersect1d setdiff1d setxor1d trim_zeros histogram
+""")
+_ATTRIBUTES = _names("shape dtype ndim size nbytes itemsize strides flags base")
 
 
 def bare(x: Any, deep: bool = True) -> Any:
@@ -64,7 +70,9 @@ def bare(x: Any, deep: bool = True) -> Any:
 def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
     """Return a view of an array that a function makes which NumPy does not dispatch."""
     result: Any = function(bare(x), **kwargs)
-    return RecordedArray(result) if type(x) is RecordedArray else result
+    if has_recorded(x):
+        result = RecordedArray(result)
+    return result
 
 
 def has_recorded(x: Any) -> bool:
@@ -85,9 +93,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, array: Array) -> None:
         self._array = array
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for `isinstance(x, np.ndarray)`
-        return np.ndarray
+    __class__ = property(lambda _: np.ndarray)  # for `isinstance`
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         function = ufunc if method == "__call__" else getattr(ufunc, method)
@@ -162,7 +168,7 @@ def _reading(name: str) -> Any:
     return method
 
 
-for _name in "bool int float complex index contains".split():
+for _name in ("bool", "int", "float", "complex", "index", "contains"):
     setattr(RecordedArray, f"__{_name}__", _reading(f"__{_name}__"))
 
 
@@ -224,7 +230,7 @@ class CallList:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.spoiled = ""
-        self._buffers: dict[int, Buffer] = {}  # by the id of its array, which is alive
+        self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
 
@@ -246,42 +252,47 @@ class CallList:
         """Refuse to replay a write to an array from outside: it would begin with other values."""
         for array in items_of(x, np.ndarray):
             owner = id(owner_of(array))
-            if owner not in self._buffers and owner not in self._written:
+            if owner not in self._allocations and owner not in self._written:
                 self.spoil("an operation writes to an array that self.xp has not made")
 
     def adopt(self, array: Array) -> Array:
         """Make a new array's memory the step's own; return the array."""
         owner = owner_of(array)
-        key, calls, buffers = id(owner), self.calls, self._buffers
+        key, calls, allocations = id(owner), self.calls, self._allocations
 
         def dropped(_: Any) -> None:
-            buffer.freed = len(calls)
-            del buffers[key]
+            allocation.freed = len(calls)
+            del allocations[key]
 
-        if key not in buffers:
-            buffers[key] = buffer = Buffer(owner, self._count, dropped)
+        if key not in allocations:
+            allocations[key] = allocation = Allocation(owner, self._count, dropped)
             self._count += 1
         return array
 
     def append(
-        self, function: Any, args: Any = (), kwargs: Any = None, result: Any = None, keeps: bool = False
+        self,
+        function: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        result: Any = None,
+        keeps: bool = False,
     ) -> None:
         """Add a call that was made.
 
         A function that may keep what it gets may also change it, so its lists and dictionaries stay
         the same objects.
         """
-        args, result = (rebuilt(x, self._piece, np.ndarray, not keeps) for x in (args, result))
-        kwargs = rebuilt(kwargs or {}, self._piece, np.ndarray)
+        args, result = (rebuilt(x, self._ref, np.ndarray, not keeps) for x in (args, result))
+        kwargs = rebuilt(kwargs or {}, self._ref, np.ndarray)
         self.calls.append(Call(function, args, kwargs, result, keeps))
 
-    def _piece(self, x: Any) -> Any:
+    def _ref(self, x: Any) -> Any:
         array = x._array if type(x) is RecordedArray else x
-        buffer = self._buffers.get(id(owner_of(array)))
-        if buffer is None:
+        allocation = self._allocations.get(id(owner_of(array)))
+        if allocation is None:
             return array
-        offset = address_of(array) - buffer.address
-        return Piece(buffer, offset, array.shape, array.strides, array.dtype)
+        offset = address_of(array) - allocation.address
+        return ArrayRef(allocation, offset, array.shape, array.strides, array.dtype)
 
     def results(
         self,
@@ -299,12 +310,13 @@ class CallList:
             is_item: whether values decided where the result lies in the argument.
         """
         owners = {id(owner_of(array)) for array in items_of((args, kwargs), np.ndarray)}
-        if not isinstance(result, np.ndarray | np.generic | tuple | list):
+        is_single = not isinstance(result, tuple | list)
+        items = (result,) if is_single else result
+        if not all(isinstance(item, np.ndarray | np.generic) for item in items):
             self.spoil(f"{name_of(function)} returns {type(result).__name__}")
             return result
-        is_single = not isinstance(result, tuple | list)
         targets, arrays = [], []
-        for item in (result,) if is_single else result:
+        for item in items:
             array = np.asarray(item)
             if is_item and id(owner_of(array)) in owners:
                 array = array.copy()

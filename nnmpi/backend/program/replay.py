@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nnmpi.backend.array import Array, empty
-from nnmpi.backend.program.call import Buffer, Call, Piece
+from nnmpi.backend.program.call import ArrayRef, Call
 from nnmpi.backend.program.plan import plan
 
 # mapped memory begins at a page; small blocks there would compete for the same cache lines
@@ -37,7 +37,7 @@ class Arena:
             self.memory = _aligned(count_bytes)
 
 
-class Program:
+class StepProgram:
     """The calls of a recorded step.
 
     Args:
@@ -54,10 +54,10 @@ class Program:
         self._places, self.size_bytes = plan(calls)
         # what somebody else holds, for good
         self._held = {
-            piece.buffer: piece.buffer.owner
+            ref.allocation: ref.allocation.owner
             for call in calls
-            for piece in call.pieces()
-            if piece.buffer not in self._places
+            for ref in call.refs()
+            if ref.allocation not in self._places
         }
         self._arena, self._memory = arena, np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
@@ -73,18 +73,18 @@ class Program:
         self._bound = ()
         self._arena.reserve(self.size_bytes)
         self._memory = self._arena.memory
-        arrays: dict[Piece, Array] = {}
+        arrays: dict[ArrayRef, Array] = {}
 
-        def place(piece: Piece) -> Array:
-            array = arrays.get(piece)
+        def place(ref: ArrayRef) -> Array:
+            array = arrays.get(ref)
             if array is None:
-                buffer = piece.buffer
-                held = self._held.get(buffer)
+                allocation = ref.allocation
+                held = self._held.get(allocation)
                 if held is None:
-                    array = piece.over(self._arena.memory, self._places[buffer])
+                    array = ref.over(self._arena.memory, self._places[allocation])
                 else:
-                    array = piece.over(held.ravel(order="K").view(np.uint8), 0)
-                arrays[piece] = array
+                    array = ref.over(held.ravel(order="K").view(np.uint8), 0)
+                arrays[ref] = array
             return array
 
         self._bound = tuple([call.bound(place) for call in self.calls])

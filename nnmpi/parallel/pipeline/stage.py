@@ -158,7 +158,7 @@ class Stage:
         grads_back = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
             # the recording refers to the leaf, and must not keep its values alive
-            leaf.data = np.broadcast_to(leaf.data.dtype.type(), leaf.data.shape)
+            leaf.data = np.broadcast_to(np.zeros((), leaf.data.dtype), leaf.data.shape)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients, which are sent as copies
