@@ -9,7 +9,6 @@ array, such as a parameter, stands for itself.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,25 +24,27 @@ class Allocation:
     """Memory for results of a recorded step.
 
     Args:
-        owner: the array that has it while the step is recorded.
-        number: its place in the order in which allocations are made.
-        dropped: called when the array and all its views are gone.
+        size: in bytes.
+        number: for display.
+        address: of the memory while the step is recorded.
+        owner: a weak reference to the array that has it then.
 
     Attributes:
-        address, size: of the memory, in bytes.
-        freed: the number of calls at that time.
+        freed: the number of calls when nobody held the array any more.
     """
 
     __slots__ = ("_owner", "address", "freed", "number", "size")
 
-    def __init__(self, owner: Array, number: int, dropped: Callable[[Any], None]) -> None:
-        self.address, self.size = address_of(owner), owner.nbytes
-        self.number, self.freed, self._owner = number, 0, weakref.ref(owner, dropped)
+    def __init__(
+        self, size: int, number: int, address: int = 0, owner: Callable[[], Any] | None = None
+    ) -> None:
+        self.size, self.number, self.address, self._owner = size, number, address, owner
+        self.freed = 0
 
     @property
     def owner(self) -> Array | None:
         """The array, if anybody but the calls still holds it or a view of it."""
-        return self._owner()
+        return None if self._owner is None else self._owner()
 
 
 class ArrayRef(NamedTuple):
@@ -74,6 +75,7 @@ class Call:
         args, kwargs: refs, arrays that outlive the step, and other values.
         result: where replays put what the function returns; None if it writes by itself.
         keeps: whether the function may keep arrays that it gets, as a send does until its wait.
+        number: its place in the order of recording.
     """
 
     function: Callable[..., Any]
@@ -81,6 +83,7 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
     keeps: bool = False
+    number: int = 0
 
     def __call__(self) -> object:
         """Call the function; only for calls without refs."""
@@ -187,6 +190,15 @@ def owner_of(array: Array) -> Array:
         # getattr: as_strided puts an object that is no array between a view and its base
         base = getattr(base, "base", None)
     return owner
+
+
+def packed_strides(shape: Shape, dtype: Dtype) -> Shape:
+    """Return the strides of a C-contiguous array, in bytes."""
+    strides, step = [], dtype.itemsize
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
 
 
 def address_of(array: Array) -> int:

@@ -15,14 +15,14 @@ memory.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
+from bisect import bisect_right, insort
+from collections.abc import Sequence
 
 from nnmpi.backend.array import LINE_BYTES
 from nnmpi.backend.program.call import Allocation, Call
 
 
-def plan(calls: Iterable[Call]) -> tuple[dict[Allocation, int], int]:
+def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
     """Return where each allocation begins, and the size of the block, in bytes.
 
     First fit, in the order of the first calls: of all places that are free for the whole lifetime
@@ -31,13 +31,13 @@ def plan(calls: Iterable[Call]) -> tuple[dict[Allocation, int], int]:
     """
     first: dict[Allocation, int] = {}
     last: dict[Allocation, int] = {}
+    numbers = [call.number for call in calls]
     for i, call in enumerate(calls):
         for ref in call.refs():
             allocation = ref.allocation
             first.setdefault(allocation, i)
-            last[allocation] = max(
-                i, last.get(allocation, i), allocation.freed if call.keeps else i
-            )
+            end = bisect_right(numbers, allocation.freed) if call.keeps else i
+            last[allocation] = max(i, end, last.get(allocation, i))
     places: dict[Allocation, int] = {}
     size = 0
     live: list[tuple[int, int, int]] = []  # start, stop, last use; by start

@@ -14,6 +14,7 @@ dropped (`spoiled`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -265,7 +266,9 @@ class CallList:
             del allocations[key]
 
         if key not in allocations:
-            allocations[key] = allocation = Allocation(owner, self._count, dropped)
+            held = weakref.ref(owner, dropped)
+            allocation = Allocation(owner.nbytes, self._count, address_of(owner), held)
+            allocations[key] = allocation
             self._count += 1
         return array
 
@@ -284,7 +287,7 @@ class CallList:
         """
         args, result = (rebuilt(x, self._ref, np.ndarray, not keeps) for x in (args, result))
         kwargs = rebuilt(kwargs or {}, self._ref, np.ndarray)
-        self.calls.append(Call(function, args, kwargs, result, keeps))
+        self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
 
     def _ref(self, x: Any) -> Any:
         array = x._array if type(x) is RecordedArray else x

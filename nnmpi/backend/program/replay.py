@@ -10,6 +10,7 @@ import numpy as np
 from nnmpi.backend.array import Array, empty
 from nnmpi.backend.program.call import ArrayRef, Call
 from nnmpi.backend.program.plan import plan
+from nnmpi.backend.program.tile import tile
 
 # mapped memory begins at a page; small blocks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024
@@ -50,12 +51,12 @@ class StepProgram:
     """
 
     def __init__(self, calls: Sequence[Call], arena: Arena) -> None:
-        self.calls = tuple(calls)
-        self._places, self.size_bytes = plan(calls)
+        self.calls = tuple(tile(calls))
+        self._places, self.size_bytes = plan(self.calls)
         # what somebody else holds, for good
         self._held = {
             ref.allocation: ref.allocation.owner
-            for call in calls
+            for call in self.calls
             for ref in call.refs()
             if ref.allocation not in self._places
         }
