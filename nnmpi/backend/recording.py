@@ -155,6 +155,7 @@ class Recorder(CallList):
             yield
         finally:
             active_calls.reset(token)
+            self.thread = None
             self.made.clear()
             for owner in self.owners.values():
                 for held in (vars(owner), *vars(owner).values()):
@@ -172,7 +173,7 @@ class Recorder(CallList):
 
     def module(self, xp: ModuleType) -> Any:
         """Return the array library for operations: NumPy's new arrays are recorded ones."""
-        return Makers(self) if xp is np else xp
+        return Makers(self) if xp is np and not self.spoiled else xp
 
     def record(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""

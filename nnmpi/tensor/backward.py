@@ -163,8 +163,10 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                         _check_unchanged(node)
                     if deferred is not None:
                         grads = deferred.backward(node, grad)
-                    elif recorder is None or not node.is_whole(recorder):
+                    elif recorder is None:
                         grads = node.backward(grad)
+                    elif not node.is_whole(recorder):
+                        grads = node.recorded_backward(recorder, grad)
                     else:
                         buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
                         grads = recorder.whole(

@@ -479,8 +479,24 @@ class Function:
                 recorder.record_leaf(x)
         if self.is_whole(recorder):
             return recorder.whole(self.forward, values)
-        self.xp = recorder.module(self.xp)
-        return bare(self.forward(*map(recorder.wrap, values)))
+        plain = self.xp
+        self.xp = recorder.module(plain)
+        try:
+            return bare(self.forward(*map(recorder.wrap, values)))
+        except Exception as error:
+            # perhaps compiled code, which takes nothing but NumPy's arrays
+            recorder.spoil(f"{type(self).__name__}.forward raised {type(error).__name__}")
+            self.xp = plain
+            return self.forward(*values)
+
+    def recorded_backward(self, recorder: Recorder, grad: Array) -> Grads:
+        """Run backward; if it takes no recorded arrays, on plain ones, and drop the recording."""
+        try:
+            return self.backward(grad)
+        except Exception as error:
+            recorder.spoil(f"{type(self).__name__}.backward raised {type(error).__name__}")
+            self.saved, self.xp = bare(self.saved), namespace(bare(grad))
+            return self.backward(bare(grad))
 
     def is_whole(self, recorder: Recorder) -> bool:
         """Whether a recording repeats the operation as one call."""

@@ -67,8 +67,9 @@ class StepProgram:
         """Repeat the calls."""
         if self._memory is not self._arena.memory:
             self._bind()
-        for call in self._bound:
-            call()
+        with np.errstate():  # calls may set it
+            for call in self._bound:
+                call()
 
     def _bind(self) -> None:
         self._bound = ()
