@@ -266,9 +266,9 @@ class Recorder(CallList):
         Args:
             compute: returns an array, or a tuple or list of arrays and None.
             inputs: its arguments.
-            buffers: arrays of which a result may be a view, as of the inputs.
+            buffers: arrays of which a result may be a view.
         """
-        known = [array for array in (*inputs, *buffers) if is_array(array)]
+        known = list(filter(is_array, buffers))
 
         def first() -> tuple[Any, Any]:
             results = compute(*inputs)
@@ -291,9 +291,8 @@ class Recorder(CallList):
     def _own(self, result: Any, known: Sequence[Array]) -> Array:
         """Return an array with a result's values, to which replays can write theirs.
 
-        A view of an input stays one, since it is a view in each replay, too. Any other result is
-        copied: its array may be part of another one, such as a row of a table, which replays must
-        not overwrite.
+        A view of a buffer stays one. Any other result is copied: its array may be part of another
+        one, such as a row of a table or an input, which replays must not overwrite.
         """
         array = np.asarray(result) if isinstance(result, np.generic) else result
         # `writeable` alone is not enough: a device's arrays have no such flag

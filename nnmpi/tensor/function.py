@@ -148,6 +148,8 @@ class Variable:
         if recorder is not None and value is None:
             recorder.record(setattr, self, "_grad", None)
             recorder.cleared.add(id(self))
+        elif recorder is not None:
+            recorder.spoil("the step assigns an array to a gradient")
         self._grad = value
 
     def check_floating(self) -> None:
@@ -482,7 +484,8 @@ class Function:
         plain = self.xp
         self.xp = recorder.module(plain)
         try:
-            return bare(self.forward(*map(recorder.wrap, values)))
+            with self._recorded_attributes(recorder):
+                return bare(self.forward(*map(recorder.wrap, values)))
         except Exception as error:
             # perhaps compiled code, which takes nothing but NumPy's arrays
             recorder.spoil(f"{type(self).__name__}.forward raised {type(error).__name__}")
@@ -492,11 +495,25 @@ class Function:
     def recorded_backward(self, recorder: Recorder, grad: Array) -> Grads:
         """Run backward; if it takes no recorded arrays, on plain ones, and drop the recording."""
         try:
-            return self.backward(grad)
+            with self._recorded_attributes(recorder):
+                return self.backward(grad)
         except Exception as error:
             recorder.spoil(f"{type(self).__name__}.backward raised {type(error).__name__}")
             self.saved, self.xp = bare(self.saved), namespace(bare(grad))
             return self.backward(bare(grad))
+
+    @contextmanager
+    def _recorded_attributes(self, recorder: Recorder) -> Iterator[None]:
+        """Let the arrays among the attributes of an operation of one's own be recorded ones."""
+        attributes = getattr(self, "__dict__", {})
+        arrays = {k: x for k, x in attributes.items() if type(x) is np.ndarray}
+        attributes.update({name: recorder.wrap(array) for name, array in arrays.items()})
+        try:
+            yield
+        finally:
+            for name, array in arrays.items():
+                if bare(attributes.get(name)) is array:
+                    attributes[name] = array
 
     def is_whole(self, recorder: Recorder) -> bool:
         """Whether a recording repeats the operation as one call."""

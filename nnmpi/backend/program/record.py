@@ -303,7 +303,7 @@ def _apply(
         return result
     if given is None:  # perhaps by position
         given = next((arg for arg in args[1:] if result is not None and bare(arg) is result), None)
-    if isinstance(given, tuple) and None in given:
+    if isinstance(given, tuple) and any(item is None for item in given):
         recorder.check_written(bare(given))
         return recorder.results(function, args, kwargs, result, False)
     if result is None or given is not None:
