@@ -299,8 +299,10 @@ def _apply(
     finally:
         if token is not None:
             active_calls.reset(token)
-    if recorder is None:
-        return result
+    if recorder is None or (
+        result is None and any(isinstance(x, RecordedNumber) for x in args[:1])
+    ):
+        return result  # what would change an array does nothing to a number
     if given is None:  # perhaps by position
         given = next((arg for arg in args[1:] if result is not None and bare(arg) is result), None)
     if isinstance(given, tuple) and any(item is None for item in given):
