@@ -10,17 +10,20 @@ are summed in blocks, and the blocks' sums in float64.
 
 On a device it is a single call: its threads sum in parts anyway.
 
-`row_blocks` divides rows into blocks that stay in the cache during several passes. A pass over a
+`in_blocks` computes by blocks of rows that stay in the cache during several passes. A pass over a
 cached block takes a quarter of the time of a pass over memory. On a device all rows are one block,
 since each further call would cost more than it computes.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, ones
+from nnmpi.backend.array import Array, empty, ones
+from nnmpi.backend.program.record import active_calls
+from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import record_launch
 
 ROWS = 512  # in a block
@@ -55,6 +58,14 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     return sums
 
 
+def row_dots(xp: Any, a: Array, b: Array) -> Array:
+    """Return the products of the rows of a (rows, n) with b's, or with b (n,), as (rows, 1)."""
+    if xp.__name__ == "numpy":
+        return np.vecdot(a, b)[:, None]  # by BLAS, twice as fast as NumPy's sums
+    result: Array = xp.add.reduce(a * b, axis=1, keepdims=True)
+    return result
+
+
 def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
     """Return the sum over some axes, in x's dtype if that is floating point.
 
@@ -83,9 +94,28 @@ def repeated(xp: Any, values: Array, pixels: int) -> Array:
     return result.reshape(result.size)
 
 
-# A block of this many float32 elements, its results and its scratch arrays fit 1 MiB, the smallest
-# L2 cache of server processors.
-ELEMENTS = 2**16
+def in_blocks(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
+    """Return function(*arrays), which works row by row, computed while a block is in the cache.
+
+    A recording notes the calls on all rows; its pass over them makes the blocks (`program.tile`).
+
+    Args:
+        function: returns arrays with as many rows.
+        arrays: (rows, ...) each.
+    """
+    rows = arrays[0]
+    if not isinstance(rows, np.ndarray) or rows.size <= ELEMENTS or active_calls.get() is not None:
+        return function(*arrays)
+    results: tuple[Array, ...] = ()
+    for part in row_blocks(rows):
+        blocks = function(*(array[part] for array in arrays))
+        if not results:
+            results = tuple(
+                empty(np, (len(rows), *block.shape[1:]), block.dtype) for block in blocks
+            )
+        for result, block in zip(results, blocks, strict=True):
+            result[part] = block
+    return results
 
 
 def row_blocks(rows: Array) -> list[slice]:

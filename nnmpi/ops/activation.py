@@ -11,9 +11,9 @@ from math import pi, sqrt
 from typing import Any
 
 from nnmpi.backend.array import Array, Dtype, constant
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import cast, kernels_for, to_float32
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
-from nnmpi.backend.sums import row_blocks
+from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import flattened, rectify_grad
@@ -28,8 +28,7 @@ class ReluFunction(Elementwise):
     """max(x, 0); the derivative at 0 is 0."""
 
     def forward(self, x: Array) -> Array:
-        xp = self.xp
-        y = xp.maximum(x, constant(xp, 0, x.dtype), out=xp.empty(x.shape, x.dtype))
+        y: Array = self.xp.maximum(x, constant(self.xp, 0, x.dtype))
         self.saved = (y,)
         return y
 
@@ -63,28 +62,22 @@ class LeakyReluFunction(Elementwise):
         """Return x times 1 or the slope: NumPy's `where` takes four times as long on random signs,
         which mislead the processor's branch prediction.
         """
-        xp, (above,) = self.xp, self.saved
-        factors = xp.empty(x.shape, x.dtype)
-        xp.multiply(xp.logical_not(above), x.dtype.type(self.slope), out=factors)
-        return xp.multiply(xp.add(factors, above, out=factors), x, out=factors)
+        (above,) = self.saved
+        return (self.xp.logical_not(above) * x.dtype.type(self.slope) + above) * x
 
 
 class SigmoidFunction(Elementwise):
     """1 / (1 + e^-x), as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
 
     def forward(self, x: Array) -> Array:
-        xp, y, below = self.xp, *(self.xp.empty(x.shape, x.dtype) for _ in range(2))
-        xp.exp(xp.negative(xp.absolute(x, out=below), out=below), out=below)
-        xp.exp(xp.minimum(x, 0, out=y), out=y)
-        xp.divide(y, xp.add(below, 1, out=below), out=y)
+        xp = self.xp
+        y: Array = xp.exp(xp.minimum(x, 0)) / (xp.exp(-xp.absolute(x)) + 1)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (y,), xp = self.saved, self.xp
-        # with `out`, so that the result of a 0-d array is an array as well
-        to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))
-        return (xp.multiply(xp.multiply(to_x, y, out=to_x), grad, out=to_x),)
+        (y,) = self.saved
+        return ((1 - y) * y * grad,)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -131,11 +124,12 @@ class SmoothActivation(Elementwise):
 
     def forward(self, x: Array) -> Array:
         xp, width = self.xp, x.shape[-1] if x.ndim else 1
-        y = xp.empty(x.shape, x.dtype)
-        xp.copyto(y, x)
-        rows = y.reshape(x.size // max(width, 1), width)
-        self.saved = (activate_in_place(xp, rows, None, self.form, self.needs[0]),)
-        return y
+        rows = xp.reshape(x, (x.size // max(width, 1), width))
+        if kernels_for(x, f"bias_{self.form}") is not None:
+            rows = rows.copy()
+        y, slope = activate(xp, rows, None, self.form, self.needs[0])
+        self.saved = (slope,)
+        return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
         return (self.xp.multiply(grad, self.saved[0].reshape(grad.shape)),)
@@ -157,68 +151,66 @@ class LinearGeluFunction(LinearFunction):
         super().__init__(reads)
         self.form = form
 
-    def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Turn x W into GELU(x W + b), in place; return its derivative."""
-        return activate_in_place(self.xp, y, bias, self.form, True in self.needs)
+    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
+        """Return GELU(x W + b) and its derivative."""
+        return activate(self.xp, y, bias, self.form, True in self.needs)
 
 
-def activate_in_place(xp: Any, y: Array, bias: Array | None, form: str, keep: bool) -> Array | None:
-    """Turn y, (rows, n), into the activation of y + bias; return its derivative, or None.
+def activate(
+    xp: Any, x: Array, bias: Array | None, form: str, keep: bool
+) -> tuple[Array, Array | None]:
+    """Return the activation of x + bias for rows (rows, n), and its derivative or None.
 
     Args:
+        x: may be overwritten.
         keep: whether the derivative is needed. Compiled kernels compute it in any case.
     """
     name = f"bias_{form}"
-    kernels, blocks = kernels_for(y, name), row_blocks(y)
-    slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or keep else None
+    kernels = kernels_for(x, name)
     if kernels is not None:
-        getattr(kernels, name)(xp, y, bias, slope)
-        return slope
-    compute, count = FORMS[form]
-    scratch = xp.empty((count, blocks[0].stop, y.shape[1]), y.dtype)
-    for part in blocks:
-        block, rows = y[part], part.stop - part.start
-        if bias is not None:
-            xp.add(block, bias, out=block)
-        compute(xp, block, None if slope is None else slope[part], scratch[:, :rows])
-    return slope
+        slope = xp.empty(x.shape, x.dtype)
+        getattr(kernels, name)(xp, x, bias, slope)
+        return x, slope
+    compute, dtype = FORMS[form], x.dtype
+    x = to_float32(xp, x)  # on a device without kernels it may be in half precision
+    y, *rest = in_blocks(lambda x: compute(xp, x if bias is None else x + bias, keep), x)
+    return cast(xp, y, dtype), cast(xp, rest[0], dtype) if keep else None
 
 
-def _gelu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """Turn x into x Phi(x); write the derivative, Phi(x) + x density(x), to `slope`.
+def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return x Phi(x), and Phi(x) + x density(x) if that is to be kept.
 
     Phi is the normal distribution's cumulative function. With s = |x| and the tail q = 1 - Phi(s),
     x Phi(x) = max(x, 0) - s q, which preserves the digits of small tails. The derivative is 1/2 +
     sign(x) (1/2 - q + s density(s)).
-
-    Args:
-        xp: the arrays' module, or a recorder's stand-in for it.
-        x: any shape.
-        slope: like x, for the derivative, or None.
-        scratch: arrays like x, as many as `FORMS` says.
     """
-    size, power, u, tail = scratch
     # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
-    xp.minimum(xp.absolute(x, out=size), 100, out=size)
-    xp.multiply(xp.multiply(size, size, out=power), -0.5, out=power)
-    xp.exp(power, out=power)
-    xp.divide(10, xp.add(size, 5, out=u), out=u)
-    xp.subtract(u, 1.25, out=u)
+    size = xp.minimum(xp.absolute(x), 100)
+    power = size * size
+    power *= -0.5
+    power = xp.exp(power)
+    u = 10 / (size + 5)
+    u -= 1.25
     terms = TAIL_DOUBLE if x.dtype.itemsize > 4 else TAIL_SINGLE
-    xp.multiply(u, terms[-1], out=tail)
+    tail = u * terms[-1]
     for term in terms[-2:0:-1]:
-        xp.multiply(xp.add(tail, term, out=tail), u, out=tail)
-    xp.multiply(xp.add(tail, terms[0], out=tail), power, out=tail)
-    if slope is not None:
-        xp.multiply(xp.multiply(power, size, out=power), 1 / sqrt(2 * pi), out=power)
-        xp.add(xp.subtract(power, tail, out=power), 0.5, out=power)
-        xp.add(xp.copysign(power, x, out=power), 0.5, out=slope)
-    xp.maximum(x, 0, out=x)
-    xp.subtract(x, xp.multiply(size, tail, out=tail), out=x)
+        tail += term
+        tail *= u
+    tail += terms[0]
+    tail *= power
+    y = xp.maximum(x, 0)
+    y -= size * tail
+    if not keep:
+        return (y,)
+    power *= size
+    power *= 1 / sqrt(2 * pi)
+    power -= tail
+    power += 0.5
+    return y, xp.copysign(power, x) + 0.5
 
 
-def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """Turn x into GPT-2's approximation of GELU; write its derivative. Arguments as for `_gelu`.
+def _gelu_tanh(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return GPT-2's approximation of GELU, and its derivative if that is to be kept.
 
         y = x s     s = (1 + tanh(x p)) / 2     p = c (1 + 0.044715 x^2)     c = sqrt(2 / pi)
         dy/dx = s + y (1 - s) (6 p - 4 c)
@@ -226,37 +218,37 @@ def _gelu_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
     If x^2 is too large for the dtype (in float32 from |x| = 1.9e19 on), dy/dx is NaN. A pass that
     bounds x^2 would cost a tenth of the time.
     """
-    c, (p, rest) = sqrt(2 / pi), scratch
-    s = rest if slope is None else slope
-    xp.multiply(xp.multiply(x, x, out=p), 0.044715 * c, out=p)
-    xp.add(p, c, out=p)
-    xp.tanh(xp.multiply(p, x, out=s), out=s)
-    xp.add(xp.multiply(s, 0.5, out=s), 0.5, out=s)
-    y = xp.multiply(x, s, out=x)
-    if slope is not None:
-        xp.subtract(xp.multiply(p, 6, out=p), 4 * c, out=p)
-        xp.multiply(p, xp.subtract(1, s, out=rest), out=p)
-        # y comes last: p y may overflow, and infinity * (1 - s) is NaN if 1 - s is 0
-        xp.multiply(p, y, out=p)
-        xp.add(s, p, out=slope)
+    c = sqrt(2 / pi)
+    p = x * x
+    p *= 0.044715 * c
+    p += c
+    s = xp.tanh(p * x)
+    s *= 0.5
+    s += 0.5
+    y = x * s
+    if not keep:
+        return (y,)
+    p *= 6
+    p -= 4 * c
+    # y comes last: p y may overflow, and infinity * (1 - s) is NaN if 1 - s is 0
+    p *= 1 - s
+    p *= y
+    p += s
+    return y, p
 
 
-def _silu(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
-    """Turn x into y = x s, s = 1 / (1 + e^-x); write s + y (1 - s). Arguments as for `_gelu`."""
-    s, rest = scratch
+def _silu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return y = x s, s = 1 / (1 + e^-x), and s + y (1 - s) if that is to be kept."""
     # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
-    xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88, out=x)
-    xp.exp(xp.negative(x, out=s), out=s)
-    xp.divide(1, xp.add(s, 1, out=s), out=s)
-    y = xp.multiply(x, s, out=x)
-    if slope is not None:
-        xp.add(xp.multiply(xp.subtract(1, s, out=rest), y, out=rest), s, out=slope)
+    x = xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88)
+    s = 1 / (xp.exp(-x) + 1)
+    y = x * s
+    return (y, (1 - s) * y + s) if keep else (y,)
 
 
-# Functions that turn a block into the activation's values and write its derivatives, and their
-# number of scratch arrays: on a device each is as large as the input. The compiled kernel of a form
-# is named "bias_" and the form's name.
-FORMS = {"gelu": (_gelu, 4), "gelu_tanh": (_gelu_tanh, 2), "silu": (_silu, 2)}
+# Functions of a block that return values and derivatives. The compiled kernel of a form is named
+# "bias_" and the form's name.
+FORMS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
 
 
 def _smooth(form: str, x: Any) -> Tensor:
@@ -315,9 +307,8 @@ class SoftmaxFunction(Function):
         if kernels is not None:
             y = kernels.softmax(xp, x)
         else:
-            y = self._below_largest(x)
-            xp.exp(y, out=y)
-            xp.divide(y, self._sum(y), out=y)
+            y = xp.exp(self._below_largest(x))
+            y /= self._sum(y)
         self.saved = (y, kernels)
         return y
 
@@ -325,14 +316,14 @@ class SoftmaxFunction(Function):
         (y, kernels), xp = self.saved, self.xp
         if kernels is not None:
             return (kernels.softmax_grad(xp, grad, y),)
-        weighted = xp.multiply(grad, y)
-        return (xp.subtract(weighted, xp.multiply(y, self._sum(weighted)), out=weighted),)
+        weighted = grad * y
+        return (weighted - y * self._sum(weighted),)
 
     def _below_largest(self, x: Array) -> Array:
-        return self.xp.subtract(x, self.xp.max(x, axis=self.axis, keepdims=True))
+        return x - x.max(axis=self.axis, keepdims=True)
 
     def _sum(self, x: Array) -> Array:
-        return self.xp.sum(x, axis=self.axis, keepdims=True)
+        return x.sum(axis=self.axis, keepdims=True)
 
 
 class LogSoftmax(SoftmaxFunction):
@@ -342,15 +333,13 @@ class LogSoftmax(SoftmaxFunction):
 
     def forward(self, x: Array) -> Array:
         xp, y = self.xp, self._below_largest(x)
-        xp.subtract(y, xp.log(self._sum(xp.exp(y))), out=y)
+        y -= xp.log(self._sum(xp.exp(y)))
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (y,), xp = self.saved, self.xp
-        share = xp.exp(y)
-        xp.multiply(share, self._sum(grad), out=share)
-        return (xp.subtract(grad, share, out=share),)
+        (y,) = self.saved
+        return (grad - self.xp.exp(y) * self._sum(grad),)
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:

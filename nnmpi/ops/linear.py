@@ -62,13 +62,8 @@ class LinearFunction(Function):
             if bias is None and not self.kernel:  # whose kernels need contiguous arrays
                 out = empty_rows(xp, len(rows), weight.shape[1], gives)
             y = gemm(xp, rows, weight, out, dtype=gives)
-        self.saved = (
-            rows,
-            weight if self.needs[0] else None,
-            shape,
-            self.activate(y, bias),
-            dtypes,
-        )
+        y, slope = self.activate(y, bias)
+        self.saved = (rows, weight if self.needs[0] else None, shape, slope, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
@@ -96,14 +91,15 @@ class LinearFunction(Function):
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias
 
-    def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """Add the bias and apply the activation, in place on y = x W (rows, out).
+    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
+        """Return the activation of y + bias, and the array that its gradient needs, or None.
 
-        Return the array that the activation's gradient needs, or None.
+        Args:
+            y: x W (rows, out), which may be overwritten.
         """
         if bias is not None:
             add_bias(self.xp, y, bias)
-        return None
+        return y, None
 
     def before_activation(self, grad: Array, saved: Array | None, to_bias: Array | None) -> Array:
         """Return the gradient of x W + b, (rows, out), and write that of b.
@@ -152,14 +148,15 @@ class LinearReluFunction(LinearFunction):
 
     kernel = "relu_grad_bias"
 
-    def activate(self, y: Array, bias: Array | None) -> Array | None:
-        """See `LinearFunction.activate`; here the returned array is the result itself."""
+    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
+        """See `LinearFunction.activate`; here the gradient needs the result itself."""
         xp, kernels = self.xp, kernels_for(y, "bias_relu")
         if kernels is not None:
             kernels.bias_relu(xp, y, bias)
-            return y
+            return y, y
         super().activate(y, bias)
-        return xp.maximum(y, constant(xp, 0, y.dtype), out=y)
+        y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)
+        return y, y
 
     def times_slope(self, grad: Array, saved: Array) -> Array:
         """Return the gradient where the result is positive, 0 elsewhere."""

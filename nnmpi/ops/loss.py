@@ -15,7 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, to_library
-from nnmpi.backend.sums import row_blocks
+from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.ops.activation import is_sigmoid
 from nnmpi.ops.linear import with_kernels
@@ -105,21 +105,19 @@ class CrossEntropy(Function):
         logits = xp.ascontiguousarray(logits)
         # the flat indices of the labels' logits
         targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
-        powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, targets)
-        sums, item = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
-        mean = xp.empty((count,), logits.dtype) if smoothing else None
-        for part in row_blocks(logits):
-            rows, block, near = logits[part], powers[part], target[part]
+
+        def powers_of(rows: Array) -> tuple[Array, ...]:
             top = _largest(xp, rows)
-            xp.subtract(rows, top[:, None], out=block)
-            xp.subtract(near, top, out=near)
-            if mean is not None:
-                xp.mean(block, axis=1, out=mean[part])
-            xp.exp(block, out=block)
-            xp.dot(block, item, out=sums[part])
-        if mean is not None:
-            target = xp.add(xp.multiply(target, 1 - smoothing), xp.multiply(mean, smoothing))
-        losses = xp.subtract(xp.log(sums), target)
+            below = rows - top[:, None]
+            powers = xp.exp(below)
+            sums = xp.dot(powers, ones(xp, classes, rows.dtype))
+            return (powers, sums, top, *([below.mean(axis=1)] if smoothing else []))
+
+        powers, sums, top, *means = in_blocks(powers_of, logits)
+        target = _take(xp, logits, targets) - top
+        if means:
+            target = target * (1 - smoothing) + means[0] * smoothing
+        losses = xp.log(sums) - target
         if used is not None:
             losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
         return losses, (powers, sums, targets, used), None

@@ -18,8 +18,9 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import record_call, record_launch
-from nnmpi.backend.sums import ELEMENTS, LONG, WIDE, repeated, row_blocks, row_sum
+from nnmpi.backend.sums import LONG, WIDE, in_blocks, repeated, row_blocks, row_dots, row_sum
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function, Grads
@@ -117,19 +118,16 @@ class BatchNormFunction(Function):
         record = record_launch if self.all_reduce is None else record_call
         count = record(_measure, rows, kept, results, kernels, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
-        steady = xp.add(variance, self.eps)
+        steady = variance + self.eps
         # NaN for infinity; 1 / sqrt would hide it as 0
-        inverse = xp.divide(xp.sqrt(steady), steady)
-        factor, keeps = xp.multiply(inverse, scale), kernels is not None or True in self.needs
-        y = xp.empty(rows.shape, x.dtype) if keeps else kept
+        inverse = xp.sqrt(steady) / steady
+        factor = inverse * scale
         if kernels is not None:
+            y = xp.empty(rows.shape, x.dtype)
             kernels.norm(kept, *_repeated(xp, rows, offset, factor, shift), y)
         else:
-            moved = xp.subtract(shift, xp.multiply(offset, factor))
-            factors, shifts = _repeated(xp, rows, factor, moved)
-            for part in row_blocks(rows):
-                block = xp.multiply(kept[part], factors, out=y[part])
-                xp.add(block, shifts, out=block)
+            factors, shifts = _repeated(xp, rows, factor, shift - offset * factor)
+            y = in_blocks(lambda kept: (kept * factors + shifts,), kept)[0]
         again = None
         if isinstance(x, np.ndarray):
             make = partial(BatchNormFunction, self.eps, self.all_reduce, self.observe)
@@ -165,17 +163,17 @@ class BatchNormFunction(Function):
                 record_call(_all_reduce, self.all_reduce, sums)
             xp.divide(sums, n, out=sums)
             center, slope = sums[: scale.size], xp.multiply(sums[scale.size :], inverse)
-            factor, to_x = xp.multiply(scale, inverse), xp.empty(kept.shape, kept.dtype)
+            factor = scale * inverse
             if kernels is not None:
+                to_x = xp.empty(kept.shape, kept.dtype)
                 offsets, *operands = _repeated(xp, kept, offset, slope, center, factor)
                 kernels.norm_grad(kept, offsets, rows, *operands, to_x)
             else:
-                center = xp.subtract(center, xp.multiply(offset, slope))
-                slopes, centers, factors = _repeated(xp, kept, slope, center, factor)
-                for part in row_blocks(kept):
-                    block = xp.multiply(kept[part], slopes, out=to_x[part])
-                    xp.subtract(rows[part], xp.add(block, centers, out=block), out=block)
-                    xp.multiply(block, factors, out=block)
+                moved = center - offset * slope
+                slopes, centers, factors = _repeated(xp, kept, slope, moved, factor)
+                to_x = in_blocks(
+                    lambda kept, rows: ((rows - (kept * slopes + centers)) * factors,), kept, rows
+                )[0]
             to_x = to_x.reshape(grad.shape)
         if again is not None:
             record_call(again.backward, grad, to_x, to_scale, to_shift)
@@ -488,35 +486,21 @@ class LayerNormFunction(Function):
         to_x = None if to_x is None else to_x.reshape(grad.shape)
         return (to_x, to_scale, to_shift)[: len(self.needs)]
 
-    def _normalize(self, x: Array, scale: Array, shift: Array | None) -> tuple[Array, Residuals]:
-        """Return the result for rows (rows, n), and the residuals for the gradient.
+    def _normalize(self, rows: Array, scale: Array, shift: Array | None) -> tuple[Array, Residuals]:
+        """Return the result for rows (rows, n), and the residuals for the gradient."""
+        xp, n = self.xp, scale.size
 
-        All passes over a block of rows run while it is in the cache. Sums along rows are products
-        with vectors, since BLAS is faster than NumPy's sums. The mean alone is summed pairwise,
-        since the differences from it would magnify its error.
-        """
-        xp = self.xp
-        n = scale.size
-        y, inverse = xp.empty(x.shape, x.dtype), xp.empty((len(x), 1), x.dtype)
-        normal = xp.empty(x.shape, x.dtype) if True in self.needs else y
-        for part in row_blocks(x):
-            block, moment, away = normal[part], inverse[part], x[part]
-            if self.centered:
-                xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
-                # not a product with 1 / n: the mean of equal numbers must be that number exactly
-                xp.divide(moment, n, out=moment)
-                away = xp.subtract(x[part], moment, out=block)
-            xp.add(
-                xp.multiply(xp.einsum("ij,ij->i", away, away)[:, None], 1 / n, out=moment),
-                self.eps,
-                out=moment,
-            )
+        def normalize(x: Array) -> tuple[Array, ...]:
+            # not a product with 1 / n: the mean of equal numbers must be that number exactly
+            away = x - x.sum(axis=1, keepdims=True) / n if self.centered else x
+            steady = row_dots(xp, away, away) * (1 / n) + self.eps
             # NaN for infinity; 1 / sqrt would hide it as 0
-            xp.divide(xp.sqrt(moment), moment, out=moment)
-            xp.multiply(away, moment, out=block)
-            result = xp.multiply(block, scale, out=y[part])
-            if shift is not None:
-                xp.add(result, shift, out=result)
+            inverse = xp.sqrt(steady) / steady
+            normal = away * inverse
+            y = normal * scale
+            return y if shift is None else y + shift, normal, inverse
+
+        y, normal, inverse = in_blocks(normalize, rows)
         return y, (normal, inverse)
 
     def _write_gradients(
@@ -529,31 +513,21 @@ class LayerNormFunction(Function):
         to_shift: Array | None,
     ) -> None:
         """Write the gradients of x (rows, n), scale and shift, each unless its target is None."""
-        xp = self.xp
-        normal, inverse = residuals
-        n = normal.shape[1]
-        weights = xp.multiply(scale, 1 / n)
+        xp, (normal, inverse) = self.xp, residuals
+        weights = scale * (1 / scale.size)
         if to_shift is not None:
             row_sum(xp, grad, out=to_shift)
-        blocks = row_blocks(grad)
-        scratch = xp.empty((blocks[0].stop, n), grad.dtype)
-        for part in blocks:
-            block, product = grad[part], scratch[: part.stop - part.start]
-            xp.multiply(block, normal[part], out=product)
-            if to_scale is not None:
-                if part.start == 0:
-                    row_sum(xp, product, out=to_scale)
-                else:
-                    xp.add(to_scale, row_sum(xp, product), out=to_scale)
-            if to_x is not None:
-                result = to_x[part]
-                # (block, 1) each
-                both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]
-                xp.multiply(block, scale, out=result)
-                if self.centered:
-                    xp.subtract(result, both[0], out=result)
-                xp.multiply(normal[part], both[1], out=product)
-                xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
+        if to_scale is not None:
+            row_sum(xp, grad * normal, out=to_scale)
+
+        def derive(grad: Array, normal: Array, inverse: Array) -> tuple[Array, ...]:
+            h = grad * scale
+            if self.centered:
+                h = h - row_dots(xp, grad, weights)
+            return ((h - normal * row_dots(xp, grad * normal, weights)) * inverse,)
+
+        if to_x is not None:
+            to_x[...] = in_blocks(derive, grad, normal, inverse)[0]
 
 
 class GroupNormFunction(Function):

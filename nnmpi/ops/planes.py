@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, constant
-from nnmpi.backend.sums import row_blocks
 
 
 class Planes:
@@ -106,11 +105,7 @@ def flattened(array: Array) -> Array:
 def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
     """Write the gradient of x for y = max(x, 0) to `out`; all contiguous, of one shape."""
     grads, values, result = map(flattened, (grad, y, out))
-    mask = xp.empty((row_blocks(values)[0].stop,), bool)
-    for part in row_blocks(values):
-        positive = mask[: len(values[part])]
-        xp.greater(values[part], constant(xp, 0, y.dtype), out=positive)
-        _select(xp, positive, grads[part], result[part])
+    _select(xp, xp.greater(values, constant(xp, 0, y.dtype)), grads, result)
 
 
 def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:

@@ -114,7 +114,9 @@ def rows_of(call: Call) -> Rows | None:
     shape: Shape = out.shape
     most = len(shape)
     if isinstance(function, np.ufunc):
-        if function.signature is not None or len(call.args) != function.nin:
+        if function is np.vecdot and "axis" not in call.kwargs:  # along the last axis
+            shape = np.broadcast_shapes(*(x.shape for x in call.args))
+        elif function.signature is not None or len(call.args) != function.nin:
             return None
     elif getattr(function, "__name__", "") == "reduce" or function in _REDUCTIONS:
         if len(call.args) != 1 or not isinstance(call.args[0], _ARRAYS):
