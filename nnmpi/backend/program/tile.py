@@ -203,7 +203,7 @@ def _reduced(call: Call) -> tuple[int, ...]:
     """Return the axes of a reduction, counted from 0; none if it is along all."""
     axis, ndim = call.kwargs.get("axis"), len(call.args[0].shape)
     axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-    return tuple(item % ndim for item in axes)
+    return tuple(item % max(ndim, 1) for item in axes)
 
 
 def _is_packed(x: Any) -> bool:
