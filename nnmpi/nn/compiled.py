@@ -413,10 +413,17 @@ class Watch:
             yield item.__defaults__ or ()
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
-            yield _Names(item.__globals__, names)
-            for thing in map(item.__globals__.get, names):
-                if isinstance(thing, ModuleType) and not _is_library(thing):
-                    yield _Names(vars(thing), names)
+            yield vars(item).values()
+            scopes = [item.__globals__]
+            for scope in scopes:  # which grows by the modules in it
+                yield _Names(scope, names)
+                scopes += [
+                    vars(thing)
+                    for thing in map(scope.get, names)
+                    if isinstance(thing, ModuleType)
+                    and not _is_library(thing)
+                    and all(vars(thing) is not other for other in scopes)
+                ]
         elif isinstance(item, MethodType):
             yield (item.__func__, item.__self__)
         elif isinstance(item, partial):
