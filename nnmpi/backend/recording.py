@@ -155,7 +155,7 @@ class Recorder(CallList):
             yield
         finally:
             active_calls.reset(token)
-            self.thread = None
+            self.active.clear()
             self.made.clear()
             for owner in self.owners.values():
                 for held in (vars(owner), *vars(owner).values()):
@@ -182,7 +182,7 @@ class Recorder(CallList):
     def record_leaf(self, leaf: Any) -> None:
         """Store the state of a leaf of the graph at its first use, see `leaves`."""
         if id(leaf) not in self.leaves:
-            grad = False if id(leaf) in self.cleared else leaf.grad
+            grad = False if id(leaf) in self.cleared else leaf._grad
             self.leaves[id(leaf)] = (
                 leaf,
                 leaf.data,
@@ -206,7 +206,7 @@ class Recorder(CallList):
                 or leaf.guard is not guard
             ):
                 return False
-            if leaf.requires_grad is not needed or grad is not False and leaf.grad is not grad:
+            if leaf.requires_grad is not needed or grad is not False and leaf._grad is not grad:
                 return False
         return True
 

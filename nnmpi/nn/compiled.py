@@ -545,6 +545,8 @@ def _state(generator: Any) -> str:
     if isinstance(generator, np.random.RandomState):
         return repr(generator.get_state())
     return repr(getattr(generator, "bit_generator", generator).state)
+
+
 _LIBRARIES = sys.stdlib_module_names | {OWN, "numpy", "cupy"}
 
 

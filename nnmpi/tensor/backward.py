@@ -182,7 +182,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 if finals is not None:
                     # outside the `if` above: the hook is due even if no gradient reached this node
                     for leaf in finals.get(node, ()):
-                        if leaf.hook is not None and leaf.grad is not None:
+                        if leaf.hook is not None and leaf._grad is not None:
                             record_call(leaf.hook, leaf)
             last = -1
             while missed is None and turns:

@@ -138,8 +138,12 @@ class Variable:
     def grad(self) -> Array | None:
         """The gradient, an array like `data`; None until a backward pass reaches this leaf.
 
-        A compiled step that sets it to None does so in its replays as well.
+        A compiled step that sets it to None does so in its replays as well. One that reads it, as
+        for an update by hand, stays eager: replays would leave out what NumPy does with it.
         """
+        recorder = active()
+        if recorder is not None and self._grad is not None:
+            recorder.spoil("the step reads a gradient")
         return self._grad
 
     @grad.setter
@@ -403,7 +407,7 @@ class Function:
         returns it saves a copy.
         """
         leaf = self._leaf(i)
-        if leaf is None or leaf.buffer is None or leaf.grad is not None:
+        if leaf is None or leaf.buffer is None or leaf._grad is not None:
             return None
         return writable(leaf.buffer)
 
@@ -414,7 +418,7 @@ class Function:
         to it; `add_grad` then skips its own addition.
         """
         leaf = self._leaf(i)
-        if leaf is None or leaf.grad is not leaf.buffer:
+        if leaf is None or leaf._grad is not leaf.buffer:
             return self.into(i), False
         if leaf.guard is not None:
             leaf.guard()  # here, since `add_grad` calls it only after the sum has changed

@@ -15,7 +15,7 @@ dropped (`spoiled`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import getitem, setitem
@@ -95,18 +95,18 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     Args:
         array: with the values of this step.
-        calls: where it is noted.
+        active: the list of calls where it is noted; none once that is complete.
     """
 
-    __slots__ = ("__weakref__", "_array", "_calls")
+    __slots__ = ("__weakref__", "_active", "_array")
     __hash__ = None  # type: ignore[assignment]
 
     _array: Array
-    _calls: CallList | None
+    _active: Sequence[CallList]
 
-    def __init__(self, array: Array, calls: CallList | None = None) -> None:
+    def __init__(self, array: Array, active: Sequence[CallList] = ()) -> None:
         object.__setattr__(self, "_array", array)
-        object.__setattr__(self, "_calls", calls)
+        object.__setattr__(self, "_active", active)
 
     __class__ = property(lambda _: np.ndarray)  # for `isinstance`
 
@@ -117,14 +117,15 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _like(self, array: Array) -> Any:
         """Return a view of it."""
-        return RecordedArray(array, self._calls)
+        return RecordedArray(array, self._active)
 
     def _recorder(self) -> Any:
         """Return the active recorder; another thread's misses what is done here."""
-        recorder, calls = active_calls.get(), self._calls
-        if calls is not None and calls.thread not in (None, get_ident()):
-            for item in {calls, recorder} - {None}:
-                item.spoil("another thread computes with an array")
+        recorder = active_calls.get()
+        for calls in self._active:
+            if calls.thread != get_ident():
+                for item in {calls, recorder} - {None}:
+                    item.spoil("another thread computes with an array")
         return recorder
 
     def _spoil(self, reason: str) -> None:
@@ -147,6 +148,8 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         own = getattr(function, "_implementation", function)
         if name in _SHAPES or recorder is None:
             return own(*_values(args), **_values(kwargs))
+        if name == "putmask" and next(items_of(args, RecordedNumber), None) is not None:
+            recorder.spoil("np.putmask casts a number, but no array without axes")
         if (
             name in _BY_VALUE
             or (name == "where" and len(args) == 1)
@@ -344,13 +347,15 @@ class CallList:
     Attributes:
         calls: so far.
         spoiled: why a replay of them would be wrong; empty if it would not.
-        thread: in which they are recorded; None afterwards.
+        thread: in which they are recorded.
+        active: itself, until the recording ends.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.spoiled = ""
-        self.thread: int | None = get_ident()
+        self.thread = get_ident()
+        self.active = [self]
         self._errors = np.geterr()
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
@@ -362,7 +367,7 @@ class CallList:
 
     def wrap(self, x: Any) -> Any:
         """Return NumPy's arrays as recorded ones, anything else unchanged."""
-        return RecordedArray(x, self) if type(x) is np.ndarray and not self.spoiled else x
+        return RecordedArray(x, self.active) if type(x) is np.ndarray and not self.spoiled else x
 
     def writable(self, array: Array) -> Any:
         """Return an array that outlives the step, such as a gradient's, to write to."""
@@ -411,7 +416,7 @@ class CallList:
         """
         if (errors := np.geterr()) != self._errors:
             self._errors = errors
-            self.calls.append(Call(np.seterr, (), errors, number=len(self.calls)))
+            self.calls.append(Call(np.seterr, (), {**errors}, number=len(self.calls)))
         args, result = (rebuilt(x, self._ref, _ARRAYS, not keeps) for x in (args, result))
         kwargs = rebuilt(kwargs or {}, self._ref, _ARRAYS)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
@@ -451,7 +456,7 @@ class CallList:
             array = np.asarray(item)
             kind = RecordedNumber if isinstance(item, np.generic) else RecordedArray
             targets.append(None if id(owner_of(array)) in given else self.adopt(array))
-            arrays.append(kind(array, self))
+            arrays.append(kind(array, self.active))
         if any(target is not None for target in targets):
             target = targets[0] if is_single else tuple(targets)
             # in float16 a mean is computed in float32 only if there is no `out`
@@ -487,7 +492,7 @@ class CallList:
                 self.append(np.ndarray.fill, (array, value))
             else:
                 self.append(np.copyto, (array, value), {"casting": "unsafe"})
-        return RecordedArray(array, self)
+        return RecordedArray(array, self.active)
 
     def copied(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function that reads an array's memory."""
