@@ -35,6 +35,7 @@ from itertools import chain
 from operator import is_
 from threading import RLock
 from types import (
+    BuiltinMethodType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -426,6 +427,8 @@ class Watch:
                 ]
         elif isinstance(item, MethodType):
             yield (item.__func__, item.__self__)
+        elif isinstance(item, BuiltinMethodType):
+            yield (item.__self__,)
         elif isinstance(item, partial):
             yield (item.func, item.args, item.keywords)
         elif isinstance(item, Buffer):
