@@ -155,6 +155,7 @@ class Recorder(CallList):
             yield
         finally:
             active_calls.reset(token)
+            self.active.clear()
             self.made.clear()
             for owner in self.owners.values():
                 for held in (vars(owner), *vars(owner).values()):
@@ -172,7 +173,7 @@ class Recorder(CallList):
 
     def module(self, xp: ModuleType) -> Any:
         """Return the array library for operations: NumPy's new arrays are recorded ones."""
-        return Makers(self) if xp is np else xp
+        return Makers(self) if xp is np and not self.spoiled else xp
 
     def record(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""
@@ -181,7 +182,7 @@ class Recorder(CallList):
     def record_leaf(self, leaf: Any) -> None:
         """Store the state of a leaf of the graph at its first use, see `leaves`."""
         if id(leaf) not in self.leaves:
-            grad = False if id(leaf) in self.cleared else leaf.grad
+            grad = False if id(leaf) in self.cleared else leaf._grad
             self.leaves[id(leaf)] = (
                 leaf,
                 leaf.data,
@@ -205,7 +206,7 @@ class Recorder(CallList):
                 or leaf.guard is not guard
             ):
                 return False
-            if leaf.requires_grad is not needed or grad is not False and leaf.grad is not grad:
+            if leaf.requires_grad is not needed or grad is not False and leaf._grad is not grad:
                 return False
         return True
 
@@ -265,9 +266,9 @@ class Recorder(CallList):
         Args:
             compute: returns an array, or a tuple or list of arrays and None.
             inputs: its arguments.
-            buffers: arrays of which a result may be a view, as of the inputs.
+            buffers: arrays of which a result may be a view.
         """
-        known = [array for array in (*inputs, *buffers) if is_array(array)]
+        known = list(filter(is_array, buffers))
 
         def first() -> tuple[Any, Any]:
             results = compute(*inputs)
@@ -290,9 +291,8 @@ class Recorder(CallList):
     def _own(self, result: Any, known: Sequence[Array]) -> Array:
         """Return an array with a result's values, to which replays can write theirs.
 
-        A view of an input stays one, since it is a view in each replay, too. Any other result is
-        copied: its array may be part of another one, such as a row of a table, which replays must
-        not overwrite.
+        A view of a buffer stays one. Any other result is copied: its array may be part of another
+        one, such as a row of a table or an input, which replays must not overwrite.
         """
         array = np.asarray(result) if isinstance(result, np.generic) else result
         # `writeable` alone is not enough: a device's arrays have no such flag

@@ -26,12 +26,16 @@ On a device the second call is captured, and later ones launch CUDA graphs (see 
 
 import random
 import sys
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import partial, update_wrapper
 from itertools import chain
 from operator import is_
 from threading import RLock
 from types import (
+    BuiltinMethodType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -396,11 +400,11 @@ class Watch:
 
     def _draws(self) -> list[Any]:
         old = np.random.get_state(legacy=False)
-        states = [repr(item.bit_generator.state) for item in self._generators]
+        states = [_state(item) for item in self._generators]
         return [random.getstate(), old["state"]["key"].tobytes(), old["state"]["pos"], *states]
 
     def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
-        if isinstance(item, tuple | list | set | frozenset):
+        if isinstance(item, tuple | list | set | frozenset | deque | bytearray | array):
             yield item
         elif isinstance(item, dict):
             yield item.values()
@@ -410,17 +414,32 @@ class Watch:
             yield item.__defaults__ or ()
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
-            yield _Names(item.__globals__, names)
-            for thing in map(item.__globals__.get, names):
-                if isinstance(thing, ModuleType) and not _is_library(thing):
-                    yield _Names(vars(thing), names)
+            yield vars(item).values()
+            scopes = [item.__globals__]
+            for scope in scopes:  # which grows by the modules in it
+                yield _Names(scope, names)
+                scopes += [
+                    vars(thing)
+                    for thing in map(scope.get, names)
+                    if isinstance(thing, ModuleType)
+                    and not _is_library(thing)
+                    and all(vars(thing) is not other for other in scopes)
+                ]
         elif isinstance(item, MethodType):
             yield (item.__func__, item.__self__)
+        elif isinstance(item, BuiltinMethodType):
+            yield (item.__self__,)
         elif isinstance(item, partial):
             yield (item.func, item.args, item.keywords)
         elif isinstance(item, Buffer):
             yield _Attributes(item, ("data",))
-        elif isinstance(item, np.random.Generator):
+        elif isinstance(item, staticmethod | classmethod):
+            yield (item.__func__,)
+        elif isinstance(item, property):
+            yield (item.fget,)
+        elif isinstance(item, ContextVar):
+            yield _Content(item)
+        elif isinstance(item, _GENERATORS):
             self._generators.append(item)
         elif isinstance(item, type):
             if not _is_library(item):
@@ -465,6 +484,16 @@ class _Cells:
                 continue
 
 
+class _Content:
+    """Iterates over what a context's variable holds now."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def __iter__(self) -> Iterator[object]:
+        yield self._variable.get(None)
+
+
 class _Entries:
     """Iterates over the values of a dictionary that are no whole numbers."""
 
@@ -502,7 +531,25 @@ def _names(code: CodeType) -> set[str]:
 
 
 OWN = "nnmpi"
-_NAMESPACES = ("types", "argparse")
+# Libraries of containers and wrappers for a user's objects
+_NAMESPACES = ("types", "argparse", "collections", "weakref", "functools")
+_GENERATORS = (
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    random.Random,
+)
+
+
+def _state(generator: Any) -> str:
+    """Return the state of a generator of random numbers, as text."""
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return repr(generator.get_state())
+    return repr(getattr(generator, "bit_generator", generator).state)
+
+
 _LIBRARIES = sys.stdlib_module_names | {OWN, "numpy", "cupy"}
 
 

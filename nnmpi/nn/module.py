@@ -591,7 +591,7 @@ class ModelParameters(list[Parameter]):
             raise UsageError(
                 "this part of a model is sharded over ranks; give the model's parameters()"
             )
-        return [parameter.grad for parameter in self if parameter.grad is not None]
+        return [parameter._grad for parameter in self if parameter._grad is not None]
 
     def _is_part(self) -> bool:
         """Return whether parameters have values in the storage of a larger model."""

@@ -163,8 +163,10 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                         _check_unchanged(node)
                     if deferred is not None:
                         grads = deferred.backward(node, grad)
-                    elif recorder is None or not node.is_whole(recorder):
+                    elif recorder is None:
                         grads = node.backward(grad)
+                    elif not node.is_whole(recorder):
+                        grads = node.recorded_backward(recorder, grad)
                     else:
                         buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
                         grads = recorder.whole(
@@ -180,7 +182,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 if finals is not None:
                     # outside the `if` above: the hook is due even if no gradient reached this node
                     for leaf in finals.get(node, ()):
-                        if leaf.hook is not None and leaf.grad is not None:
+                        if leaf.hook is not None and leaf._grad is not None:
                             record_call(leaf.hook, leaf)
             last = -1
             while missed is None and turns:

@@ -138,8 +138,12 @@ class Variable:
     def grad(self) -> Array | None:
         """The gradient, an array like `data`; None until a backward pass reaches this leaf.
 
-        A compiled step that sets it to None does so in its replays as well.
+        A compiled step that sets it to None does so in its replays as well. One that reads it, as
+        for an update by hand, stays eager: replays would leave out what NumPy does with it.
         """
+        recorder = active()
+        if recorder is not None and self._grad is not None:
+            recorder.spoil("the step reads a gradient")
         return self._grad
 
     @grad.setter
@@ -148,6 +152,8 @@ class Variable:
         if recorder is not None and value is None:
             recorder.record(setattr, self, "_grad", None)
             recorder.cleared.add(id(self))
+        elif recorder is not None:
+            recorder.spoil("the step assigns an array to a gradient")
         self._grad = value
 
     def check_floating(self) -> None:
@@ -401,7 +407,7 @@ class Function:
         returns it saves a copy.
         """
         leaf = self._leaf(i)
-        if leaf is None or leaf.buffer is None or leaf.grad is not None:
+        if leaf is None or leaf.buffer is None or leaf._grad is not None:
             return None
         return writable(leaf.buffer)
 
@@ -412,7 +418,7 @@ class Function:
         to it; `add_grad` then skips its own addition.
         """
         leaf = self._leaf(i)
-        if leaf is None or leaf.grad is not leaf.buffer:
+        if leaf is None or leaf._grad is not leaf.buffer:
             return self.into(i), False
         if leaf.guard is not None:
             leaf.guard()  # here, since `add_grad` calls it only after the sum has changed
@@ -479,8 +485,39 @@ class Function:
                 recorder.record_leaf(x)
         if self.is_whole(recorder):
             return recorder.whole(self.forward, values)
-        self.xp = recorder.module(self.xp)
-        return bare(self.forward(*map(recorder.wrap, values)))
+        plain = self.xp
+        self.xp = recorder.module(plain)
+        try:
+            with self._recorded_attributes(recorder):
+                return bare(self.forward(*map(recorder.wrap, values)))
+        except Exception as error:
+            # perhaps compiled code, which takes nothing but NumPy's arrays
+            recorder.spoil(f"{type(self).__name__}.forward raised {type(error).__name__}")
+            self.xp = plain
+            return self.forward(*values)
+
+    def recorded_backward(self, recorder: Recorder, grad: Array) -> Grads:
+        """Run backward; if it takes no recorded arrays, on plain ones, and drop the recording."""
+        try:
+            with self._recorded_attributes(recorder):
+                return self.backward(grad)
+        except Exception as error:
+            recorder.spoil(f"{type(self).__name__}.backward raised {type(error).__name__}")
+            self.saved, self.xp = bare(self.saved), namespace(bare(grad))
+            return self.backward(bare(grad))
+
+    @contextmanager
+    def _recorded_attributes(self, recorder: Recorder) -> Iterator[None]:
+        """Let the arrays among the attributes of an operation of one's own be recorded ones."""
+        attributes = getattr(self, "__dict__", {})
+        arrays = {k: x for k, x in attributes.items() if type(x) is np.ndarray}
+        attributes.update({name: recorder.wrap(array) for name, array in arrays.items()})
+        try:
+            yield
+        finally:
+            for name, array in arrays.items():
+                if bare(attributes.get(name)) is array:
+                    attributes[name] = array
 
     def is_whole(self, recorder: Recorder) -> bool:
         """Whether a recording repeats the operation as one call."""

@@ -1,10 +1,14 @@
 """A recorded step as a program: what is noted, what spoils it, and where its memory lies."""
 
 import operator
+import pickle
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from nnmpi.backend.program import tile
 from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
 from nnmpi.backend.program.record import RecordedArray, bare
@@ -53,7 +57,7 @@ def methods(xp, x):
     z = picked.reshape(-1).copy().reshape(x.shape).astype(x.dtype) + x.mean(1, keepdims=True)
     z.sort(axis=0)
     z.fill(2)
-    return z * x.sum() + x.T.dot(x).max() + x[x[0].argmax() % len(x)] + x.std(0) + x.flatten().min()
+    return z * x.sum() + x.T.dot(x).max() + x.std(0) + x.flatten().min()
 
 
 def several(xp, x):
@@ -71,7 +75,46 @@ def views(xp, x):
     return windows.sum() + sum(part.reshape(-1)[0] * 2 for part in parts) + np.where(x > 0, x, 0)
 
 
-ALL = natural, in_place, makers, methods, several, views
+def numbers(xp, x):
+    """NumPy returns numbers, which `+=` does not change, and whose views are copies."""
+    total, first = x.sum(), x[0, 0]
+    before, again = total, first
+    total += 1
+    first *= x.dtype.type(2)
+    part = first.reshape(1)
+    part += 1
+    cast = total.astype("float32")
+    same = cast
+    cast += 1
+    first.fill(7)
+    kind = isinstance(total, np.generic) + 2 * isinstance(total, np.ndarray)
+    assert isinstance(total, float) == (x.dtype == "float64")
+    assert f"{total:.3f} {total}" == f"{x.sum() + 1:.3f} {x.sum() + 1}"
+    return x * before + total + again * first + part + same + cast.real + total.T + kind
+
+
+def effects(xp, x):
+    """What is done beside the result, or in another way than by `out`."""
+    y, rest = np.log(abs(x) + 3), np.empty_like(x)
+    with np.errstate(all="ignore"):
+        y[0, 0] = np.log(x[0, 0] * 0)
+    np.nan_to_num(y, copy=False, neginf=5)
+    whole, _ = np.divmod(x, 2, out=(None, rest))
+    y += xp.full((3, 4), fill_value=(1.0, 2.0, 3.0, 4.0)) + xp.full(
+        (4,), [x[0, 0], 1, 2, 3], "int8"
+    )
+    z = np.take(a=x, indices=[0, 1, 1, 0], axis=1) + np.argmax(a=x, axis=1)[:, None]
+    z.setflags(write=False)
+    half = (np.arctan(x) * 100).astype("float16") * 200
+    ordered = np.piecewise(x, [x < 0], [lambda part: part * -2, lambda part: part + 1])
+    part = (x * 1j).imag
+    part += 1
+    w = x + 1j
+    w.imag += x
+    return y + whole * rest + z + half.mean(0) + (half / 200).var(axis=0) + ordered + part + abs(w)
+
+
+ALL = natural, in_place, makers, methods, several, views, numbers, effects
 
 
 def recorded(function, x):
@@ -95,6 +138,27 @@ def test_a_replay_computes_what_numpy_does(function, dtype):
         program.replay()
         np.testing.assert_array_equal(result, function(np, x))
     assert len(str(program).splitlines()) == len(recorder.calls) + 1
+
+
+def reshaped_in_place(x):
+    y = x * 2
+    y.shape = 4, 3
+    y.flat = y[0]
+    return y
+
+
+def in_a_thread(x):
+    y = np.empty_like(x)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(operator.setitem, y, slice(None), x).result()
+    return y
+
+
+def fails(x):
+    try:
+        return x @ x
+    except ValueError:
+        return x * 2
 
 
 @pytest.mark.parametrize(
@@ -125,6 +189,21 @@ def test_a_replay_computes_what_numpy_does(function, dtype):
         (lambda x: operator.iadd(x, 1), "writes to an array that self.xp has not"),
         (lambda x: np.copyto(np.zeros(x.shape), x), "writes to an array that self.xp has not"),
         (lambda x: x.fill(0), "writes to an array that self.xp has not"),
+        (lambda x: np.multiply(x, 2)[np.argmax(x[:, 0])], "of which part of an array"),
+        (lambda x: np.split(x, np.argmax(x, 0)[:1])[0], "of which part of an array"),
+        (lambda x: np.delete(x, x[:, 0] > 0, 0), "the shape of np.delete's result"),
+        (lambda x: x.repeat(np.argmax(x, 1), 0), "the shape of x.repeat's result"),
+        (lambda x: np.real_if_close(x + 0j), "the shape of np.real_if_close's result"),
+        (lambda x: x.astype(object), "Python objects"),
+        (lambda x: {x[0, 0]: 1}[x[0, 0]], "reads a value .hash"),
+        (lambda x: round(x[0, 0], 1), "reads a value .round"),
+        (lambda x: pickle.loads(pickle.dumps(x)), "reads a value .reduce_ex"),
+        (lambda x: x[0, 0].is_integer(), "x.is_integer is read"),
+        (lambda x: np.concatenate(deque([x, x])), "reads an array"),
+        (lambda x: np.putmask(y := x.astype("int32"), x > 0, x[0, 0]) or y, "casts a number"),
+        (reshaped_in_place, "x.shape is assigned"),
+        (in_a_thread, "another thread computes"),
+        (fails, "matmul raised ValueError"),
     ],
 )
 def test_what_a_replay_would_freeze_is_noted(read, words):
@@ -317,3 +396,81 @@ def test_a_program_reads_like_its_source():
         "3 calls, 128 bytes for results",
     ]
     assert str(Call(print, (1, "x"))) == "print(1, x)"
+
+
+def test_a_callback_is_called_in_each_replay():
+    """It may read and write arrays of the operation."""
+
+    def running(xp, x):
+        total, scale = xp.zeros(x.shape[1:]), x.max()
+
+        def add(row):
+            total[...] += row * float(scale)
+            return row
+
+        np.apply_along_axis(add, 1, x)
+        return total * 1
+
+    x = np.arange(12.0).reshape(3, 4)
+    recorder, y = recorded(running, x)
+    program = StepProgram(recorder.calls, Arena())
+    for _ in range(2):
+        x += 1
+        program.replay()
+        np.testing.assert_array_equal(y, running(np, x))
+    assert recorder.spoiled == ""
+
+
+def backwards(xp, x):
+    table = xp.zeros((4, 8)) + x.sum()
+    y = x * table[0, 3::-1]
+    first = table.reshape(-1)[:2].reshape(2, 1)
+    first += 1
+    return np.concatenate([y.reshape(-1), table.reshape(-1)])
+
+
+def test_blocks_keep_the_order_of_calls_on_one_memory(monkeypatch):
+    """Rows of one call are what another one reads backwards, or through another view of a buffer."""
+    monkeypatch.setattr(tile, "ELEMENTS", 1)
+    x = np.arange(8.0).reshape(2, 4)
+    recorder, y = recorded(backwards, x)
+    program = StepProgram(recorder.calls, Arena())
+    x += 1
+    program.replay()
+    np.testing.assert_array_equal(y, backwards(np, x))
+
+    buffer = bytearray(64)
+    vector, rows = np.frombuffer(buffer)[:4], np.frombuffer(buffer)[:2].reshape(2, 1)
+
+    def shared(xp, x):
+        y = x * vector
+        target = rows if xp is np else recorder_of().writable(rows)
+        target += 1
+        return y
+
+    recorder, y = recorded(shared, x)
+    vector[:] = 1
+    StepProgram(recorder.calls, Arena()).replay()
+    np.testing.assert_array_equal(y, x)
+
+
+def test_a_reduction_of_a_number_has_an_axis():
+    x = np.arange(4.0)
+    recorder, y = recorded(lambda xp, x: np.sum(x.sum(), axis=0) * 2, x)
+    x += 1
+    StepProgram(recorder.calls, Arena()).replay()
+    assert y == 20
+
+
+def test_results_that_are_read_only_are_written_by_replays():
+    def fixed(xp, x):
+        y = x * 2
+        y.flags.writeable = False
+        return y
+
+    x = np.ones(4)
+    recorder, y = recorded(fixed, x)
+    x += 1
+    StepProgram(recorder.calls, Arena()).replay()
+    assert y.tolist() == [4] * 4
+    assert not y.flags.writeable

@@ -6,9 +6,11 @@ import gc
 import random
 import threading
 import weakref
-from functools import partial
+from collections import UserDict, deque
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from itertools import count
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -762,3 +764,184 @@ def test_a_program_can_be_read():
     assert lines[0].endswith("multiply(array[2 3], 2, out=%0[2 3])")
     assert len(lines) == step.calls + 1
     assert lines[-1] == f"{step.calls} calls, 128 bytes for results"
+
+
+class Made(Function):
+    """An operation of functions; `table` is an array of its own."""
+
+    def __init__(self, forward, backward=None, table=None):
+        self.by, self.back, self.table = forward, backward, table
+
+    def forward(self, *inputs):
+        return self.by(self, *inputs)
+
+    def backward(self, grad):
+        return self.back(self, grad)
+
+
+class Whole(Made):
+    is_call = True
+
+
+def reads_memory(_, x):
+    return np.frombuffer(memoryview(x), x.dtype).reshape(x.shape) * 2  # type: ignore[arg-type]
+
+
+def counts(operation, x):
+    operation.table += 1
+    return x * operation.table
+
+
+def chosen(_, x):
+    """Decides by a value whether it gives its input or a new array."""
+    return x if x[0] < 1 else x * 2
+
+
+OWN = {
+    "compiled code's": lambda table: lambda x: Made(reads_memory)(x),
+    "reads its table": lambda table: (
+        lambda x: Made(lambda o, x: x * np.exp(o.table), None, table)(x)
+    ),
+    "writes its table": lambda table: lambda x: Made(counts, None, table)(x),
+}
+
+
+@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@pytest.mark.parametrize("name", OWN)
+def test_arrays_of_operations_of_ones_own(name):
+    """What is not recorded drops the recording; the table changes between steps, too."""
+    tables = np.ones(3), np.ones(3)
+    step, compiled = (
+        wrap(OWN[name](table)) for wrap, table in zip((eager, nnmpi.compile), tables, strict=True)
+    )
+    for number in range(1, 5):
+        x = np.arange(3.0) + number
+        np.testing.assert_array_equal(compiled(x).data, step(x).data)
+        for table in tables:
+            table += number
+
+
+@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+def test_backward_of_compiled_code_is_right():
+    leaf = Tensor(np.ones(3), requires_grad=True)
+
+    def step(x):
+        leaf.grad = None
+        y = Made(lambda o, a: a * 2, lambda o, grad: (reads_memory(o, grad),))(leaf * x)
+        y.backward(np.arange(3.0))
+        return y
+
+    compiled = nnmpi.compile(step)
+    for x in (np.ones(3), np.arange(3.0), np.full(3, 2.0)):
+        compiled(x)
+        np.testing.assert_array_equal(leaf.grad, 2 * np.arange(3.0) * x)
+    assert compiled.refusal == "Made.backward raised TypeError"
+
+
+@pytest.mark.host_only("NumPy's arrays, and functions that the stand-in lacks")
+@pytest.mark.parametrize("values", [(0.0, 1.5, 0.0), (1.5, 0.0, 1.5)])
+def test_a_call_whose_result_is_its_input_does_not_overwrite_it(values):
+    """Neither that of a step, nor a parameter."""
+    weight = Tensor(np.ones(3))
+
+    def step(x):
+        y = x * 1
+        return Whole(chosen)(y), y, Whole(lambda o, w, x: w if x[0] < 0.2 else w * 2)(weight, x)
+
+    compiled = nnmpi.compile(step)
+    for value in values:
+        x = np.array([value, 5, 6])
+        for ours, right in zip(compiled(x), step(Tensor(x)), strict=True):
+            np.testing.assert_array_equal(ours.data, right.data)
+    assert weight.data.tolist() == [1, 1, 1]
+
+
+def test_a_call_whose_result_is_another_part_of_its_input():
+    step = nnmpi.compile(lambda x: Whole(lambda o, x: x[int(x[0]) :][:2])(x * 1))
+    for start in (0, 1, 2, 0):
+        assert step(np.array([start, 5.0, 6, 7])).numpy().tolist() == [start, 5, 6, 7][start:][:2]
+
+
+VARIABLE = ContextVar("VARIABLE", default=1.0)
+
+
+def boxes():
+    """Return what a step may hold a number in, and how to change it."""
+    scope, inner = ModuleType("scope"), ModuleType("inner")
+    scope.inner, inner.number = inner, 1.0  # type: ignore[attr-defined]
+    numbers, table, names = deque([1.0]), UserDict(n=1.0), SimpleNamespace(n=1.0)
+
+    class Reads:
+        number = property(lambda _: names.n)
+
+        @staticmethod
+        def read():
+            return names.n
+
+    def named(x):
+        return x * named.number  # type: ignore[attr-defined]
+
+    named.number = 1.0  # type: ignore[attr-defined]
+    cached = lru_cache(maxsize=0)(lambda: names.n)
+    return {
+        "deque": (lambda x: x * numbers[0], lambda n: numbers.__setitem__(0, n)),
+        "UserDict": (lambda x: x * table["n"], lambda n: table.update(n=n)),
+        "property": (lambda x: x * Reads().number, lambda n: setattr(names, "n", n)),
+        "staticmethod": (lambda x: x * Reads.read(), lambda n: setattr(names, "n", n)),
+        "wrapper": (lambda x: x * cached(), lambda n: setattr(names, "n", n)),
+        "attribute": (named, lambda n: setattr(named, "number", n)),
+        "context": (lambda x: x * VARIABLE.get(), VARIABLE.set),
+        "module": (
+            eval("lambda x: x * scope.inner.number", {"scope": scope}),
+            lambda n: setattr(inner, "number", n),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", boxes())
+def test_numbers_in_containers_are_followed(name):
+    step, put = boxes()[name]
+    compiled = nnmpi.compile(step)
+    for number in (2.0, 3.0, 3.0):
+        put(number)
+        np.testing.assert_array_equal(compiled(X).numpy(), X * number)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        np.random.RandomState(0).random_sample,
+        random.Random(0).random,
+        np.random.PCG64(0).random_raw,
+    ],
+)
+def test_numbers_of_any_generator_are_refused(draw):
+    with pytest.raises(UsageError, match="would always be the first step's; draw them outside"):
+        nnmpi.compile(lambda x: x * float(draw() > 0.5))(X)
+
+
+@pytest.mark.host_only("a device's step is made of graphs")
+@pytest.mark.parametrize("assigned", [True, False])
+def test_gradients_that_a_step_reads_or_assigns_are_its_own(assigned):
+    """An update by hand is right."""
+    found = []
+    for wrap in (eager, nnmpi.compile):
+        model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0)
+
+        def step(x, model=model):
+            model.zero_grad()
+            (model(x) * model(x)).sum().backward()
+            for parameter in model.parameters():
+                if assigned:
+                    parameter.grad = np.ones_like(parameter.data)
+                else:
+                    parameter.data[...] -= 0.1 * parameter.grad
+
+        wrapped = wrap(step)
+        for number in range(3):
+            wrapped(X + number)
+        found.append([model[0].weight.data.copy(), model[0].weight.grad.copy()])
+    np.testing.assert_array_equal(*found)
+    assert (
+        wrapped.refusal == f"the step {'assigns an array to' if assigned else 'reads'} a gradient"
+    )

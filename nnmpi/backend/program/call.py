@@ -106,7 +106,7 @@ class Call:
             and function not in _NAMED_OUT
         ):
             args, kwargs = (*args, kwargs["out"]), {}
-        elif function in _METHODS and type(args[0]) is np.ndarray:
+        elif function in _METHODS and args and type(args[0]) is np.ndarray:
             function, args = getattr(args[0], function.__name__), args[1:]
         call = partial(function, *args, **kwargs) if args or kwargs else function
         return call if result is None else partial(_store, result, call)

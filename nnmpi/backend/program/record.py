@@ -15,10 +15,11 @@ dropped (`spoiled`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import getitem, setitem
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,20 @@ _WITH_OUT = _names("""
 """)
 # They look at shapes and types alone
 _SHAPES = _names("shape ndim size result_type can_cast may_share_memory shares_memory common_type")
-# The shapes of their results depend on values
+# The shapes or dtypes of their results depend on values
 _BY_VALUE = _names("""
     nonzero flatnonzero argwhere unique unique_values unique_counts unique_inverse unique_all
     extract compress bincount union1d intersect1d setdiff1d setxor1d trim_zeros histogram
+    histogram2d histogramdd histogram_bin_edges roots real_if_close resize
+""")
+# These, too, if the second argument is an array
+_BY_INDEX = _names("repeat delete insert")
+# They make views and do nothing else
+_VIEWS = _names("""
+    getitem reshape transpose permute_dims swapaxes moveaxis rollaxis squeeze expand_dims ravel view
+    broadcast_to broadcast_arrays split array_split hsplit vsplit dsplit unstack diagonal astype
+    atleast_1d atleast_2d atleast_3d flip fliplr flipud rot90 matrix_transpose real imag
+    asarray array ascontiguousarray asfortranarray sliding_window_view
 """)
 _ATTRIBUTES = _names("shape dtype ndim size nbytes itemsize strides flags base")
 
@@ -71,9 +82,7 @@ def bare(x: Any, deep: bool = True) -> Any:
 def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
     """Return a view of an array that a function makes which NumPy does not dispatch."""
     result: Any = function(bare(x), **kwargs)
-    if has_recorded(x):
-        result = RecordedArray(result)
-    return result
+    return x._like(result) if isinstance(x, RecordedArray) else result
 
 
 def has_recorded(x: Any) -> bool:
@@ -86,60 +95,108 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     Args:
         array: with the values of this step.
+        active: the list of calls where it is noted; none once that is complete.
     """
 
-    __slots__ = ("_array",)
+    __slots__ = ("__weakref__", "_active", "_array")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, array: Array) -> None:
-        self._array = array
+    _array: Array
+    _active: Sequence[CallList]
+
+    def __init__(self, array: Array, active: Sequence[CallList] = ()) -> None:
+        object.__setattr__(self, "_array", array)
+        object.__setattr__(self, "_active", active)
 
     __class__ = property(lambda _: np.ndarray)  # for `isinstance`
+
+    @property
+    def _value(self) -> Any:
+        """What NumPy has in its place."""
+        return self._array
+
+    def _like(self, array: Array) -> Any:
+        """Return a view of it."""
+        return RecordedArray(array, self._active)
+
+    def _recorder(self) -> Any:
+        """Return the active recorder; another thread's misses what is done here."""
+        recorder = active_calls.get()
+        for calls in self._active:
+            if calls.thread != get_ident():
+                for item in {calls, recorder} - {None}:
+                    item.spoil("another thread computes with an array")
+        return recorder
+
+    def _spoil(self, reason: str) -> None:
+        if (recorder := self._recorder()) is not None:
+            recorder.spoil(reason)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         if isinstance(out := kwargs.get("out"), tuple) and len(out) == 1:
             kwargs["out"] = out[0]
-        return _apply(function, inputs, kwargs, method != "at")
+        return _apply(self._recorder(), function, inputs, kwargs, method != "at")
 
     def __array_function__(
         self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        name, recorder = function.__name__, active_calls.get()
+        name, recorder = function.__name__, self._recorder()
         if recorder is not None and name in _MAKERS:
             return recorder.make(function, *args, **kwargs)
+        # this one asks what is hidden in other containers than lists for its values
+        own = getattr(function, "_implementation", function)
         if name in _SHAPES or recorder is None:
-            return function(*bare(args), **bare(kwargs))
-        if name in _BY_VALUE or (name == "where" and len(args) == 1):
+            return own(*_values(args), **_values(kwargs))
+        if name == "putmask" and next(items_of(args, RecordedNumber), None) is not None:
+            recorder.spoil("np.putmask casts a number, but no array without axes")
+        if (
+            name in _BY_VALUE
+            or (name == "where" and len(args) == 1)
+            or (name in _BY_INDEX and has_recorded((args[1:2], kwargs.get("obj"))))
+        ):
             recorder.spoil(f"the shape of np.{name}'s result depends on values")
-        return _apply(function, args, kwargs, name in _WITH_OUT)
+        return _apply(recorder, function, args, kwargs, name in _WITH_OUT, own)
 
     def __array_namespace__(self, api_version: str | None = None) -> Any:
-        recorder = active_calls.get()
+        recorder = self._recorder()
         return np if recorder is None else recorder.module(np)
 
     def __getitem__(self, key: Any) -> Any:
         masks = [item for item in items_of(key, np.ndarray) if item.dtype == bool]
         if has_recorded(masks):
-            _spoil("the shape of x[mask] depends on values")
-        return _apply(getitem, (self, key), {}, False)
+            self._spoil("the shape of x[mask] depends on values")
+        return _apply(self._recorder(), getitem, (self, key), {}, False)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _apply(setitem, (self, key, value), {}, False)
+        _apply(self._recorder(), setitem, (self, key, value), {}, False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self._array, name)
         if isinstance(value, np.ndarray):  # a view, such as x.T
-            return RecordedArray(value)
+            return self._like(value)
         if callable(value):
-            if name in _BY_VALUE:
-                _spoil(f"the shape of x.{name}'s result depends on values")
-            return partial(_method, getattr(np.ndarray, name), name in _WITH_OUT, self)
+            return partial(self._method, name)
         if name not in _ATTRIBUTES:
-            _spoil(f"x.{name} is read")
+            self._spoil(f"x.{name} is read")
         return value
+
+    def _method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "setflags":  # of this array, not of the replays' one
+            return self._array.setflags(*args, **kwargs)
+        if name in _BY_VALUE or (name in _BY_INDEX and has_recorded((args, kwargs))):
+            self._spoil(f"the shape of x.{name}'s result depends on values")
+        function = getattr(np.ndarray, name)
+        return _apply(self._recorder(), function, (self, *args), kwargs, name in _WITH_OUT)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("real", "imag"):
+            getattr(self, name)[...] = value
+        else:
+            self._spoil(f"x.{name} is assigned")
+            setattr(self._array, name, bare(value))
 
     def __len__(self) -> int:
         return len(self._array)
@@ -148,10 +205,16 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
-        return repr(self._array)
+        return repr(self._value)
+
+    def __str__(self) -> str:
+        return str(self._value)
+
+    def __format__(self, form: str) -> str:
+        return format(self._value, form)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        _spoil("a function that NumPy does not dispatch, such as np.asarray, reads an array")
+        self._spoil("a function that NumPy does not dispatch, such as np.asarray, reads an array")
         return np.array(self._array, dtype, copy=copy)
 
     def __copy__(self) -> Any:
@@ -161,44 +224,99 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.copy()
 
 
+class RecordedNumber(RecordedArray):
+    """A number of NumPy's, which it returns in place of an array without axes.
+
+    Replays compute it as such an array. Unlike one it never changes: `n += 1` makes another.
+    """
+
+    __slots__ = ()
+
+    __class__ = property(lambda self: self._array.dtype.type)  # for `isinstance`
+
+    @property
+    def _value(self) -> Any:
+        return self._array[()]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("T", "real", "imag"):
+            return getattr(np, {"T": "transpose"}.get(name, name))(self)
+        value = getattr(self._value, name)
+        if name in _ATTRIBUTES or name.startswith("__"):
+            return value
+        if not callable(value) or not hasattr(np.ndarray, name):
+            self._spoil(f"x.{name} is read")
+            return value
+        return partial(self._method, name)
+
+    def _method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        function, own = getattr(np.ndarray, name), getattr(type(self._value), name)
+        return _apply(self._recorder(), function, (self, *args), kwargs, False, own)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._value[key] = value  # raises
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._value, name, value)  # raises
+
+
 def _reading(name: str) -> Any:
     def method(self: Any, *args: Any) -> Any:
-        _spoil(f"Python reads a value ({name.strip('_')})")
-        return getattr(self._array, name)(*args)
+        self._spoil(f"Python reads a value ({name.strip('_')})")
+        return getattr(self._value, name)(*args)
 
     return method
 
 
-for _name in ("bool", "int", "float", "complex", "index", "contains"):
+for _name in ("bool", "int", "float", "complex", "index", "contains", "round", "reduce_ex"):
     setattr(RecordedArray, f"__{_name}__", _reading(f"__{_name}__"))
+setattr(RecordedNumber, "__hash__", _reading("__hash__"))  # noqa: B010
+for _name in _names("add sub mul truediv floordiv mod pow lshift rshift and xor or matmul"):
+    setattr(RecordedNumber, f"__i{_name}__", lambda *_: NotImplemented)
 
 
-def _spoil(reason: str) -> None:
-    recorder = active_calls.get()
-    if recorder is not None:
-        recorder.spoil(reason)
+def _values(x: Any) -> Any:
+    """Return a value with what NumPy has in place of recorded arrays and numbers."""
+    return rebuilt(x, lambda item: item._value, RecordedArray)
 
 
-def _method(function: Any, has_out: bool, *args: Any, **kwargs: Any) -> Any:
-    return _apply(function, args, kwargs, has_out)
-
-
-def _apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], has_out: bool) -> Any:
-    """Call a function, and record the call."""
-    recorder, given = active_calls.get(), kwargs.get("out")
-    values, words = bare(args), bare(kwargs)
-    result = function(*values, **words)
-    if recorder is None:
-        return result
+def _apply(
+    recorder: Any,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_out: bool,
+    own: Any = None,
+) -> Any:
+    """Call a function, or `own` in its place, and record the call."""
+    given = kwargs.get("out")
+    values, words = _values(args), _values(kwargs)
+    # functions among the arguments are called in each replay, too
+    token = active_calls.set(None) if any(map(callable, args)) else None
+    try:
+        result = (own or function)(*values, **words)
+    except Exception as error:
+        if recorder is not None:  # the step may go on in another way
+            recorder.spoil(f"{name_of(function)} raised {type(error).__name__}")
+        raise
+    finally:
+        if token is not None:
+            active_calls.reset(token)
+    if recorder is None or (
+        result is None and any(isinstance(x, RecordedNumber) for x in args[:1])
+    ):
+        return result  # what would change an array does nothing to a number
     if given is None:  # perhaps by position
         given = next((arg for arg in args[1:] if result is not None and bare(arg) is result), None)
+    if isinstance(given, tuple) and any(item is None for item in given):
+        recorder.check_written(bare(given))
+        return recorder.results(function, args, kwargs, result, False)
     if result is None or given is not None:
         # the functions that return nothing write to their first argument
         recorder.check_written([*values, *words.values()][:1] if given is None else bare(given))
-        recorder.append(function, values, words)
+        recorder.append(function, args, kwargs)
         return given
-    is_item = function is getitem and has_recorded(args[1:])
-    return recorder.results(function, values, words, result, has_out, is_item)
+    return recorder.results(function, args, kwargs, result, has_out)
 
 
 class Makers:
@@ -220,17 +338,25 @@ class Makers:
         return partial(self._recorder.copied, function) if name in _COPIES else function
 
 
+_ARRAYS = (np.ndarray, RecordedArray)
+
+
 class CallList:
     """The calls of a step in their order, and the memory that they fill.
 
     Attributes:
         calls: so far.
         spoiled: why a replay of them would be wrong; empty if it would not.
+        thread: in which they are recorded.
+        active: itself, until the recording ends.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.spoiled = ""
+        self.thread = get_ident()
+        self.active = [self]
+        self._errors = np.geterr()
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
@@ -241,7 +367,7 @@ class CallList:
 
     def wrap(self, x: Any) -> Any:
         """Return NumPy's arrays as recorded ones, anything else unchanged."""
-        return RecordedArray(x) if type(x) is np.ndarray else x
+        return RecordedArray(x, self.active) if type(x) is np.ndarray and not self.spoiled else x
 
     def writable(self, array: Array) -> Any:
         """Return an array that outlives the step, such as a gradient's, to write to."""
@@ -258,6 +384,9 @@ class CallList:
 
     def adopt(self, array: Array) -> Array:
         """Make a new array's memory the step's own; return the array."""
+        if array.dtype.hasobject:  # bytes of a block are no objects
+            self.spoil("an array has Python objects")
+            return array
         owner = owner_of(array)
         key, calls, allocations = id(owner), self.calls, self._allocations
 
@@ -285,12 +414,15 @@ class CallList:
         A function that may keep what it gets may also change it, so its lists and dictionaries stay
         the same objects.
         """
-        args, result = (rebuilt(x, self._ref, np.ndarray, not keeps) for x in (args, result))
-        kwargs = rebuilt(kwargs or {}, self._ref, np.ndarray)
+        if (errors := np.geterr()) != self._errors:
+            self._errors = errors
+            self.calls.append(Call(np.seterr, (), {**errors}, number=len(self.calls)))
+        args, result = (rebuilt(x, self._ref, _ARRAYS, not keeps) for x in (args, result))
+        kwargs = rebuilt(kwargs or {}, self._ref, _ARRAYS)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
 
     def _ref(self, x: Any) -> Any:
-        array = x._array if type(x) is RecordedArray else x
+        array = x._array if isinstance(x, RecordedArray) else x
         allocation = self._allocations.get(id(owner_of(array)))
         if allocation is None:
             return array
@@ -304,34 +436,45 @@ class CallList:
         kwargs: dict[str, Any],
         result: Any,
         has_out: bool,
-        is_item: bool = False,
     ) -> Any:
         """Record a call that returned arrays; return them as recorded ones.
 
         Args:
             has_out: whether the function takes `out`.
-            is_item: whether values decided where the result lies in the argument.
         """
-        owners = {id(owner_of(array)) for array in items_of((args, kwargs), np.ndarray)}
+        given = {
+            id(owner_of(array)): array for array in items_of(_values((args, kwargs)), np.ndarray)
+        }
         is_single = not isinstance(result, tuple | list)
         items = (result,) if is_single else result
         if not all(isinstance(item, np.ndarray | np.generic) for item in items):
             self.spoil(f"{name_of(function)} returns {type(result).__name__}")
             return result
-        targets, arrays = [], []
+        targets: list[Any] = []
+        arrays: list[Any] = []
         for item in items:
             array = np.asarray(item)
-            if is_item and id(owner_of(array)) in owners:
-                array = array.copy()
-            is_view = id(owner_of(array)) in owners
-            targets.append(None if is_view else self.adopt(array))
-            arrays.append(RecordedArray(array))
+            kind = RecordedNumber if isinstance(item, np.generic) else RecordedArray
+            targets.append(None if id(owner_of(array)) in given else self.adopt(array))
+            arrays.append(kind(array, self.active))
         if any(target is not None for target in targets):
             target = targets[0] if is_single else tuple(targets)
-            if has_out:
+            # in float16 a mean is computed in float32 only if there is no `out`
+            is_low = targets[0] is not None and targets[0].dtype == np.float16
+            if has_out and (isinstance(function, np.ufunc) or not is_low):
                 self.append(function, args, {**kwargs, "out": target})
             else:
                 self.append(function, args, kwargs, target)
+        else:
+            if function.__name__ not in _VIEWS:  # it may have written to what it returns
+                self.check_written(bare(arrays))
+                self.append(function, args, kwargs)
+            views = {id(owner_of(item)) for item in bare(arrays)}
+            if any(
+                id(owner_of(bare(item))) not in views and item.dtype.kind in "biu"
+                for item in items_of((args, kwargs), RecordedArray)
+            ):
+                self.spoil("values decide of which part of an array a view is")
         if is_single:
             return arrays[0]
         make = getattr(type(result), "_make", type(result))
@@ -339,19 +482,21 @@ class CallList:
 
     def make(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an array that is filled in each replay, unless it is an uninitialized one."""
-        array = self.adopt(function(*bare(args), **bare(kwargs)))
+        array = self.adopt(function(*_values(args), **_values(kwargs)))
         name = function.__name__.removesuffix("_like")
         if name in _FILLS:
-            value = kwargs.get("fill_value", args[1:2]) if name == "full" else _FILLS[name]
-            value = value[0] if isinstance(value, tuple) else value
-            fill = np.copyto if isinstance(value, np.ndarray | list) else np.ndarray.fill
-            self.append(fill, (array, bare(value)))
-        return RecordedArray(array)
+            value = _FILLS[name]
+            if name == "full":
+                value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+            if isinstance(value, bool | int | float):
+                self.append(np.ndarray.fill, (array, value))
+            else:
+                self.append(np.copyto, (array, value), {"casting": "unsafe"})
+        return RecordedArray(array, self.active)
 
     def copied(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function that reads an array's memory."""
-        values, words = bare(args), bare(kwargs)
-        result = function(*values, **words)
+        result = function(*_values(args), **_values(kwargs))
         if not has_recorded((args, kwargs)):
             return result
-        return self.results(function, values, words, result, False)
+        return self.results(function, args, kwargs, result, False)

@@ -67,8 +67,9 @@ class StepProgram:
         """Repeat the calls."""
         if self._memory is not self._arena.memory:
             self._bind()
-        for call in self._bound:
-            call()
+        with np.errstate():  # calls may set it
+            for call in self._bound:
+                call()
 
     def _bind(self) -> None:
         self._bound = ()
@@ -84,7 +85,9 @@ class StepProgram:
                 if held is None:
                     array = ref.over(self._arena.memory, self._places[allocation])
                 else:
+                    is_writable, held.flags.writeable = held.flags.writeable, True
                     array = ref.over(held.ravel(order="K").view(np.uint8), 0)
+                    held.flags.writeable = is_writable  # to its holder
                 arrays[ref] = array
             return array
 

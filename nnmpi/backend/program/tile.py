@@ -25,7 +25,6 @@ from nnmpi.backend.program.call import (
     ArrayRef,
     Call,
     address_of,
-    owner_of,
     packed_strides,
     rebuilt,
 )
@@ -203,7 +202,7 @@ def _reduced(call: Call) -> tuple[int, ...]:
     """Return the axes of a reduction, counted from 0; none if it is along all."""
     axis, ndim = call.kwargs.get("axis"), len(call.args[0].shape)
     axes = axis if isinstance(axis, tuple) else () if axis is None else (axis,)
-    return tuple(item % ndim for item in axes)
+    return tuple(item % max(ndim, 1) for item in axes)
 
 
 def _is_packed(x: Any) -> bool:
@@ -213,14 +212,15 @@ def _is_packed(x: Any) -> bool:
 
 
 def _extent(x: Any) -> tuple[Any, int, int]:
-    """Return an array's memory, and its first and last byte there."""
-    reach = x.dtype.itemsize + sum(
-        (length - 1) * abs(step) for length, step in zip(x.shape, x.strides, strict=True)
-    )
-    if isinstance(x, ArrayRef):
-        return x.allocation, x.offset, x.offset + reach
-    low = address_of(x) + sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    return owner_of(x), low, low + reach
+    """Return an array's memory, and its first and last byte there.
+
+    Arrays from outside of the step count as parts of one memory, since two may share a buffer.
+    """
+    steps = [(length - 1) * step for length, step in zip(x.shape, x.strides, strict=True)]
+    is_ref = isinstance(x, ArrayRef)
+    low = (x.offset if is_ref else address_of(x)) + sum(min(0, step) for step in steps)
+    reach = x.dtype.itemsize + sum(map(abs, steps))
+    return x.allocation if is_ref else None, low, low + reach
 
 
 def _reshaped(x: Any, shape: Shape) -> Any:

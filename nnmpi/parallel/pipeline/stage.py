@@ -188,7 +188,7 @@ def _mark_as_inputs(leaves: Sequence[Tensor]) -> None:
 
 
 def _take_grad(leaf: Tensor) -> Array:
-    grad, leaf.grad = leaf.grad, None
+    grad, leaf.grad = leaf._grad, None
     if grad is None:  # no output depends on the leaf
         return namespace(leaf.data).zeros_like(leaf.data)
     return grad
