@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import module_from_spec
 from pathlib import Path
-from traceback import print_exception
+from traceback import StackSummary, TracebackException, print_exception
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +29,12 @@ from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
-from nnmpi.comm.simulated.scheduler import Scheduler
+from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Scheduler
 from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
-from nnmpi.teaching.mpi_front import Wire, make_modules
+from nnmpi.teaching.mpi_front.handles import Exception as MpiError
+from nnmpi.teaching.mpi_front.messages import Wire
+from nnmpi.teaching.mpi_front.modules import make_modules
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Interpreter(io.TextIOBase):
         module = sys.modules[name]
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
         here = file.startswith(self._folder) and not file.startswith(sys.prefix)
-        return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "random")
+        return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "mpi4py.rc", "random")
 
     def write(self, text: str) -> int:
         """Print the complete lines, and keep the rest."""
@@ -136,6 +138,18 @@ class Interpreter(io.TextIOBase):
         for state in self.states:
             self._current = state
             self.write("\n" * bool(state.line))
+
+
+def print_error(error: BaseException) -> None:
+    """Print an exception of the program: with its own lines, and those of other libraries."""
+    shown = TracebackException.from_exception(error)
+    part: TracebackException | None = shown
+    while part is not None:
+        part.stack = StackSummary.from_list(
+            frame for frame in part.stack if not frame.filename.startswith(PACKAGE_FOLDER)
+        )
+        part = part.__cause__ or part.__context__
+    sys.stderr.write("".join(shown.format()))
 
 
 def run_program(
@@ -175,10 +189,9 @@ def run_program(
             if ending.code:
                 endings.append(ending)
         except Exception as error:
-            if isinstance(error, CommError):
+            if isinstance(error, CommError) and not isinstance(error, MpiError):
                 raise
-            assert error.__traceback__ is not None
-            print_exception(error.with_traceback(error.__traceback__.tb_next))
+            print_error(error)
             print(f"(on rank {group.rank} of {given.ranks}, with seed {seed})", file=sys.stderr)
             raise SystemExit(1) from None
 
