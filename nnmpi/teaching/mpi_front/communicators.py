@@ -608,7 +608,7 @@ class Intracomm(FrontComm):
         periods = [] if periods is None and not dims else False if periods is None else periods
         if np.ndim(periods) and len(periods) != len(dims):
             raise ValueError(f"{len(periods)} periods are given for {len(dims)} dimensions")
-        periods = [bool(item) for item in np.broadcast_to(periods, len(dims))]
+        periods = [int(bool(item)) for item in np.broadcast_to(periods, len(dims))]
         cells = prod(dims)
         if not 0 < cells <= self.size:
             raise ValueError(f"a grid of {dims} does not fit a communicator of {self.size} ranks")

@@ -188,7 +188,8 @@ class Datatype(FrontHandle):
 
 
 DATATYPES = {
-    name: Datatype._plain(np.dtype(code), name) for name, code in re.findall(r"(\w+) (\S+)", _TYPES)
+    name: Datatype._plain(np.dtype(code, align=True), name)
+    for name, code in re.findall(r"(\w+) (\S+)", _TYPES)
 }
 
 
@@ -313,7 +314,7 @@ def find_bytes(obj):
     interface = getattr(obj, "__cuda_array_interface__", None)
     try:
         try:
-            array = np.asarray(memoryview(obj))
+            array = obj if isinstance(obj, np.ndarray) else np.asarray(memoryview(obj))
         except TypeError:
             if interface:
                 address, readonly = interface["data"]
@@ -327,6 +328,8 @@ def find_bytes(obj):
         raise TypeError(
             f"{obj!r} is no array; give one, or send objects by the call in small letters"
         ) from None
+    if array.dtype.hasobject:
+        raise TypeError("an array of objects is no buffer; send it by the call in small letters")
     if array.flags.f_contiguous:
         array = array.T
     if not array.flags.c_contiguous:

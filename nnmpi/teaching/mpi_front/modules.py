@@ -98,7 +98,7 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
     levels = {name: number for number, name in enumerate(_LEVELS)}
     vars(mpi).update(
         {
-            name: getattr(module, name, None) or getattr(module, f"Front{name}", name)
+            name: getattr(module, name if hasattr(module, name) else f"Front{name}")
             for module, all_ in _SAME.items()
             for name in all_.split()
         },
