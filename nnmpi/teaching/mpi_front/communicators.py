@@ -77,6 +77,7 @@ class FrontComm(FrontHandle):
     """A communicator."""
 
     allgather: Any
+    _topology: Any = object
 
     @property
     def _wire(self):
@@ -84,11 +85,12 @@ class FrontComm(FrontHandle):
             raise Exception("ERR_COMM", "this communicator is COMM_NULL; it has no ranks")
         return self._value
 
-    def __init__(self, other=None):
-        super().__init__(other)
-        wanted = getattr(type(self), "_topology", None)
-        if wanted is not None and self and not isinstance(self._value.topology, wanted):
-            raise TypeError(f"the communicator is no {type(self).__name__}")
+    def __new__(cls, comm=None):
+        """Return a copy of a handle, or COMM_NULL."""
+        result = super().__new__(cls, comm)
+        if result and not isinstance(result._value.topology, cls._topology):
+            raise TypeError(f"the communicator is no {cls.__name__}")
+        return result
 
     @classmethod
     def _of(cls, value):
@@ -689,12 +691,7 @@ UNWEIGHTED, WEIGHTS_EMPTY = "UNWEIGHTED", "WEIGHTS_EMPTY"
 class Topocomm(Intracomm):
     """Ranks with neighbours."""
 
-    _topology: type = object
-
-    def __init__(self, other=None):
-        if other is not None and type(self) is Topocomm:
-            raise TypeError("a communicator has a grid or a graph by Create_cart or Create_graph")
-        super().__init__(other)
+    _topology: Any = ()  # its subclasses have one
 
     inedges = property(lambda self: self._edges()[0])
     outedges = property(lambda self: self._edges()[1])
@@ -949,7 +946,10 @@ def _memory_of(parts):
 
 
 def _blocking(name, start):
+    positions = start.__code__.co_argcount - 2  # without self and the name; then comes the status
+
     def call(self, *args, status=None, **named):
+        args, (status, *_) = args[:positions], (*args[positions:], status)
         return Request._of(start(self, name, *args, **named))._finish(status) and None
 
     return call
@@ -960,7 +960,7 @@ def _started(name, start):
 
 
 def _persistent(name, start):
-    def call(self, *args, **named):
+    def call(self, *args, info=None, **named):
         return Prequest._of(Operation(self._wire, start=lambda: start(self, name, *args, **named)))
 
     return call

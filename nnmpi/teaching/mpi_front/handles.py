@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from nnmpi.base.errors import CommError
+from nnmpi.base.errors import CommError, is_own
 
 MODULE = "mpi4py.MPI"
 ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
@@ -54,7 +54,7 @@ class Exception(CommError, RuntimeError):  # noqa: A001 (mpi4py's name)
 def refuse(self, name):
     """Refuse an attribute that the simulated MPI lacks, and name those that are like it."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
-    close = get_close_matches(name, [item for item in dir(self) if item[0] != "_"])
+    close = get_close_matches(name, [item for item in dir(self) if item[0] != "_"], cutoff=0.75)
     like = f"; {whose} has {', '.join(close)}" if close else ""
     raise AttributeError(
         f"the simulated MPI has no {whose}.{name}{like}; docs/reference/mpi4py.md lists its calls"
@@ -73,14 +73,17 @@ class FrontHandle:
     _value: Any = None
 
     def __init_subclass__(cls):
-        # where pickle finds it, under mpi4py's name
-        cls.__module__, cls.__name__ = MODULE, cls.__name__.removeprefix("Front")
-        cls.__qualname__ = cls.__name__
+        if is_own(cls):  # not a program's: where pickle finds it, under mpi4py's name
+            cls.__module__, cls.__name__ = MODULE, cls.__name__.removeprefix("Front")
+            cls.__qualname__ = cls.__name__
 
-    def __init__(self, other=None):
-        if other is not None and not isinstance(other, self._kind()):
-            raise TypeError(f"{type(self).__name__} of {other!r}")
-        self._value = getattr(other, "_value", None)
+    def __new__(cls, other=None):
+        """Return a copy of a handle, or a null one."""
+        if other is not None and not isinstance(other, cls._kind()):
+            raise TypeError(f"{cls.__name__} of {other!r}")
+        result = object.__new__(cls)
+        result._value = getattr(other, "_value", None)
+        return result
 
     @classmethod
     def _kind(cls):  # the most general class of handles of this kind
@@ -88,7 +91,7 @@ class FrontHandle:
 
     @classmethod
     def _of(cls, value):
-        result = cls.__new__(cls)
+        result = object.__new__(cls)
         result._value = value
         return result
 
@@ -208,21 +211,21 @@ class FrontGroup(FrontHandle):
         return self._made(rank for rank in self._ranks() if rank not in left)
 
     @staticmethod
-    def _spread(ranges):
+    def _spread(ranks):
         return [
             rank
-            for first, last, *step in ranges
+            for first, last, *step in ranks
             for stride in [step[0] if step else 1]
             for rank in range(first, last + (1 if stride > 0 else -1), stride)
         ]
 
-    def Range_incl(self, ranges):
+    def Range_incl(self, ranks):
         """Return the ranks of (first, last, step)."""
-        return self.Incl(self._spread(ranges))
+        return self.Incl(self._spread(ranks))
 
-    def Range_excl(self, ranges):
+    def Range_excl(self, ranks):
         """Return all ranks but those of (first, last, step)."""
-        return self.Excl(self._spread(ranges))
+        return self.Excl(self._spread(ranks))
 
 
 class Info(FrontHandle):

@@ -382,7 +382,8 @@ class Prequest(Request):
 class Grequest(Request):
     """A request of the program's own, which is refused."""
 
-    def __init__(self, other=None):
+    def __new__(cls, other=None):
+        """Refuse it."""
         raise TypeError("the simulated MPI has no generalized requests")
 
 

@@ -283,6 +283,11 @@ RIGHT = {
         """\
         right, left, status, request = (rank + 1) % size, (rank - 1) % size, MPI.Status(), MPI.Request()
         request.Wait(); print(request.Test(), request == MPI.REQUEST_NULL)
+        x = np.zeros(1)
+        comm.Sendrecv(np.ones(1), right, 4, x, left, 4, status)
+        print(rank, x, status.tag)
+        comm.Sendrecv_replace(x, right, 5, left, 5, status)
+        print(rank, status.Get_tag(), status.Get_count(MPI.DOUBLE))
         request = comm.isend(obj=None, dest=right, tag=3)
         print(rank, comm.recv(source=left, tag=3, status=status), MPI.SUCCESS)
         request.wait()
@@ -420,6 +425,14 @@ RIGHT = {
         print(rank, web.neighbors, web.neighbor_alltoall([rank] * web.nneighbors))
         print(MPI.Is_initialized(), MPI.Is_finalized(), MPI.Query_thread() >= 0)
         print(len(MPI.Get_library_version()) > 3, comm.Get_name(), MPI.Get_version()[0] >= 3)
+        """
+    ),
+    "a communicator of its own class": (
+        """\
+        class Ours(MPI.Intracomm):
+            def __new__(cls, comm=None): return super().__new__(cls, comm)
+            def everything(self): return self.allgather(rank)
+        print(Ours(comm).everything(), type(Ours(comm)).__module__, Ours() == MPI.COMM_NULL)
         """
     ),
     "output": (
