@@ -539,9 +539,6 @@ class FrontComm(FrontHandle):
 
     # ---- other communicators ----
 
-    def _new(self, wire):
-        return None if wire is None else Intracomm._of(wire)
-
     def _split(self, color, key):
         wire = self._wire.split(color, key)
         return Intracomm._of(None if color == UNDEFINED else wire)

@@ -106,8 +106,12 @@ def _look(buffer, datatype):
     return memory, datatype
 
 
-def _unpack(spec):
-    """Return a specification's buffer, counts, offsets and datatype; None where it has none."""
+def _unpack(spec, *pairs):
+    """Return a specification's buffer, counts, offsets and datatype; None where it has none.
+
+    Args:
+        pairs: the types of (counts, offsets); a list may be a count for each rank instead.
+    """
     if not isinstance(spec, list | tuple):
         return spec, None, None, None
     if not 2 <= len(spec) <= 4:
@@ -117,15 +121,18 @@ def _unpack(spec):
     rest: Any
     buffer, *rest = spec
     datatype = rest.pop() if len(spec) > 2 or isinstance(rest[-1], Datatype | str) else None
-    if len(rest) == 1 and isinstance(rest[0], list | tuple) and len(spec) < 4:
-        pair = isinstance(rest[0], tuple) or len(rest[0]) == 2
-        rest = rest[0] if pair else rest
+    if len(rest) == 1 and isinstance(rest[0], pairs):
+        rest = rest[0]
+        if len(rest) != 2:
+            raise ValueError(
+                f"{rest} is no pair of counts and offsets; give a count for each rank as a list"
+            )
     counts, offsets = (*rest, None, None)[:2]
     return buffer, counts, offsets, datatype
 
 
 def read(spec, parts=0):
-    """Return a message's elements, as a `Part`; or those for each rank, as equal ones.
+    """Return a message's elements, as a `BufferPart`; or those for each rank, as equal ones.
 
     Args:
         spec: see the module.
@@ -134,7 +141,7 @@ def read(spec, parts=0):
     Raises:
         ValueError: for a buffer that is too short, or that cannot be divided.
     """
-    buffer, number, offset, datatype = _unpack(spec)
+    buffer, number, offset, datatype = _unpack(spec, tuple, list)
     memory, datatype = _look(buffer, datatype)
     extent, size = datatype.extent, 0 if memory is None else memory.size
     (offset,) = _whole([0 if offset is None else offset])
@@ -161,8 +168,8 @@ def read(spec, parts=0):
 
 
 def read_vector(spec, parts):
-    """Return a `Part` for each rank, of which each has its count and offset."""
-    buffer, counts, offsets, datatype = _unpack(spec)
+    """Return a `BufferPart` for each rank, of which each has its count and offset."""
+    buffer, counts, offsets, datatype = _unpack(spec, tuple)
     memory, datatype = _look(buffer, datatype)
     extent, size = datatype.extent, 0 if memory is None else memory.size
     if counts is None:
@@ -190,7 +197,7 @@ def _spread(values, parts):
 
 
 def read_types(spec, parts):
-    """Return a `Part` for each rank, of which each has its count, offset in bytes and datatype."""
+    """Return a `BufferPart` for each rank, of which each has its count, offset in bytes and datatype."""
     if not isinstance(spec, list | tuple) or not 2 <= len(spec) <= 4:
         raise ValueError("a message of several datatypes is [buffer, counts, offsets, datatypes]")
     buffer, *rest, datatypes = spec

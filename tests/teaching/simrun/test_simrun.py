@@ -197,6 +197,11 @@ DEFECTS = {
         SystemExit,
         r"there is no rank 7 in a group of 3",
     ),
+    "counts as a pair": (
+        "comm.Allgatherv(np.zeros(1), [np.zeros(3), (1, 1, 1)])",
+        SystemExit,
+        r"\(1, 1, 1\) is no pair of counts and offsets; give a count for each rank as a list",
+    ),
     "elements of a buffer that has fewer": (
         "comm.Send([np.zeros(3), 4, MPI.DOUBLE], 0)",
         SystemExit,
@@ -375,6 +380,10 @@ RIGHT = {
         requests += [comm.Irecv([y.reshape(-1)[3:], 1, column], left)]
         requests += [comm.Isend([x.reshape(-1)[2:], 1, column], right)]
         MPI.Request.Waitall(requests); print(rank, y.tolist(), column.Get_size(), column.Get_extent())
+        two, z = comm.Split(min(rank, 1)), np.zeros(3)
+        if two.size == 2: two.Allgatherv(np.full(two.rank + 1, float(rank)), [z, [1, 2]])
+        if two.size == 2: two.Allgatherv([np.full(3, float(rank)), 1], [z, ([1, 1], [2, 0]), "d"])
+        print(rank, z)
         block = MPI.DOUBLE.Create_subarray([4, 6], [2, 3], [1, 2]).Commit(); y[:] = 0
         comm.Sendrecv([x, 1, block], right, 0, [y, 1, block], left, 0); print(rank, y.tolist())
         comm.Bcast([x, 1, block], 1); print(rank, x[1:3, 2:5].tolist())
