@@ -125,7 +125,7 @@ FOREIGN_FLAGS = {
 }
 
 # Who pickles all the same: objects of mpi4py's programs travel so, and stay in the process.
-PICKLERS = frozenset({"nnmpi/teaching/mpi_front.py"})
+PICKLERS = frozenset({"nnmpi/teaching/mpi_front/modules.py"})
 
 PICKLES = frozenset(
     {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
