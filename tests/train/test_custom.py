@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.base.custom import is_custom, short_name
+from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
 from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
+from nnmpi.base.files import read_json, write_json
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import evaluate, export, predict
@@ -214,6 +215,45 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
         use()
     assert not (trained.parent / "executed").exists()
     use("--trust")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "nnmpi.run:1/evil.py",
+        "nnmpi.a:b.c",
+        "nnmpi./tmp/evil",
+        "nnmpi.x/evil",
+        "nnmpix.y",
+        "nnmpi.py",
+    ],
+)
+def test_a_source_that_only_looks_like_nnmpis_is_foreign(source: str) -> None:
+    """A folder may have any name; what decides is the part that would be loaded."""
+    assert is_foreign(f"{source}:build")
+    assert not is_foreign("nnmpi.optim.muon:Muon")
+    custom = as_custom(f"{source}:build")
+    assert custom is not None and (custom.source, custom.function) == (source, "build")
+
+
+def test_a_folder_with_a_colon_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's name passes for a module of nnmpi up to the first colon."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("nnmpi.run:1")
+    words = f"--dataset iris --model mlp --hidden 4 --epochs 1 --quiet --out {run}"
+    simulate(lambda group: train(words.split(), group), 1)
+    values = read_json(run / "config.json") | {"model": f"{run}/evil.py:build"}
+    write_json(run / "config.json", values)
+    (run / "evil.py").write_text("raise AssertionError('executed')")
+    for act in (
+        lambda: nnmpi.load(run),
+        lambda: simulate(lambda group: train(["--resume", str(run)], group), 1),
+        lambda: simulate(lambda group: evaluate.main([str(run)], group), 1),
+    ):
+        with pytest.raises(UsageError, match=r"names code outside of nnmpi"):
+            act()
 
 
 def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
