@@ -18,10 +18,11 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import repeat
 from pathlib import Path
@@ -113,16 +114,74 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def write_synced(file: Path, content: bytes) -> None:
+@contextmanager
+def entered(folder: Path, root: Path | None = None) -> Iterator[int]:
+    """Yield a folder's descriptor, for calls relative to it that no link can lead elsewhere.
+
+    All that nnmpi writes into a run's folder, or removes there, it reaches this way: the folder may
+    come from somebody else.
+
+    Args:
+        folder: to enter.
+        root: the folder that the user named, which may be a link; below it, none is followed. None:
+            `folder` itself.
+
+    Raises:
+        OSError: for a missing folder, and for a link or a file in its place.
+    """
+    number = os.open(root or folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folder.relative_to(root or folder).parts:
+            try:
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=number)
+            except NotADirectoryError as error:  # what the system says of a link, too
+                raise OSError(error.errno, f"{part} is a link or a file, not a folder") from None
+            os.close(number)
+            number = below
+        yield number
+    finally:
+        os.close(number)
+
+
+def opened_to_write(
+    file: Path, mode: str = "wb", buffering: int = -1, root: Path | None = None
+) -> Any:
+    """Open an ordinary file for writing or appending; refuse a link, which may lead anywhere.
+
+    Args:
+        mode: "w" or "a" for text, "wb" or "ab" for bytes.
+        buffering: as in `open`.
+        root: see `entered`.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    check_ordinary(file)
+    with entered(file.parent, root) as parent:
+        return open(
+            file,
+            mode,
+            buffering,
+            None if "b" in mode else "utf-8",
+            opener=lambda _, flags: os.open(file.name, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent),
+        )
+
+
+def write_synced(file: Path, content: bytes, root: Path | None = None) -> None:
     """Write a file and sync it to disk; a kill may leave half of it."""
-    with file.open("wb") as stream:
+    with opened_to_write(file, root=root) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes, root: Path | None = None) -> None:
     """Replace a file's content atomically: readers see the old or the new one, also after a crash.
+
+    A link is replaced, not followed.
+
+    Args:
+        root: see `entered`.
 
     Raises:
         OSError: when the disk is full or not writable. The old content then stays, and no temporary
@@ -130,45 +189,87 @@ def write_atomically(file: Path, content: bytes) -> None:
     """
     # always the same name, so that the next write overwrites the leftover of a killed process
     temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # it may be a link to another file
-        write_synced(temporary, content)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
+    with entered(file.parent, root) as parent:
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary.name, dir_fd=parent)  # it may be a link to another file
+            write_synced(temporary, content, root)
+            os.replace(temporary.name, file.name, src_dir_fd=parent, dst_dir_fd=parent)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary.name, dir_fd=parent)
+        os.fsync(parent)
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Replace a file's content by a JSON value; see `write_atomically`."""
-    write_atomically(file, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+def write_json(file: Path, value: Any, root: Path | None = None) -> None:
+    """Replace a file's content by a JSON value; see `write_atomically` and `to_json`."""
+    write_atomically(file, to_json(value, indent=1).encode() + b"\n", root)
 
 
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it is synced and renamed when the body ends."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Yield an empty folder to fill; it is synced and renamed when the body ends.
+
+    Raises:
+        OSError: when it cannot be written, or there is something of its name.
+    """
+    temporary, root = folder.with_name(f".{folder.name}.tmp"), folder.parent
+    remove_folder(temporary, root)
     try:
-        temporary.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        make_folder(temporary, root)
         yield temporary
         for file in temporary.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-        sync_folder(temporary)
-        temporary.rename(folder)
-        sync_folder(folder.parent)
+        sync_folder(temporary, root)
+        rename(temporary, folder.name)
+        sync_folder(root)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary, root)
 
 
-def sync_folder(folder: Path) -> None:
+def rename(path: Path, name: str, root: Path | None = None) -> None:
+    """Give a file or folder another name in its folder; see `entered` for `root`."""
+    with entered(path.parent, root) as parent:
+        os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Create a folder in an existing one; an existing folder stays.
+
+    Args:
+        root: see `entered`.
+
+    Raises:
+        OSError: for a link or a file in its place.
+    """
+    with entered(folder.parent, root) as parent:
+        try:
+            os.mkdir(folder.name, dir_fd=parent)
+            os.fsync(parent)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode):
+                raise
+
+
+def remove_folder(folder: Path, root: Path | None = None) -> None:
+    """Remove a folder with all in it as far as the system lets; never what a link leads to.
+
+    Args:
+        root: see `entered`.
+    """
+    with suppress(OSError), entered(folder.parent, root) as parent:
+        if not folder.is_symlink():
+            shutil.rmtree(folder.name, ignore_errors=True, dir_fd=parent)
+        else:
+            os.unlink(folder.name, dir_fd=parent)
+
+
+def sync_folder(folder: Path, root: Path | None = None) -> None:
     """Sync a folder to disk, so that new and renamed entries survive a crash."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
+    with entered(folder, root) as number:
         os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def sha256(file: Path) -> str:
@@ -204,27 +305,6 @@ def foreign(file: Path, kind: type[NnmpiError], what: str = "cannot be read") ->
         raise kind(f"{file}: {what} ({shortened(reason)})") from error
 
 
-def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
-    """Open an ordinary file for appending; refuse a link, which may lead anywhere.
-
-    Args:
-        mode: "a" for text, "ab" for bytes.
-        buffering: as in `open`.
-
-    Raises:
-        OSError: when it cannot be opened.
-    """
-    check_ordinary(file)
-    encoding = None if "b" in mode else "utf-8"
-    return open(
-        file,
-        mode,
-        buffering,
-        encoding,
-        opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
-    )
-
-
 def read_text(file: Path) -> str:
     """Return the text of an ordinary file.
 
@@ -234,6 +314,18 @@ def read_text(file: Path) -> str:
     """
     check_ordinary(file)
     return file.read_text(encoding="utf-8")
+
+
+def to_json(value: Any, **form: Any) -> str:
+    """Return a value as JSON text, the only way in which nnmpi writes JSON for others.
+
+    Args:
+        form: as `json.dumps` takes it.
+
+    Raises:
+        ValueError: for NaN and infinity, which JSON lacks and other programs refuse.
+    """
+    return json.dumps(value, allow_nan=False, **form)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.base.errors import DataError, Settled, UsageError
-from nnmpi.base.files import expand, foreign, read_json
+from nnmpi.base.files import expand, foreign, read_json, to_json, write_atomically, write_json
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -84,14 +84,15 @@ class Tokenizer(Settled, ABC, fixed="name end end_text vocabulary_size"):
         return self._decode([item for item in ids if item != self.end])
 
     def save(self, folder: Path) -> None:
-        """Write LIBRARY_FILE and CONFIG_FILE into an existing folder."""
-        (folder / LIBRARY_FILE).write_text(self.to_json(), encoding="utf-8")
+        """Write LIBRARY_FILE and CONFIG_FILE into an existing folder, which must not be a link."""
+        root = folder.parent
+        write_atomically(folder / LIBRARY_FILE, self.to_json().encode(), root)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.end_text,
             "bos_token": self.end_text,
         }
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG_FILE, config, root)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -314,7 +315,7 @@ def _library_form(
         "decoder": decoder,
         "model": {**model, "vocab": vocabulary},
     }
-    return json.dumps(form)
+    return to_json(form)
 
 
 def _read_built_in(file: Path) -> Tokenizer | None:

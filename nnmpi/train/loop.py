@@ -174,7 +174,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(run.folder.checkpoints, recorder, run.group)
+        self._saver = Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
         self._tracer = Tracer(run, reporter.say)

@@ -71,7 +71,7 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.base.files import appending, foreign, parse_json, read_text, write_atomically
+from nnmpi.base.files import foreign, opened_to_write, parse_json, read_text, write_atomically
 from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
@@ -143,7 +143,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if folder is not None:
             with self._explain_errors():
                 self._identity = os.stat(folder.path)
-                self._stream = appending(folder.metrics, "ab", buffering=0)
+                self._stream = opened_to_write(folder.metrics, "ab", buffering=0)
                 self._length = self._stream.tell()
 
     def write(self, record: dict[str, Any]) -> None:

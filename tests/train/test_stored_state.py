@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import nnmpi
-from nnmpi.base.errors import CheckpointError
+from nnmpi.base.errors import CheckpointError, NnmpiError
 from nnmpi.base.files import sha256
 from nnmpi.comm.group import Group
 from nnmpi.commands.evaluate import main as evaluate
@@ -58,7 +58,7 @@ def into_link(checkpoints: Path) -> None:
             into_file,
             "checkpoints is not a folder; put the run's checkpoints there, or move it away",
         ),
-        (into_link, "checkpoints is not a folder; put"),
+        (into_link, "checkpoints is a link, which may lead out of the run's folder; put"),
     ],
 )
 def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
@@ -71,7 +71,7 @@ def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
     monkeypatch.setattr("nnmpi.train.loop.set_up", lambda *_: pytest.fail("the run has begun"))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(NnmpiError, match=words):
         main(f"--resume {run} --max-steps 4".split(), group)
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 

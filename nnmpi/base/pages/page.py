@@ -1,7 +1,6 @@
 """One page: the frame, the script of its kind, and its data as JSON."""
 
 import html
-import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.files import to_json, write_atomically
 
 
 def preformat(text: str) -> str:
@@ -29,7 +29,7 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
         for name in ("frame.html", "frame.css", "common.js")
     }
     script = f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text()}"
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = to_json(data, separators=(",", ":"))
     # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
     values = {
@@ -52,4 +52,4 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> No
     """
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
         # "replace", since names of folders may be any bytes
-        file.write_text(make_page(kind, title, data), "utf-8", "replace")
+        write_atomically(file, make_page(kind, title, data).encode("utf-8", "replace"))
