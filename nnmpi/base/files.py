@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import repeat
+from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
@@ -202,8 +203,8 @@ def write_atomically(file: Path, content: bytes, root: Path | None = None) -> No
 
 
 def write_json(file: Path, value: Any, root: Path | None = None) -> None:
-    """Replace a file's content by a JSON value; see `write_atomically` and `to_json`."""
-    write_atomically(file, to_json(value, indent=1).encode() + b"\n", root)
+    """Replace a file's content by a JSON value; see `write_atomically` and `json_text`."""
+    write_atomically(file, json_text(value, indent=1).encode() + b"\n", root)
 
 
 @contextmanager
@@ -316,7 +317,7 @@ def read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def to_json(value: Any, **form: Any) -> str:
+def json_text(value: Any, **form: Any) -> str:
     """Return a value as JSON text, the only way in which nnmpi writes JSON for others.
 
     Args:
@@ -332,13 +333,19 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: when the text is not JSON, a number has too many digits, or lists are nested
-            too deeply.
+        ValueError: when the text is not JSON, which has no NaN, a number is too large or has too
+            many digits, or lists are nested too deeply.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    if isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text} is no finite number")
 
 
 def read_json(file: Path) -> Any:

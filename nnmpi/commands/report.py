@@ -104,7 +104,8 @@ def gather(run: Path) -> dict[str, Any]:
     """
     options, folder, evaluation = read_run(run, str(run)), RunFolder(run), dict[str, Any]()
     if folder.evaluation.is_file():
-        with foreign(folder.evaluation, UsageError, "the evaluation of the run cannot be read"):
+        advice = "not what nnmpi evaluate writes; call it again, or remove the file"
+        with foreign(folder.evaluation, UsageError, advice):
             evaluation = read_json(folder.evaluation)
             _ = rebuilt(Confusion, evaluation.get("confusion") or ())
     with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):

@@ -14,7 +14,6 @@ tokenizers back without either library.
 
 import hashlib
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +22,15 @@ from typing import Any
 import numpy as np
 
 from nnmpi.base.errors import DataError, Settled, UsageError
-from nnmpi.base.files import expand, foreign, read_json, to_json, write_atomically, write_json
+from nnmpi.base.files import (
+    expand,
+    foreign,
+    json_text,
+    parse_json,
+    read_json,
+    write_atomically,
+    write_json,
+)
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -315,7 +322,7 @@ def _library_form(
         "decoder": decoder,
         "model": {**model, "vocab": vocabulary},
     }
-    return to_json(form)
+    return json_text(form)
 
 
 def _read_built_in(file: Path) -> Tokenizer | None:
@@ -328,4 +335,4 @@ def _read_built_in(file: Path) -> Tokenizer | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return next((item for item in candidates if json.loads(item.to_json()) == values), None)
+    return next((item for item in candidates if parse_json(item.to_json()) == values), None)

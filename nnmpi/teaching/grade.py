@@ -53,7 +53,6 @@ file is missing, or a criterion it needs has not passed), or timeout (over its l
 those of simulated clocks, the same on every computer.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -72,7 +71,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.base.command import check_numbers, printable, read_command, require, say
 from nnmpi.base.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.base.files import parse_json, read_text, rebuilt, write_atomically
+from nnmpi.base.files import json_text, parse_json, read_text, rebuilt, write_atomically
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
 from nnmpi.teaching.exercise.exercises import EXERCISES, POWERS, SHAPES, find
@@ -489,7 +488,7 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
         for item in outcomes
         if item.value is not None and not item.hidden
     ]
-    return json.dumps({"tests": tests, "leaderboard": board}, indent=2)
+    return json_text({"tests": tests, "leaderboard": board}, indent=2)
 
 
 def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
@@ -518,7 +517,7 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
         **{name: sum(test[name] for test in tests) for name in ("score", "max-score")},
         "tests": tests,
     }
-    return json.dumps(result, indent=2)
+    return json_text(result, indent=2)
 
 
 def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
@@ -567,7 +566,7 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return all results as JSON, with sentences and drawings."""
-    return json.dumps([asdict(result) for result in grades], indent=2)
+    return json_text([asdict(result) for result in grades], indent=2)
 
 
 def _only(grades: Sequence[Grade]) -> Grade:

@@ -25,7 +25,6 @@ weight is used. There is no pickle, which could execute code.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +45,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import CheckpointError, DataError, UsageError, check_int, counted, raised_as
 from nnmpi.base.files import (
     foreign,
+    json_text,
     make_folder,
     opened_to_write,
     read_json,
@@ -486,7 +486,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
     objects = {name: item for name, item in position.items() if hasattr(item, "load")}
     position |= {name: item.state() for name, item in objects.items()}
     try:
-        json.dumps(position, allow_nan=False)
+        json_text(position)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"give Python's numbers and strings, such as int(epoch): {error}"
@@ -724,7 +724,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def digest(state: Mapping[str, Any]) -> str:
     """Return the SHA-256 of JSON values; the layout of the file does not matter."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(state, sort_keys=True).encode()).hexdigest()
 
 
 def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -835,7 +835,7 @@ class CheckpointWriter:
             name: seal(self._temporary / name, stream) for name, stream in self._streams.items()
         }
         values = {"format": FORMAT, **state, "files": files}
-        text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
+        text = json_text({**values, "sha256": digest(values)}, indent=1)
         write_synced(self._temporary / STATE_FILE, text.encode() + b"\n", self._root)
         sync_folder(self._temporary, self._root)
         # resumed at an older step, the run has reached this one again
@@ -950,5 +950,5 @@ def _header(file: str, specs: ArraySpecs, metadata: Mapping[str, str]) -> bytes:
             "data_offsets": [at, at + spec.bytes],
         }
         at += spec.bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json_text(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % HEADER_STEP_BYTES)

@@ -20,7 +20,6 @@ runs/digits-cnn-20260101-120000/
 """
 
 import errno
-import json
 import os
 import platform
 import time
@@ -36,6 +35,7 @@ from nnmpi.base.files import (
     LOCK_FILE,
     folder_atomically,
     foreign,
+    json_text,
     opened_to_write,
     read_json,
     remove_folder,
@@ -164,7 +164,7 @@ class RunFolder:
                 "facts": facts,
             }
             with opened_to_write(self.starts, "a") as stream:
-                stream.write(json.dumps(start) + "\n")
+                stream.write(json_text(start) + "\n")
             if self.path.parent == RUNS and not self.path.is_symlink():
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
                 temporary.symlink_to(self.path.name)

@@ -60,7 +60,6 @@ seconds of the run so far, without the pauses between its starts. On simulated r
 simulated.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -71,11 +70,17 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.base.files import foreign, opened_to_write, parse_json, read_text, write_atomically
+from nnmpi.base.files import (
+    foreign,
+    json_text,
+    opened_to_write,
+    parse_json,
+    read_text,
+    write_atomically,
+)
 from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
-to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder per call
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
 
@@ -117,7 +122,7 @@ def cut_metrics(file: Path, step: int) -> int:
             for item in records
             if item["global_step"] <= step and item["kind"] not in AT_THE_END
         ]
-        write_atomically(file, "".join(json.dumps(record) + "\n" for record in saved).encode())
+        write_atomically(file, "".join(json_text(record) + "\n" for record in saved).encode())
         return len(records) - len(saved)
 
 
@@ -154,7 +159,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 for k, value in record.items()
             }
             finite["time"] = clock.calendar()
-            self._pending += to_line(finite).encode() + b"\n"
+            self._pending += json_text(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
             if self._callback is not None:

@@ -29,7 +29,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
-from nnmpi.compose.inference import Inference
+from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
@@ -146,15 +146,18 @@ class Run:
         Args:
             x: (n, *sample_shape).
             rows: per forward pass.
+
+        Raises:
+            DivergenceError: for outputs that are not finite.
         """
         inference = Inference(self.arrangement, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
-        return (
-            np.concatenate(parts)
-            if parts
-            else np.zeros((0, self.signature.outputs), self.config.run.dtype)
-        )
+        if not parts:
+            return np.zeros((0, self.signature.outputs), self.config.run.dtype)
+        outputs = np.concatenate(parts)
+        check_finite(len(x), nonfinite_rows(outputs))
+        return outputs
 
     def __repr__(self) -> str:
         after = "" if self.step is None else f", after {self.step} steps"

@@ -78,7 +78,7 @@ def begin_in_place(writer: CheckpointWriter) -> None:
 def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
     sealed = {name: checkpoint.seal(writer._final / name, s) for name, s in writer._streams.items()}
     values = {"format": checkpoint.FORMAT, **state, "files": sealed}
-    text = checkpoint.json.dumps({**values, "sha256": checkpoint.digest(values)})
+    text = checkpoint.json_text({**values, "sha256": checkpoint.digest(values)})
     files.write_synced(writer._final / "state.json", text.encode())
     files.write_atomically(writer._folder / "latest", writer._final.name.encode())
     writer._temporary = writer._folder / ".none"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import UsageError, raised_as
-from nnmpi.base.files import to_json, write_atomically
+from nnmpi.base.files import json_text, write_atomically
 
 
 def preformat(text: str) -> str:
@@ -29,7 +29,7 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
         for name in ("frame.html", "frame.css", "common.js")
     }
     script = f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text()}"
-    text = to_json(data, separators=(",", ":"))
+    text = json_text(data, separators=(",", ":"))
     # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
     values = {
@@ -48,8 +48,12 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> No
         file, kind, title, data: see `make_page`.
 
     Raises:
-        UsageError: when the file cannot be written.
+        UsageError: when the file cannot be written, and for values that a page cannot show.
     """
+    try:
+        page = make_page(kind, title, data)
+    except ValueError as error:  # of a number with thousands of digits, for one
+        raise UsageError(f"{file} cannot show a value of the run: {error}") from None
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
         # "replace", since names of folders may be any bytes
-        write_atomically(file, make_page(kind, title, data).encode("utf-8", "replace"))
+        write_atomically(file, page.encode("utf-8", "replace"))

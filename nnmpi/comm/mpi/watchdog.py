@@ -36,7 +36,7 @@ from mpi4py import MPI
 
 from nnmpi.base.command import complain, printable
 from nnmpi.base.errors import group_ranks, name_ranks
-from nnmpi.base.files import make_folder, opened_to_write
+from nnmpi.base.files import json_text, make_folder, opened_to_write
 from nnmpi.comm.mpi.shutdown import STALLED, abort
 from nnmpi.comm.world import WARNING_S
 
@@ -257,7 +257,7 @@ class Watchdog:
             if text:
                 stream.write(printable(text) + "\n")
             stream.write(
-                json.dumps(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
+                json_text(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
             )
             stream.writelines(
                 f"{now - at:12.6f}  {name}\n" for at, name in list(self._world.operations)
