@@ -45,9 +45,17 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, expect, raised_as
-from nnmpi.base.files import cache_folder, folder_atomically, json_text, locked, parse_json, sha256
+from nnmpi.base.files import (
+    cache_folder,
+    folder_atomically,
+    json_text,
+    locked,
+    parse_json,
+    read_lines,
+    sha256,
+)
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
-from nnmpi.data.tables import read_cells, read_lines
+from nnmpi.data.tables import read_cells
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 64
