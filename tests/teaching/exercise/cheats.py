@@ -260,11 +260,6 @@ def _looking() -> Iterator[Cheat]:
     for what, text, name in (
         ("modules that compute nothing", "import gc", "gc"),
         (
-            "a built-in by another way",
-            "import _imp\n_imp.create_builtin(type('S', (), {'name': 'gc'})).get_objects()",
-            "",
-        ),
-        (
             "interpreters",
             "import _xxsubinterpreters as s\ns.run_string(s.create(), 'import os; os.fork()')",
             "_xxsub",
@@ -306,6 +301,13 @@ def _looking() -> Iterator[Cheat]:
     yield Cheat(
         "adds to what the hook lets pass", RING, frame, "'frozenset' object has no attribute 'add'"
     )
+    switched = frame.replace("['may'].add('gc')", ".update(looks=(), refused=())")
+    switched += "\nopen('OTHER')"
+    yield Cheat("switches the hook off by its frame", RING, switched, f"{MAY_NOT}read")
+    anew = (
+        "import _imp\n_imp.create_builtin(type('S', (), {'name': 'posix'})).kill(os.getppid(), 9)"
+    )
+    yield Cheat("makes a built-in anew", RING, anew, "has no attribute 'create_builtin'")
     up = "open(os.path.dirname(os.__file__) + '/..' * 9 + 'OTHER')"
     yield Cheat("goes up", RING, up, f"{MAY_NOT}read")
     for name in ("mkfifo", "mknod"):
