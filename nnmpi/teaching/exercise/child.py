@@ -9,7 +9,6 @@ where.
 
 import _imp
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -73,9 +72,7 @@ def main() -> None:
     others += [entry.path for entry in os.scandir(library) if entry.name not in PACKAGES]
     roots += sys.path
     sys.path.extend(path)
-    if hasattr(signal, "alarm"):  # behind the wall nobody can take it back
-        signal.alarm(seconds + SPARE_S)
-    raise_wall(others, [library])
+    raise_wall(others, [library], seconds + SPARE_S)
     sys.addaudithook(_guard(roots, hidden, local))
     function, problem = _load(Path(file), name)
     if problem:

@@ -45,17 +45,20 @@ class _Comparison(ctypes.Structure):
     )
 
 
-def raise_wall(readable: Iterable[str], listed: Iterable[str] = ()) -> None:
+def raise_wall(readable: Iterable[str], listed: Iterable[str], seconds: int) -> None:
     """Put up as much of the wall as this system has, for good.
 
     Args:
         readable: files, and folders with all in them, that may be read.
         listed: folders of which only the names may be read.
+        seconds: by the clock, after which the process ends, should nobody be left to end it.
     """
     library = None
+    with suppress(OSError, AttributeError, TypeError):  # the last on Windows
+        ctypes.CDLL(None).alarm(seconds)
     with suppress(OSError):
         library = ctypes.CDLL("libseccomp.so.2")  # a file that Landlock would refuse
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):
         _limit_files(readable, listed)
     if library is not None:
         _limit_calls(library)

@@ -92,9 +92,10 @@ def _ending() -> Iterator[Cheat]:
         ("a loop at import", "while True: pass\ndef f(): ..."),
         ("sleep", "import time\ntime.sleep(100)"),
         ("a loop of a rank", f"while group.rank: pass\n{SUM}"),
-        ("waits for input that never comes", "os.read(os.pipe()[0], 1)"),
     ):
         yield Cheat(what, ROW if "group" in text else RING, text, TOO_LONG, "timeout")
+    pipe = "os.read(os.pipe()[0], 1)"  # behind the wall there are no new pipes
+    yield Cheat("waits for what never comes", RING, pipe, f"not permitted|{TOO_LONG}", "*")
     yield Cheat(
         "much memory",
         RING,
@@ -165,7 +166,7 @@ def _hostile() -> Iterator[Cheat]:
         "*",
     )
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "returned no value|limit")
-    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 1,048,576 bytes")
+    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 131,072 bytes")
     yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6")
     yield Cheat(
         "lists in lists",
