@@ -128,7 +128,7 @@ def main(words: Sequence[str], group: Group) -> None:
             console.finish(text)
         else:
             with raised_as(UsageError, f"--out {options.out} cannot be written"):
-                options.out.write_text(text + "\n")
+                options.out.write_text(text + "\n", encoding="utf-8")
 
     on_root(group, write)
 

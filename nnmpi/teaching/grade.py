@@ -423,7 +423,7 @@ def grade_class(
             try:
                 command = [sys.executable, "-c", CHILD, str(file), str(submission)]
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=limit_s, check=True
+                    command, capture_output=True, encoding="utf-8", timeout=limit_s, check=True
                 )
                 (result,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
                 return result
@@ -495,7 +495,7 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
         for item in assignment.criteria:
             file = folder / item.file
             if not file.exists():
-                file.write_text(EXERCISES[item.exercise].starter(file))
+                file.write_text(EXERCISES[item.exercise].starter(file), encoding="utf-8")
                 written.append(f"{file}")
     return written or [f"nothing is missing in {folder}"]
 

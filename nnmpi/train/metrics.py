@@ -69,6 +69,7 @@ from pathlib import Path
 from typing import Any
 
 import nnmpi.base.clock as clock
+from nnmpi.base.custom import fault
 from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
 from nnmpi.base.files import (
     foreign,
@@ -163,7 +164,23 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             with suppress(OSError):
                 self._write_out()
             if self._callback is not None:
-                self._callback(finite)
+                self._call(self._callback, finite)
+
+    def _call(self, callback: Callable[[dict[str, Any]], object], record: dict[str, Any]) -> None:
+        """Call a user's function; what it raises ends the run, but never with status 0.
+
+        Raises:
+            NnmpiError: for an exception in it, with its line.
+        """
+        try:
+            callback(record)
+        except (NnmpiError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # also SystemExit and GeneratorExit
+            raise NnmpiError(
+                f"--callback: {fault(callback, ['record'], error)}; mend it, and continue with"
+                " --resume"
+            ) from error
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records of the run; none on ranks without a folder.

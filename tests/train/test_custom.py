@@ -10,7 +10,7 @@ import pytest
 
 import nnmpi
 from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
-from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
+from nnmpi.base.errors import CheckpointError, NnmpiError, ScheduleError, UsageError
 from nnmpi.base.files import read_json, write_json
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -380,3 +380,29 @@ def test_names(tmp_path: Path) -> None:
     assert short_name("a/mine.py:build") == "mine-build"
     assert short_name("nets.mine:build") == "mine-build"
     assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), tmp_path).name
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            "(record):\n    raise KeyError('x')",
+            r"f\(record\) raised KeyError in line 2 of cb.py: 'x'",
+        ),
+        ("(record):\n    raise SystemExit(0)", "f.record. raised SystemExit in line 2 of cb.py: 0"),
+        ("(record):\n    raise GeneratorExit", "f.record. raised GeneratorExit in line 2"),
+        ("(a, b): ...", r"missing a required argument: 'b'; define f\(record\)"),
+        ("(): ...", r"too many positional arguments; define f\(record\)"),
+    ],
+)
+def test_a_callback_of_the_wrong_form_is_a_sentence(
+    tmp_path: Path, body: str, sentence: str
+) -> None:
+    """Also one that leaves by status 0: the run has not come to its end."""
+    (tmp_path / "cb.py").write_text(f"def f{body}\n")
+    words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet"
+    words += f" --callback {tmp_path}/cb.py:f --out {tmp_path}/run"
+    with pytest.raises(NnmpiError, match=sentence) as raised:
+        simulate(lambda group: train(words.split(), group), 2)
+    assert raised.value.exit_status != 0
+    assert not (tmp_path / "run" / "finished.json").exists()

@@ -25,10 +25,12 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
         data: JSON values for the script.
     """
     parts = {
-        name: (files("nnmpi.base.pages") / name).read_text()
+        name: (files("nnmpi.base.pages") / name).read_text("utf-8")
         for name in ("frame.html", "frame.css", "common.js")
     }
-    script = f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text()}"
+    script = (
+        f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text('utf-8')}"
+    )
     text = json_text(data, separators=(",", ":"))
     # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
