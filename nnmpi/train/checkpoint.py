@@ -68,7 +68,7 @@ from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState
+from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState, check_fit
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -189,6 +189,23 @@ class Checkpoint:
         """Issue the notices as a warning, on one rank for all, each time."""
         if self.notices and group.is_root:
             warnings.warn_explicit("; ".join(self.notices), UserWarning, "nnmpi", 0)
+
+    def check_model(self, model: Module) -> None:
+        """Refuse a full model of other sizes before it takes memory; only rank 0 knows.
+
+        The sizes of a foreign run's options need not be those of its weights.
+
+        Raises:
+            CheckpointError: with the first parameter that differs.
+        """
+        if self.model is not None:
+            specs = self.model.specs
+            expected = {
+                name: ArraySpec(tuple(item.declared), specs[name].dtype if name in specs else "")
+                for name, item in model.named_parameters()
+            }
+            given = {name: spec for name, spec in specs.items() if name in expected}
+            check_fit(given, expected, self.model.file)
 
     @property
     def mesh(self) -> Mesh:

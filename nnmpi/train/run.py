@@ -240,6 +240,9 @@ def set_up(
     if cuts is not None and layout.split == AUTO:  # a new measurement might split elsewhere
         layout = replace(layout, split=cuts)
     model = build_full_model(config, inputs.train, backend, group)
+    with agreed(group):
+        if last is not None:
+            last.check_model(model)
     config, kernels = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing(config))
     trainer = build_trainer(config, model, group, inputs, backend, layout)
@@ -353,6 +356,8 @@ def open_run(
             )
             build = partial(build_model, model, signature.sample_shape, signature.outputs)
             full = build()
+            if last is not None:
+                last.check_model(full)
         sample = np.zeros((1, *signature.sample_shape), np.int64 if signature.is_tokens else dtype)
         where = arrange(full, group, layout, sample, dtype, backend)
         with agreed(group):
