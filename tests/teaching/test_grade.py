@@ -254,6 +254,11 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     helper.symlink_to(ring)
     assert told() == "helper.py is a link; hand in the file itself"
     helper.unlink()
+    for number in range(9):
+        (mine / f"{number}.py").write_text("#" * 2**16)
+    assert told().endswith("has more than 524,288 bytes of code; hand in only your own")
+    for number in range(9):
+        (mine / f"{number}.py").unlink()
     for number in range(200):
         (mine / f"{number}.txt").write_text("")
     assert told().endswith("has more than 200 files; hand in only your own")

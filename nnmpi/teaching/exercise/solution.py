@@ -79,7 +79,7 @@ base/shard.py"""
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
 LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, may be equal without copying
 MOST = 4000  # nodes of a body; nnmpi's longest function has a sixth
-MOST_BYTES, MOST_FILES = 1 << 17, 200
+MOST_BYTES, MOST_BYTES_OF_ALL, MOST_FILES = 1 << 17, 1 << 19, 200
 
 
 class TimedOut(WrongAnswer):
@@ -129,6 +129,12 @@ class Solution:
         if len(files) > MOST_FILES:
             raise WrongAnswer(
                 f"{self.folder} has more than {MOST_FILES} files; hand in only your own"
+            )
+        code = sum(file.lstat().st_size for file in files if file.suffix == ".py")
+        if code > MOST_BYTES_OF_ALL:
+            raise WrongAnswer(
+                f"{self.folder} has more than {MOST_BYTES_OF_ALL:,} bytes of code; hand in only"
+                " your own"
             )
         for file in files:
             if self.folder and file.is_symlink():
