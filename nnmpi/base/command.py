@@ -47,7 +47,7 @@ from unicodedata import category
 
 from nnmpi.base.custom import Custom
 from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
-from nnmpi.base.files import appending
+from nnmpi.base.files import opened_to_write
 from nnmpi.base.launcher import read_launch
 from nnmpi.base.units import Bytes, Every, format_duration
 from nnmpi.base.version import VERSION
@@ -515,7 +515,7 @@ class Console:
     def copied(self, file: Path) -> Iterator[None]:
         """Append the body's lines to a file, too; a full disk ends the copy without an error."""
         with suppress(OSError):
-            self._copy = appending(file)
+            self._copy = opened_to_write(file, "a")
         try:
             yield
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.base.command import read_command
 from nnmpi.base.errors import DataError, UsageError, raised_as
+from nnmpi.base.files import json_text
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
@@ -128,7 +128,7 @@ def main(words: Sequence[str], group: Group) -> None:
             console.finish(text)
         else:
             with raised_as(UsageError, f"--out {options.out} cannot be written"):
-                options.out.write_text(text + "\n")
+                options.out.write_text(text + "\n", encoding="utf-8")
 
     on_root(group, write)
 
@@ -151,7 +151,7 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
                 for i, row in zip(best, rows, strict=True)
             ]
         about = {"classes": names} if is_classes else {}
-        return json.dumps({"run": str(run.folder.path), **about, "samples": samples})
+        return json_text({"run": str(run.folder.path), **about, "samples": samples})
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)

@@ -23,16 +23,15 @@ import zipfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, shortened
-from nnmpi.base.files import check_unpacked, foreign, opened
+from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
 from nnmpi.data.dataset import TOKEN_TYPES, Dataset, LabelKind, as_float32, check_index, no_number
 
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
@@ -62,15 +61,6 @@ class Table:
     labels: tuple[str, ...]
     lines: tuple[int, ...]
     columns: tuple[str, ...] = ()
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text, plain or .gz, each with its newline."""
-    try:
-        with opened(path) as stream, TextIOWrapper(cast(Any, stream), "utf-8-sig") as text:
-            yield from text
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error.reason}); convert it") from error
 
 
 def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:

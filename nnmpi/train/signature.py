@@ -10,7 +10,6 @@ A checkpoint's model.safetensors has it in its metadata, as JSON:
 The layout is not here but in state.json: equal weights give equal files under every layout.
 """
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError, shortened
-from nnmpi.base.files import rebuilt
+from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
@@ -141,7 +140,7 @@ class ModelSignature:
             dtype: of the result; tokens are int64.
 
         Raises:
-            DataError: for samples of another shape or kind.
+            DataError: for samples of another shape or kind, and for NaN and infinity.
         """
         if x.ndim == len(self.sample_shape) and self.sample_shape[-1:] == (1,):
             x = x[..., np.newaxis]
@@ -161,7 +160,13 @@ class ModelSignature:
                 f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
-        result = x.astype(dtype)
+        with np.errstate(over="ignore"):
+            result = x.astype(dtype)
+        for index in np.argwhere(~np.isfinite(result))[:1].tolist():
+            raise DataError(
+                f"samples{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
+                " sample out, or scale it"
+            )
         if x.dtype == np.uint8:
             result *= np.asarray(self.scale, dtype)
         return self.normalized(result)
@@ -193,7 +198,7 @@ def versions() -> dict[str, str]:
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata for a file of weights."""
     values = {"signature": asdict(signature), "model": dict(model), "versions": versions()}
-    return {METADATA: json.dumps(values, allow_nan=False)}
+    return {METADATA: json_text(values)}
 
 
 def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
         CheckpointError: for missing or damaged metadata.
     """
     try:
-        values: dict[str, Any] = json.loads(metadata[METADATA])
+        values: dict[str, Any] = parse_json(metadata[METADATA])
     except (KeyError, ValueError, RecursionError):
         raise CheckpointError(
             f"{file} lacks the signature of its model's data: another version of nnmpi wrote it;"

@@ -13,12 +13,13 @@ import pytest
 
 import nnmpi
 from nnmpi import data
-from nnmpi.base.errors import CheckpointError, DataError, NnmpiError, UsageError
+from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, NnmpiError, UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
-from nnmpi.models.torch_weights import read_torch
+from nnmpi.commands.report import main as report
+from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
@@ -46,7 +47,7 @@ def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Pa
         lambda group: train([*words.split(), "--epochs", "1", "--out", str(folder / "run")], group),
         2,
     )
-    (printed,) = re.findall(r"^test (accuracy.*?\))", capfd.readouterr().out, re.MULTILINE)
+    (printed,) = re.findall(r"^test ((?:accuracy|RMSE).*?\))", capfd.readouterr().out, re.MULTILINE)
     return folder / "run", printed
 
 
@@ -253,6 +254,43 @@ def test_a_tables_columns_are_found_by_their_names(
             DataError, match="has the columns d, a, b, but the model takes a, b, c; give these"
         ):
             said(main, f"{folder} {words} {other}", 1, capfd)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_predictions_that_are_not_finite_are_no_predictions(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], value: float, ranks: int
+) -> None:
+    """NaN in the samples or the weights has no class; ReLU would hide that of infinity."""
+    table = files(tmp_path)["table.csv"]
+    folder, _ = run(tmp_path, f"--dataset {table} --model mlp --hidden 6", capfd)
+    np.savez(tmp_path / "p.npz", x=np.array([[1, 2, 3], [1, value, 3]], "f4"))
+    with pytest.raises(
+        DataError, match=r"p.npz: samples\[1, 1\] is -?(nan|inf), which is no finite"
+    ):
+        said(predict, f"{folder} {tmp_path}/p.npz", ranks, capfd)
+    arrays = to_torch(nnmpi.load(folder).model, np.zeros((1, 3), "f4"))
+    first, *_ = arrays
+    arrays[first] = np.full_like(arrays[first], np.nan)
+    weights = tmp_path / "nan.safetensors"
+    save_arrays(weights, arrays)
+    for main, words in ((evaluate, ""), (predict, f"{table} --format json"), (predict, f"{table}")):
+        with pytest.raises(DivergenceError, match=r"outputs for \d+ of \d+ samples are not finite"):
+            said(main, f"{folder} {words} --weights {weights}", ranks, capfd)
+    assert not (folder / "evaluation.json").exists()
+
+
+def test_a_loss_that_overflows_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The report stays as good as it was."""
+    for name, factor in (("n", 1), ("big", 1e30)):
+        rows = "".join(f"{i},{i * factor}\n" for i in range(1, 31))
+        (tmp_path / f"{name}.csv").write_text(f"a,y\n{rows}")
+    folder, _ = run(
+        tmp_path, f"--dataset {tmp_path}/n.csv --loss mse --model mlp --hidden 4", capfd
+    )
+    with pytest.raises(DivergenceError, match="the loss on big is inf: its targets are too far"):
+        said(evaluate, f"{folder} --dataset {tmp_path}/big.csv", 2, capfd)
+    report([str(folder)])
 
 
 def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

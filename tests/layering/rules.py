@@ -137,6 +137,19 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
             )
 
 
+def one_writer_of_json(tree: Tree) -> Iterator[str]:
+    """JSON is written and read by base/files.py, without NaN; messages between ranks may have it."""
+    for source in tree.sources:
+        for node in ast.walk(source.tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "json"
+                and source.path not in layers.WRITE_JSON
+            ):
+                yield f"{source.path}:{node.lineno}: json.{node.attr}; base/files.py has json_text"
+
+
 def imports_on_top(tree: Tree) -> Iterator[str]:
     """Imports stand at the top of the file, except of optional libraries."""
     for source, result in tree.each_import():
@@ -281,6 +294,7 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     strategies_apart,
     defining_module,
     libraries_at_home,
+    one_writer_of_json,
     imports_on_top,
     options_in_train,
     no_shared_state,

@@ -36,6 +36,7 @@ from mpi4py import MPI
 
 from nnmpi.base.command import complain, printable
 from nnmpi.base.errors import group_ranks, name_ranks
+from nnmpi.base.files import json_text, make_folder, opened_to_write
 from nnmpi.comm.mpi.shutdown import STALLED, abort
 from nnmpi.comm.world import WARNING_S
 
@@ -242,7 +243,8 @@ class Watchdog:
         if self.folder is None:
             return
         folder = self.folder / "flight"
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, self.folder)
         now = time.monotonic()
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         facts = {
@@ -251,11 +253,11 @@ class Watchdog:
             "pid": os.getpid(),
             "peak_bytes": peak_bytes,
         }
-        with (folder / f"rank-{self.rank}.txt").open("w") as stream:
+        with opened_to_write(folder / f"rank-{self.rank}.txt", "w", root=self.folder) as stream:
             if text:
                 stream.write(printable(text) + "\n")
             stream.write(
-                json.dumps(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
+                json_text(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
             )
             stream.writelines(
                 f"{now - at:12.6f}  {name}\n" for at, name in list(self._world.operations)
