@@ -49,6 +49,7 @@ from nnmpi.base.custom import Custom
 from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
 from nnmpi.base.files import appending
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
 from nnmpi.base.version import VERSION
 
@@ -234,6 +235,8 @@ def read_words(
         at = min(words.index(item) for item in ("-h", "--help") if item in words)
         usage = f"{program} {names}".rstrip()
         raise HelpAsked(_help_on((*words, "")[at + 1], options, usage, description, first))
+    if "--verbose" not in (option.flag for option in options):
+        words = [word for word in words if word != "--verbose"]  # `describe_uncaught` reads it
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
     known = {
@@ -416,14 +419,19 @@ def complain(text: str) -> None:
 def describe_uncaught(error: BaseException) -> tuple[int, str]:
     """Return an uncaught exception's exit status and text.
 
-    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
-    exception.
+    The text of nnmpi's errors is their sentence, followed by the lines of the user's code; with
+    --verbose it is the whole traceback, as that of any other exception. It is empty for Ctrl-C.
     """
     if isinstance(error := translated(error), NnmpiError):
-        return error.exit_status, str(error)
+        text = str(error)
+        if "Traceback" in text:  # of another rank's error, at the end of the sentence
+            return error.exit_status, text
+        if "--verbose" not in sys.argv:
+            return error.exit_status, "\n  ".join([text, *lines_of(error)])
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
-    return 1, "".join(traceback.format_exception(error)).rstrip()
+    status = error.exit_status if isinstance(error, NnmpiError) else 1
+    return status, "".join(traceback.format_exception(error)).rstrip()
 
 
 def watch_alone() -> None:
@@ -641,6 +649,8 @@ def _help_on(
         *entry("-h, --help", "Print this help."),
         *entry("--version", "Print the version."),
     ]
+    if "verbose" not in by_name:
+        lines += entry("--verbose", "Print an error's whole traceback.")
     for section in dict.fromkeys(option.section for option in shown):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
         texts = _field_docstrings(section)

@@ -4,7 +4,7 @@
 failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
 from functools import partial, wraps
@@ -58,6 +58,10 @@ def shortened(text: str, most: int = 200) -> str:
 class NnmpiError(Exception):
     """Any error with a text for the user of the program.
 
+    Attributes:
+        lines: those of the user's code on the rank that failed, if all ranks raise its error; see
+            `nnmpi.base.lines`.
+
     Example:
         >>> try:
         ...     models.mlp([4], 0)
@@ -67,6 +71,7 @@ class NnmpiError(Exception):
     """
 
     exit_status = 1
+    lines: Sequence[str] = ()
 
 
 class HelpAsked(NnmpiError):
@@ -316,7 +321,7 @@ def translated(error: BaseException) -> BaseException:
     ):
         return UsageError(
             f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another"
-        )
+        ).with_traceback(error.__traceback__)
     return error
 
 
