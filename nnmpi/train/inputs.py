@@ -22,12 +22,13 @@ from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
+from nnmpi.data.tables import is_table
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
-from nnmpi.train.signature import ModelSignature, versions
+from nnmpi.train.signature import BYTES, ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
@@ -70,7 +71,10 @@ class Inputs:
 
 
 def load_samples(
-    config: Config, group: Group, say: Callable[[str], None]
+    config: Config,
+    group: Group,
+    say: Callable[[str], None],
+    signature: ModelSignature | None = None,
 ) -> tuple[Samples, Samples]:
     """Return training and test set; the first rank of each node downloads them. Collective.
 
@@ -78,6 +82,7 @@ def load_samples(
         config: of the run.
         group: all ranks of the run.
         say: called with a sentence when a transfer begins.
+        signature: of a trained model, whose encoding a table gets.
 
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
@@ -103,7 +108,7 @@ def load_samples(
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once(
-                ("data", repr(config)), lambda: _load(config, source)
+                ("data", repr((config, signature))), lambda: _load(config, source, signature)
             )
             train, test = (match_loss(config.optimization.loss, item) for item in (train, test))
         if isinstance(train, Text):
@@ -302,9 +307,12 @@ def text_source(config: Config) -> TextSource | None:
         UsageError: for a missing text, and for options of texts without a text.
     """
     data, model = config.data, config.model
-    path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
+    is_words = data.target and is_table(Path(data.dataset))  # of --text-columns, as features
+    path = None
+    if not is_custom(data.dataset):
+        path = find_text(data.dataset, () if is_words else data.columns)
     if path is None:
-        if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
+        if model.model in SEQUENCE_MODELS and is_table(Path(data.dataset)):
             raise UsageError(
                 f"--model {model.model} needs a text; name its columns with --text-columns"
             )
@@ -314,7 +322,7 @@ def text_source(config: Config) -> TextSource | None:
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
         return None
-    for name in ("data_dir", "target"):
+    for name in ("data_dir", "target", "drop", "sample_shape"):
         require(
             name not in non_defaults(data),
             "a text names its file itself, and its tokens are the labels; leave"
@@ -338,7 +346,9 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
+def _load(
+    config: Config, source: TextSource | None, signature: ModelSignature | None = None
+) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
     if is_custom(data.dataset):
         pair = call_custom(data.dataset, "--dataset", "()")
@@ -362,7 +372,19 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
             if loss in ERRORS
             else "classes"
         )
-        return load(data.dataset, data.data_dir, seed, data.test_fraction, predicts, data.target)
+        return load(
+            data.dataset,
+            data.data_dir,
+            seed,
+            data.test_fraction,
+            predicts,
+            data.target,
+            drop=data.dropped,
+            text_columns=data.columns,
+            sample_shape=data.sample_shape or (),
+            encoding=signature.encoding if signature else (),
+            as_bytes=signature.stored == BYTES if signature else None,
+        )
     context = config.model.context
     if context is None:
         context = (

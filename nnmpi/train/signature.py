@@ -23,6 +23,7 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError, shortened
 from nnmpi.base.files import rebuilt
 from nnmpi.base.version import VERSION
+from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 
@@ -46,6 +47,7 @@ class ModelSignature:
         target_shape: of a sample's quantities or yes-or-no targets.
         target: the predicted column of a table, by name or number; empty for the last.
         columns: the names of a table's features, or empty.
+        encoding: the rules that made features of a table's columns, or empty.
     """
 
     data: str
@@ -60,6 +62,7 @@ class ModelSignature:
     target_shape: tuple[int, ...] = ()
     target: str = ""
     columns: tuple[str, ...] = ()
+    encoding: Encoding = ()
 
     @classmethod
     def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
@@ -78,6 +81,7 @@ class ModelSignature:
             "target_shape": () if samples.predicts == "classes" else samples.target_shape,
             "target": target,
             "columns": samples.columns,
+            "encoding": samples.encoding,
         }
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
