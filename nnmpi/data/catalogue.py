@@ -379,7 +379,8 @@ def _load_folder(
         table = read_csv(tables[0], rules)
         train = to_dataset(table, name, predicts=predicts)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
-        rules = replace(rules, encoding=train.encoding, as_bytes=train.x.dtype == np.uint8)
+        rules = replace(rules, target=train.target, encoding=train.encoding)
+        rules = replace(rules, as_bytes=train.x.dtype == np.uint8)
         test = to_dataset(read_csv(tables[1], rules), name, train.class_names, kind)
         return train, test
     refuse_rules(f"data set {folder}", rules)

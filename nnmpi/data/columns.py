@@ -16,7 +16,6 @@ A column is one of these:
 """
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from nnmpi.base.errors import DataError, counted, shortened
 from nnmpi.data.dataset import no_number
 
-Kind: TypeAlias = Literal["number", "date", "list", "text", "words"]
+ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
 
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 # A column of texts has at most so many different ones, or a share of its rows, and never more than
@@ -65,7 +64,7 @@ class Column:
     name: str
     place: int
     of: int
-    kind: Kind = "number"
+    kind: ColumnKind = "number"
     fill: float | None = None
     offset: float = 0.0
     values: tuple[str, ...] = ()
@@ -96,6 +95,7 @@ class Cells:
         is_named: whether the table has a header.
         numbers: (rows, columns), float64; NaN for a missing cell and for a text.
         texts: of each column, by row: the cells that are no numbers.
+        is_training: whether the table gives the rules, so that a column may be left out.
     """
 
     path: Path
@@ -104,25 +104,24 @@ class Cells:
     is_named: bool
     numbers: NDArray[np.float64]
     texts: tuple[Mapping[int, str], ...]
+    is_training: bool
 
-    def wrong(self, row: int, place: int, what: str, remedy: str = "") -> DataError:
+    def wrong(self, row: int, place: int, what: str) -> DataError:
         """Return an error about a cell."""
         name = f" ({shortened(self.names[place])})" if self.is_named else ""
+        remedy = f", or leave the column out: {self.dropping([place])}" if self.is_training else ""
         return DataError(
-            f"{self.path}, line {self.lines[row]}, column {place + 1}{name}: {what}"
-            + (remedy or f", or leave the column out: --drop {self.spelled([place])}")
+            f"{self.path}, line {self.lines[row]}, column {place + 1}{name}: {what}{remedy}"
         )
 
-    def spelled(self, places: Iterable[int]) -> str:
-        """Return columns as a word of a command line; by number if the name has a comma."""
-        names = (self.names[place] for place in places)
-        numbers = (place + 1 for place in places)
-        return shlex.quote(
-            ",".join(
-                str(number) if "," in name or self.names.count(name) > 1 else name
-                for name, number in zip(names, numbers, strict=True)
-            )
-        )
+    def named(self, place: int) -> str:
+        """Return a column as an argument: its name, or its number if the name has a comma."""
+        name = self.names[place]
+        return str(place + 1) if "," in name else name
+
+    def dropping(self, places: Iterable[int]) -> str:
+        """Return the argument that leaves columns out."""
+        return f"drop={[self.named(place) for place in places]}"
 
     def words(self, place: int) -> list[str]:
         """Return the cells of a column as texts; a missing one is empty."""
@@ -135,7 +134,7 @@ class Cells:
 
 
 def fit(
-    cells: Cells, places: Sequence[int], documents: Sequence[int]
+    cells: Cells, places: Sequence[int], documents: Sequence[int], target: str
 ) -> tuple[Encoding, list[str]]:
     """Return the rules of these columns, and sentences about what was left out.
 
@@ -143,6 +142,7 @@ def fit(
         cells: of the training table.
         places: of the columns, from 0.
         documents: those that hold documents.
+        target: the label's column, for advice.
 
     Raises:
         DataError: for a wrong cell, and for texts that are nearly all different.
@@ -160,7 +160,7 @@ def fit(
         else:
             columns.append(column)
     if different:
-        _refuse_different(cells, different)
+        _refuse_different(cells, different, target)
     if not columns:
         raise DataError(f"{cells.path}: no column is left to learn from; drop fewer of them")
     return tuple(columns), notes
@@ -170,21 +170,21 @@ def _most_texts(rows: int) -> int:
     return min(max(SURE_TEXTS, int(TEXTS_SHARE * rows)), MOST_FEATURES)
 
 
-def _refuse_different(cells: Cells, different: Sequence[tuple[int, int]]) -> None:
+def _refuse_different(cells: Cells, different: Sequence[tuple[int, int]], target: str) -> None:
     count, first = max(different)
     places = [place for _, place in different]
     others = f", and {len(places) - 1} more columns are like it" if len(places) > 1 else ""
     longest = max(places, key=lambda place: len("".join(cells.texts[place].values())))
     typical = sorted(cells.texts[longest].values(), key=len)[len(cells.texts[longest]) // 2]
     words = (
-        f", or read its words: --text-columns {cells.spelled([longest])} with --target"
+        f", or learn from its words: text_columns={[cells.named(longest)]} target={target!r}"
         if len(typical.split()) >= SENTENCE
         else ""
     )
     them = "them" if len(places) > 1 else "it"
     raise DataError(
         f"{cells.path}: column {cells.names[first]!r} has {count} different texts in"
-        f" {len(cells.lines)} rows{others}; leave {them} out: --drop {cells.spelled(places)}{words}"
+        f" {len(cells.lines)} rows{others}; leave {them} out: {cells.dropping(places)}{words}"
     )
 
 
@@ -259,7 +259,7 @@ def encode(
             missing = np.isnan(numbers)
             if missing.any():
                 if column.fill is None:
-                    raise cells.wrong(int(missing.argmax()), place, no_number(""), " ")
+                    raise cells.wrong(int(missing.argmax()), place, no_number(""))
                 filled += int(missing.sum())
                 numbers[missing] = column.fill
             part[:, 0] = numbers - column.offset

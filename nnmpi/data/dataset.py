@@ -195,6 +195,7 @@ class Dataset(Samples):
             floats).
         class_names: one name per class, or empty.
         columns: the names of a table's features, or empty.
+        target: the name or number of a table's label column, or empty.
         encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
         notes: sentences about what was left out of a table or replaced in it.
 
@@ -215,6 +216,7 @@ class Dataset(Samples):
     scale: float = 1.0
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    target: str = ""
     encoding: tuple[Any, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -32,7 +32,6 @@ from io import TextIOWrapper
 from itertools import chain, islice, pairwise
 from math import isnan, nan, prod
 from pathlib import Path
-from shlex import quote
 from typing import Any, cast
 
 import numpy as np
@@ -46,7 +45,7 @@ from nnmpi.data.dataset import MISSING, TOKEN_TYPES, Dataset, LabelKind, as_floa
 
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
 MOST_CLASSES = 20  # a table may have this many, however short it is
-HINT = "to predict numbers, give --loss mse, mae or huber (in a call of load predicts='quantities')"
+HINT = "to predict numbers, give predicts='quantities'"
 ENDINGS = (".csv", ".tsv", ".tab", ".data")
 SEPARATORS = "\t;|, "  # in this order: a table by semicolons may have a comma in each row, too
 SNIFFED_LINES = 50
@@ -89,6 +88,7 @@ class Table:
         labels: of each row, as text.
         lines: the line number of each row, for messages.
         columns: the features' names; empty without a header.
+        target: the name or number of the label's column.
         encoding: the rules that made the features.
         notes: sentences about what was left out or replaced.
     """
@@ -98,6 +98,7 @@ class Table:
     labels: tuple[str, ...]
     lines: tuple[int, ...]
     columns: tuple[str, ...] = ()
+    target: str = ""
     encoding: Encoding = ()
     notes: tuple[str, ...] = ()
 
@@ -109,16 +110,16 @@ class Table:
     @property
     def about(self) -> dict[str, Any]:
         """What a data set of this table keeps of it."""
-        return {"columns": self.columns, "encoding": self.encoding, "notes": self.notes}
+        return {name: getattr(self, name) for name in ("columns", "target", "encoding", "notes")}
 
     def other_target(self) -> str:
         """Return advice to predict another column: one with few texts, or else a number."""
         by_kind = {column.kind: column for column in reversed(self.encoding)}
         column = by_kind.get("text") or by_kind.get("number")
         if column is None:
-            return "give another column as the target: --target COLUMN"
-        loss = " --loss mse" if column.kind == "number" else ""
-        return f"give another column as the target, such as --target {quote(column.name)}{loss}"
+            return "give another column as the target"
+        number = ", and predicts='quantities'" if column.kind == "number" else ""
+        return f"give another column, such as target={column.name!r}{number}"
 
 
 def is_table(path: Path) -> bool:
@@ -150,8 +151,8 @@ def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _check_width(path: Path, line: int, cells: Sequence[str], width: int) -> None:
     if len(cells) != width:
         raise DataError(
-            f"{path}, line {line}: {len(cells)} cells, but the first line has {width}; put a cell"
-            " with a separator in it between quotation marks"
+            f"{path}, line {line}: {counted(len(cells), 'cell')}, but the first line has {width};"
+            " put a cell with a separator in it between quotation marks"
         )
 
 
@@ -188,8 +189,8 @@ def find_separator(path: Path, lines: Iterable[str]) -> str:
 
 
 def _counts(first: Sequence[str], width: int) -> bool:
-    """Return whether a first line has scikit-learn's form: rows, features, names of the classes."""
-    return len(first) > 2 and first[0].isdecimal() and first[1] == str(width - 1)
+    """Return whether a first line has scikit-learn's form: rows, features, two or more classes."""
+    return len(first) > 3 and first[0].isdecimal() and first[1] == str(width - 1)
 
 
 def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True) -> Table:
@@ -204,12 +205,12 @@ def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True
         UsageError: for a column that the table does not have.
         DataError: for a damaged table; the message names line and column.
     """
-    cells, labels, left, notes = _read_csv(path, rules, labelled)
+    cells, labels, target, left, notes = _read_csv(path, rules, labelled)
     if encoding := rules.encoding:
         places = find_places(cells, encoding)
     else:
         documents = [_place(path, cells.names, name) for name in rules.text_columns]
-        encoding, left_out = fit(cells, left, documents)
+        encoding, left_out = fit(cells, left, documents, target)
         places, notes = [column.place for column in encoding], [*notes, *left_out]
     features, about = encode(cells, encoding, places)
     return Table(
@@ -218,45 +219,55 @@ def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True
         tuple(labels),
         tuple(cells.lines),
         tuple(name for column in encoding for name in column.features) if cells.is_named else (),
+        target,
         encoding,
         (*notes, *about),
     )
 
 
-def _read_csv(
-    path: Path, rules: TableRules, labelled: bool
-) -> tuple[Cells, list[str], list[int], list[str]]:
-    """Return cells, labels, the places of the features, and notes."""
+def _rows_of(path: Path) -> tuple[str, list[str], Iterator[tuple[int, list[str]]]]:
+    """Return a table's separator, the class names in scikit-learn's first line, and the rows."""
     separator = find_separator(path, read_lines(path, "surrogateescape"))
-    rows = _split(path, read_lines(path, "surrogateescape"), separator)
-    begin, class_names = [*islice(rows, 2)], list[str]()
+
+    def read() -> Iterator[tuple[int, list[str]]]:
+        return _split(path, read_lines(path, "surrogateescape"), separator)
+
+    begin = [*islice(rows := read(), 2)]
     if not begin:
         raise DataError(f"{path}: the table has no rows of data")
-    (line, first), width = begin[0], len(begin[-1][1])
+    first, second = (cells for _, cells in (begin[0], begin[-1]))
+    if _counts(first, len(second)) and sum(1 for _ in read()) == int(first[0]) + 1:
+        return separator, first[2:], chain(begin[1:], rows)
+    if len(first) == len(second) - 1 and not any(map(_is_given, map(_number, first))):
+        first.insert(0, "")  # R's names of rows have no name
+    return separator, [], chain(begin, rows)
+
+
+def _read_csv(
+    path: Path, rules: TableRules, labelled: bool
+) -> tuple[Cells, list[str], str, list[int], list[str]]:
+    """Return cells, labels, the name of their column, the places of the features, and notes."""
+    separator, class_names, rows = _rows_of(path)
+    begin, first = next(rows)
+    width = len(first)
     if width < 1 + labelled:
         raise DataError(
-            f"{path}, line {line}: {counted(width, 'cell')}; needs at least one feature, then the"
+            f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
         )
-    if len(begin) > 1 and _counts(first, width):
-        class_names, begin = first[2:], begin[1:]
-    elif len(first) == width - 1:
-        first.insert(0, "")  # R's names of rows have no name
-    _check_width(path, line, begin[0][1], width)
-    names = _unique(begin[0][1])
-    drop = () if rules.encoding else rules.drop
-    dropped = {_place(path, names, name) for name in drop}
+    names = _unique(first)
+    dropped = {_place(path, names, name) for name in ([] if rules.encoding else rules.drop)}
     left = [place for place in range(width) if place not in dropped]
     target = -1
     if labelled and left:
-        target = _place(path, names, rules.target) if rules.target else left[-1]
+        found = _target(path, names, rules, _is_header(map(_number, first)))
+        target = left[-1] if found is None else found
         left = [place for place in left if place != target]
         dropped |= {target}
-    opening = [_number(begin[0][1][place], separator) for place in left]
-    is_named = _is_header(opening)
+    is_named = _is_header([_number(first[place], separator) for place in left])
     values, texts = array("d"), tuple(dict[int, str]() for _ in range(width))
     labels, lines, unlabelled = list[str](), list[int](), 0
-    for line, cells in chain(begin[is_named:], rows):
+    for line, cells in rows if is_named else chain([(begin, first)], rows):
         _check_width(path, line, cells, width)
         label = _decoded(cells[target].strip()) if labelled else ""
         if labelled and label.lower() in NO_LABEL:
@@ -274,9 +285,9 @@ def _read_csv(
         lines.append(line)
         values.extend(cast(list[float], numbers))
     if not labels and unlabelled:
-        other = f"--target {quote(names[left[-1]])}" if left else "a target"
+        other = f", such as target={names[left[-1]]!r}" if left else ""
         raise DataError(
-            f"{path}: no row has a label in column {names[target]!r}; give another column, {other}"
+            f"{path}: no row has a label in column {names[target]!r}; give another column{other}"
         )
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
@@ -286,17 +297,40 @@ def _read_csv(
         names = tuple(str(number) for number in range(1, width + 1))
     notes = [f"{counted(unlabelled, 'row')} without a label left out"] if unlabelled else []
     matrix = np.frombuffer(values).reshape(len(labels), width)
-    return Cells(path, lines, names, is_named, matrix, texts), labels, left, notes
+    return (
+        Cells(path, lines, names, is_named, matrix, texts, not rules.encoding),
+        labels,
+        names[target] if labelled else "",
+        left,
+        notes,
+    )
 
 
-def _is_header(cells: Sequence[float | None]) -> bool:
+def _target(path: Path, names: Sequence[str], rules: TableRules, is_named: bool) -> int | None:
+    """Return the place of the label's column; None for the last one.
+
+    A table with other names than the training table's, or without any, has its label there.
+    """
+    known = {column.name for column in rules.encoding}
+    if not rules.target or (known and not (is_named and known & {*names})):
+        return None
+    return _place(path, names, rules.target)
+
+
+def _is_header(row: Iterable[float | None]) -> bool:
     """Return whether a first row names columns: it has texts, and no numbers but consecutive ones.
 
     Such as years: country, 1960, 1961, 1962.
     """
-    numbers = [number for number in cells if number is not None and not isnan(number)]
+    cells = [*row]
+    numbers = [number for number in cells if number is not None and _is_given(number)]
     steps = {next - last for last, next in pairwise(numbers)}
     return not numbers or (None in cells and len(numbers) > 2 and steps == {1.0})
+
+
+def _is_given(number: float | None) -> bool:
+    """Return whether a cell is a number, neither a text nor missing."""
+    return number is not None and not isnan(number)
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -350,7 +384,7 @@ def _shaped(
         return features
     if features.shape[1] != prod(shape):
         odd = [column.place for column in encoding if column.kind not in ("number", "list")]
-        remedy = f", such as --drop {cells.spelled(odd)}" if odd else ""
+        remedy = f", such as {cells.dropping(odd)}" if odd else ""
         raise UsageError(
             f"{cells.path} has {counted(features.shape[1], 'feature')}, but samples of"
             f" {' x '.join(map(str, shape))} have {prod(shape)}; give another shape, or leave"
@@ -393,7 +427,7 @@ def to_dataset(
         quantities = np.array([numbers[label] for label in table.labels], np.float32)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
-            remedy = f"predict a class, by --loss cross-entropy, or {table.other_target()}"
+            remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
             raise DataError(
                 f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
@@ -429,15 +463,14 @@ def to_dataset(
 
 
 def refuse_rules(what: str, rules: TableRules) -> None:
-    """Refuse rules of tables for another data set.
+    """Refuse rules of tables for another data set; those of a trained model do not apply to it.
 
     Raises:
         UsageError: with the name of the rule.
     """
     for name in ("target", "drop", "text_columns", "sample_shape"):
-        if getattr(rules, name):
-            flag = name.replace("_", "-")
-            raise UsageError(f"{what} is no table with columns to choose; leave --{flag} out")
+        if getattr(rules, name) and not rules.encoding:
+            raise UsageError(f"{what} is no table with columns to choose; leave {name} out")
 
 
 def load_csv(

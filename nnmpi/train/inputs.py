@@ -1,11 +1,14 @@
 """The data of a run: prepared once per node, loaded by every rank, and split into batches."""
 
 import hashlib
+import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TypeGuard
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from nnmpi.backend.random import stream
 from nnmpi.base.command import check_numbers, flag_of, require
 from nnmpi.base.custom import call_custom, custom_file, is_custom
-from nnmpi.base.errors import UsageError, counted
+from nnmpi.base.errors import DataError, UsageError, counted
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
@@ -174,9 +177,7 @@ def load_inputs(
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
-        return Inputs(
-            train, test, batch_size, *loaders, ModelSignature.of(train, normalize, data.target)
-        )
+        return Inputs(train, test, batch_size, *loaders, ModelSignature.of(train, normalize))
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
@@ -378,7 +379,7 @@ def _load(
             seed,
             data.test_fraction,
             predicts,
-            data.target,
+            signature.target if signature else data.target,
             drop=data.dropped,
             text_columns=data.columns,
             sample_shape=data.sample_shape or (),
@@ -395,18 +396,33 @@ def _load(
     return load_text(source, context, seed, data.test_fraction)
 
 
+# an argument of `load` with its value, at the end of a sentence
+_ARGUMENT = re.compile(r"\b(target|drop|text_columns|predicts)=('[^']*'|\"[^\"]*\"|\[[^]]*\])")
+_LOSSES = {"quantities": "mse", "classes": "cross-entropy"}
+
+
 @contextmanager
 def _prefixed(options: str) -> Iterator[None]:
-    """Prefix a UsageError's sentence with the options that caused it.
+    """Prefix a UsageError's sentence with the options that caused it, and name options in it.
 
     The package data has no command line: its sentences cannot name options.
     """
     try:
         yield
-    except UsageError as error:
-        if str(error).startswith(options):
-            raise  # the error of a user's function names the option already
-        raise UsageError(f"{options}: {error}") from None
+    except (DataError, UsageError) as error:
+        text = _ARGUMENT.sub(_as_option, str(error))
+        if isinstance(error, UsageError) and not text.startswith(options):
+            # (the error of a user's function names the option already)
+            text = f"{options}: {text}"
+        raise type(error)(text).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    """Return "--drop Name,Ticket" for "drop=['Name', 'Ticket']"."""
+    name, value = argument[1], literal_eval(argument[2])
+    if name == "predicts":
+        name, value = "loss", _LOSSES[value]
+    return f"{flag_of(name)} {quote(value if isinstance(value, str) else ','.join(value))}"
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
