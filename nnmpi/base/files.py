@@ -456,15 +456,21 @@ def opened(path: Path, is_text: bool = False) -> Iterator[BinaryIO]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path, errors: str = "strict") -> Iterator[str]:
     """Yield the lines of a UTF-8 text, plain or .gz, each with its newline.
+
+    Args:
+        errors: what becomes of other bytes, as for `open`.
 
     Raises:
         DataError: see `opened`; also for other text, endless lines, and heaps of blank lines.
     """
     blank = 0
     try:
-        with opened(path, is_text=True) as stream, io.TextIOWrapper(stream, "utf-8-sig") as text:
+        with (
+            opened(path, is_text=True) as stream,
+            io.TextIOWrapper(stream, "utf-8-sig", errors) as text,
+        ):
             while line := text.readline(LINE + 1):
                 blank = blank + 1 if line.isspace() else 0
                 if len(line) > LINE:
