@@ -56,6 +56,7 @@ from nnmpi.base.version import VERSION
 T = TypeVar("T")
 Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 
+MANY = "..."  # ends the name of paths of which there may be several
 HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
 # Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
@@ -223,8 +224,9 @@ def read_words(
         description: the command's purpose, for its help.
         first: names of the options that --help prints; empty for all. Otherwise `--help all` prints
             all, and `--help NAME` the group of an option.
-        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing. With paths each
-            option takes at most one word.
+        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing, and of one with
+            dots, "FILE...", there may be several, a list. With paths each option takes at most one
+            word.
 
     Raises:
         HelpAsked: for -h or --help, even beside wrong words.
@@ -257,7 +259,11 @@ def read_words(
             behind = [] if value is None else [value]
             taken[option.name] = written, behind
             room = int(option.type is not bool)
-        elif not parts and len(paths) < len(places) and (behind is None or len(behind) == room):
+        elif (
+            not parts
+            and (len(paths) < len(places) or names.endswith(MANY))
+            and (behind is None or len(behind) == room)
+        ):
             paths.append(word)
             behind = None
         elif parts or behind is None:
@@ -269,7 +275,10 @@ def read_words(
         raise UsageError(
             f"give {names} first and then the options; {places[len(paths)]} is missing"
         )
-    return dict(zip(places, paths, strict=False)) | {
+    read: list[Any] = [*paths]
+    if names.endswith(MANY):
+        read[len(places) - 1 :] = [paths[len(places) - 1 :]]
+    return dict(zip(places, read, strict=False)) | {
         option.name: _read(option, *taken[option.name])
         for option in options
         if option.name in taken
@@ -305,7 +314,14 @@ def read_command(
     """
     known = [item for section in sections for item in options_of(section)]
     given = read_words(words, known, program, description, names=names)
-    paths = (Path(given[name]) if name in given else None for name in names.split())
+    paths = (
+        [Path(item) for item in given[name]]
+        if name.endswith(MANY)
+        else Path(given[name])
+        if name in given
+        else None
+        for name in names.split()
+    )
     return *paths, *(make_section(section, given) for section in sections)
 
 

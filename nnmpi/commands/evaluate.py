@@ -180,7 +180,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """
     console, (folder, options, opening) = parse_together(words, parse, group)
     run = opening.open(folder, group)
-    train, test = load_samples(_data(run, options), group, console.say)
+    train, test = load_samples(_data(run, options), group, console.say, run.signature)
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)
     result, confusion = evaluate(run, samples, options.batch_size)

@@ -57,6 +57,11 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f"data: {train.name}, {len(train)} training and {len(test)} test"
             f" {_samples(train)}{partition}"
         ),
+        *(
+            [f"columns: {'; '.join(train.notes)}"]
+            if isinstance(train, Dataset) and train.notes
+            else []
+        ),
         (
             f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
             f"{counted(extent.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all"

@@ -23,6 +23,7 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError, shortened
 from nnmpi.base.files import rebuilt
 from nnmpi.base.version import VERSION
+from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 
@@ -44,8 +45,9 @@ class ModelSignature:
         mean, std: of the normalization after the scale; empty for none.
         predicts: "classes"; "quantities"; or "yes-or-no", whose outputs are logits.
         target_shape: of a sample's quantities or yes-or-no targets.
-        target: the predicted column of a table, by name or number; empty for the last.
+        target: the predicted column of a table, by name or number, or empty.
         columns: the names of a table's features, or empty.
+        encoding: the rules that made features of a table's columns, or empty.
     """
 
     data: str
@@ -60,15 +62,15 @@ class ModelSignature:
     target_shape: tuple[int, ...] = ()
     target: str = ""
     columns: tuple[str, ...] = ()
+    encoding: Encoding = ()
 
     @classmethod
-    def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
+    def of(cls, samples: Samples, normalize: Normalize | None) -> Self:
         """Return the signature of a model trained on these samples.
 
         Args:
             samples: the training set.
             normalize: its normalization, or None.
-            target: the predicted column of a table.
         """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
@@ -76,8 +78,9 @@ class ModelSignature:
         last: dict[str, Any] = {
             "predicts": samples.predicts,
             "target_shape": () if samples.predicts == "classes" else samples.target_shape,
-            "target": target,
+            "target": samples.target,
             "columns": samples.columns,
+            "encoding": samples.encoding,
         }
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)

@@ -232,9 +232,7 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_a_tables_columns_are_found_by_their_names(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order they mean the same; a name at a place of its own says that the table is
-    another one.
-    """
+    """In another order they mean the same, and a missing one is named."""
     data, moved, other = (
         files(tmp_path)["table.csv"],
         tmp_path / "moved.csv",
@@ -250,9 +248,70 @@ def test_a_tables_columns_are_found_by_their_names(
         right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
         assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
         with pytest.raises(
-            DataError, match="has the columns d, a, b, but the model takes a, b, c; give these"
+            DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"
         ):
             said(main, f"{folder} {words} {other}", 1, capfd)
+
+
+MIXED = "id,kind,size,when,note,leaf,price\n" + "".join(
+    f"{i},{'elm' if i % 3 else 'oak'},{i % 7 or 'NA'},2024-03-{1 + i % 28:02},"
+    f"{'green and tall' if i % 2 else 'dry or dead'} {i},{'TRUE' if i % 2 else 'FALSE'},"
+    f"{'high' if i % 2 else 'low'}\n"
+    for i in range(60)
+)
+
+
+def test_a_run_keeps_the_rules_of_its_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For evaluate, predict and export: of a file in another order, without what nobody needs."""
+    data, other = tmp_path / "mixed.csv", tmp_path / "other.csv"
+    data.write_text(MIXED)
+    words = f"--dataset {data} --model mlp --hidden 6 --text-columns note --target price"
+    folder, printed = run(tmp_path, words, capfd)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder), 2, capfd)
+    rows = [line.split(",") for line in MIXED.splitlines()]
+    other.write_text(
+        "".join(",".join(row[place] for place in (4, 6, 3, 2, 1, 5)) + "\n" for row in rows)
+    )
+    right, moved = (
+        said(evaluate, f"{folder} --part train --dataset {file}", 1, capfd)
+        for file in (data, other)
+    )
+    assert moved == right.replace("mixed", "other")
+    right = said(predict, f"{folder} {data}", 1, capfd)
+    other.write_text("".join(",".join(row[1:6]) + "\n" for row in rows))
+    assert said(predict, f"{folder} {other}", 2, capfd) == right, "a target is not needed"
+    other.write_text("kind,size,when,note,leaf\nash,1,2024-03-01,green,TRUE\n")
+    said(predict, f"{folder} {other}", 1, capfd)
+    header, first, *_ = right.splitlines()
+    both = said(predict, f"{folder} {data} {other}", 1, capfd).splitlines()
+    assert both[:2] == [f"file,{header}", f"{data},{first}"] and both[-1].startswith(str(other))
+    assert len(both) == 62
+    other.write_text("kind,size,note,leaf\nash,1,green,TRUE\n")
+    with pytest.raises(DataError, match=r"other\.csv has no column 'when'"):
+        said(predict, f"{folder} {other}", 1, capfd)
+
+
+def test_a_table_of_pixels_is_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes, as in training, and images themselves may be predicted, a folder of them, too."""
+    from PIL import Image
+
+    x = (np.arange(60)[:, None] * np.arange(16) % 256).astype(np.uint8)
+    rows = (",".join(map(str, [*row, i % 3])) for i, row in enumerate(x))
+    data = tmp_path / "pixels.csv"
+    data.write_text("\n".join([",".join([*(f"p{i}" for i in range(16)), "k"]), *rows]) + "\n")
+    words = f"--dataset {data} --model cnn --hidden 8 --sample-shape 4,4,1"
+    folder, printed = run(tmp_path, words, capfd)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder), 1, capfd)
+    for number in (3, 5):
+        (tmp_path / "digits" / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[number].reshape(4, 4)).save(tmp_path / "digits" / "a" / f"{number}.png")
+    table = said(predict, f"{folder} {data}", 1, capfd).splitlines()
+    images = said(predict, f"{folder} {tmp_path / 'digits'}", 1, capfd).splitlines()
+    assert [line.partition(",")[2] for line in images[1:]] == [table[4], table[6]]
+    with pytest.raises(UsageError, match="has neither tables nor images"):
+        said(predict, f"{folder} {folder / 'checkpoints'}", 1, capfd)
 
 
 def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from nnmpi.base.errors import DataError
 from nnmpi.data.catalogue import load
+from nnmpi.data.columns import Column
+from nnmpi.data.columns import plain as plain_rules
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
@@ -24,7 +26,7 @@ from nnmpi.data.images import (
     locate_cifar,
     read_idx,
 )
-from nnmpi.data.tables import load_npz, read_csv, read_samples, to_dataset
+from nnmpi.data.tables import TableRules, load_npz, read_csv, read_samples, to_dataset
 from tests.data.locked import lock
 
 Damage = Callable[[bytes], bytes]
@@ -87,21 +89,19 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("a,b,c\n", "no rows"),
         ("1\n2\n", "line 1: 1 cell"),
         ("1,2,a\n1,2\n", "line 2: 2 cells, but the first line has 3"),
-        ("1,2,a\n1,oops,a\n", "line 2, column 2: 'oops' is not a finite .*get_dummies"),
-        ("a,b,c\n1,2,a\n\n1,nan,b\n", "line 4, column 2: the value is missing.*dropna"),
-        (",b,c\n0,2,a\n1,3,b\n", r"first column has no name.*to_csv\(path, index=False\)"),
+        (
+            "1,2,a\n1,oops,a\n",
+            r"line 2, column 2: 'oops' is no number, as .*leave the column out: drop=\['2'\]",
+        ),
+        ("a,b,c\n1,2,a\n\n1,inf,b\n", r"line 4, column 2 \(b\): inf is not .*drop=\['b'\]"),
         ("1,2,a\n-inf,inf,b\n", "line 2, column 1"),
         ("1,2,a\n1e39,2,b\n", "line 2, column 1"),
-        ("1,2,a\n1,,b\n", "line 2, column 2: the value is missing"),
-        (
-            "1,100000001,a\n1,100000003,b\n",
-            "column 2: float32 cannot tell its values apart, from 100000001 to 100000003",
-        ),
         ("1,2,a\n1,1_0,b\n", "line 2, column 2"),
         ("oops,2,a\n1,2,b\n", "line 1, column 1"),
-        ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
+        ("1,2,\n1,2,NA\n", "no row has a label in column 'column 3'; .*target='2'"),
+        ("1,2,a\n1,2,a\n", "only one class, 'a', .*target='1', and predicts='quantities'"),
         ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
-        ("1,2,nan\n1,2,2\n", "'nan' is not a whole number"),
+        ("1,2,inf\n1,2,2\n", "'inf' is not a whole number.*predicts='quantities'"),
         ('1,2,"a\n', "not CSV"),
     ],
 )
@@ -123,12 +123,12 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
         ("a,b,c\nx,1,2\ny,3,4\n", "a"),
     ):
         path.write_text(text)
-        assert read_csv(path, target, features=2).features.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(DataError, match="3 cells; needs 5 features"):
-        read_csv(path, features=5)
-    path.write_bytes(b"1,2,caf\xe9\n")
-    with pytest.raises(DataError, match="not UTF-8 text"):
-        read_csv(path)
+        place = 1 if target else 0
+        encoding = tuple(Column(name, place + i, 3) for i, name in enumerate("uv"))
+        rules = TableRules(target, encoding=encoding)
+        assert read_csv(path, rules, labelled=False).features.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(DataError, match="3 columns; the model needs 5: 1, 2, 3, 4, 5"):
+        read_csv(path, TableRules(encoding=plain_rules((), 5)), labelled=False)
 
 
 # ---- npz ----
