@@ -204,6 +204,7 @@ class LSTMFunction(Function):
     """
 
     __slots__ = ("ends", "lengths", "reverse")
+    unpacked = "call h, (last, c) = lstm.with_state(x); for the rows alone use indices"
 
     def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
         self.reverse, self.ends, self.lengths = reverse, ends, lengths

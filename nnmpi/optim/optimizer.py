@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -36,9 +36,9 @@ from nnmpi.base.errors import (
     UsageError,
     is_own,
     number,
-    raise_missing,
 )
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.words import raise_missing, refuse_words
 
 ByGroup: TypeAlias = float | Mapping[str, float]
 """A number for all groups of a storage, or a number per group name."""
@@ -400,8 +400,10 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
             self._slots = copies
         self._hold_arrays()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, **words: Never) -> None:
         """Clear all gradients, as the model's `zero_grad` does."""
+        if words:
+            refuse_words("zero_grad", words)
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:

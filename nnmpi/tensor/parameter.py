@@ -28,9 +28,9 @@ from nnmpi.base.errors import (
     ShapeError,
     UninitializedError,
     UsageError,
-    raise_missing,
 )
 from nnmpi.base.shard import Region
+from nnmpi.base.words import raise_missing
 from nnmpi.tensor.function import Variable, Version
 from nnmpi.tensor.tensor import Tensor
 

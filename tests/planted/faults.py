@@ -271,8 +271,8 @@ FAULTS = (
     Fault(
         "Tensor.size: of the last axis alone",
         "nnmpi/tensor/tensor.py",
-        "return prod(self.shape)",
-        "return prod(self.shape[-1:])",
+        "return _Size(prod(self.shape))",
+        "return _Size(prod(self.shape[-1:]))",
         "tests/tensor",
     ),
     Fault(
