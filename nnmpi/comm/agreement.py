@@ -65,7 +65,8 @@ class Communicator(Settled, fixed="comm rank size"):
     def __reduce__(self) -> NoReturn:
         raise CommError(
             "a group of ranks cannot be copied or pickled, nor can a model in a Worker or a"
-            " strategy; call its release() first, or build the model again and use load_state"
+            " strategy; keep its values, such as the best ones, by model.state() and"
+            " model.load_state, or call its release()"
         )
 
     @property
