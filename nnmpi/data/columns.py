@@ -36,6 +36,7 @@ MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard devia
 # MOST_FEATURES: names of persons and free text are nearly all different.
 SURE_TEXTS, TEXTS_SHARE, MOST_FEATURES = 10, 0.25, 1000
 SURE_INDEX = 10  # rows from which on 1, 2, 3 ... is an index and no feature
+LARGE_INDEX = 3000  # and so is 5001, 5002, 5003 ..., while 1960, 1961, 1962 ... are years
 INDEX_NAMES = ("column 1", "unnamed: 0", "rownames", "row.names", "index")
 FEWEST_ROWS = 2  # with a word, for it to be a feature
 SENTENCE = 3  # words of a text from which on it may be a document
@@ -193,7 +194,7 @@ def _is_index(cells: Cells) -> bool:
     rows, texts, numbers = len(cells.lines), cells.texts[0], cells.numbers[:, 0]
     if cells.is_named and cells.names[0].lower() in INDEX_NAMES:
         return len({*cells.words(0)}) == rows
-    counts = rows >= SURE_INDEX and not texts and numbers[0] in (0, 1)
+    counts = rows >= SURE_INDEX and not texts and not 1 < numbers[0] < LARGE_INDEX
     return bool(counts and (np.diff(numbers) == 1).all())
 
 

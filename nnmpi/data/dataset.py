@@ -21,7 +21,25 @@ LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels 
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
 # spellings of a missing value in tables, in lower case
-MISSING = ("", "?", "-", ".", "na", "n/a", "#n/a", "nan", "<na>", "none", "null", "nat")
+MISSING = frozenset(
+    (
+        "",
+        "?",
+        "-",
+        "--",
+        ".",
+        "na",
+        "n/a",
+        "n.a.",
+        "#n/a",
+        "nan",
+        "<na>",
+        "none",
+        "null",
+        "nil",
+        "nat",
+    )
+)
 
 
 def check_index(name: object, columns: Sequence[str]) -> None:

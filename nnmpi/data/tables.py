@@ -452,6 +452,10 @@ def to_dataset(
             f"{table.path}: the labels are {len(names)} different ones in {len(table.labels)} rows,"
             f" nearly a class for each row; {HINT if is_numeric else table.other_target()}"
         )
+    about = table.about
+    if is_numeric and not class_names and len(names) > MOST_CLASSES:
+        note = f"column {table.target!r}: {len(names)} numbers are a class each; {HINT}"
+        about["notes"] = (*table.notes, note)
     class_of = {item: number for number, item in enumerate(names)}
     if unknown := [label for label in table.labels if spelled[label] not in class_of]:
         raise DataError(
@@ -459,7 +463,7 @@ def to_dataset(
             f" {list(names)}"
         )
     y = np.array([class_of[spelled[label]] for label in table.labels])
-    return Dataset(name, table.features, y, len(names), table.scale, names, **table.about)
+    return Dataset(name, table.features, y, len(names), table.scale, names, **about)
 
 
 def refuse_rules(what: str, rules: TableRules) -> None:

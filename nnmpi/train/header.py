@@ -20,7 +20,7 @@ from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
-from nnmpi.train.inputs import Inputs
+from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
 
 LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
@@ -58,7 +58,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f" {_samples(train)}{partition}"
         ),
         *(
-            [f"columns: {'; '.join(train.notes)}"]
+            [f"columns: {with_options('; '.join(train.notes))}"]
             if isinstance(train, Dataset) and train.notes
             else []
         ),

@@ -410,11 +410,16 @@ def _prefixed(options: str) -> Iterator[None]:
     try:
         yield
     except (DataError, UsageError) as error:
-        text = _ARGUMENT.sub(_as_option, str(error))
+        text = with_options(str(error))
         if isinstance(error, UsageError) and not text.startswith(options):
             # (the error of a user's function names the option already)
             text = f"{options}: {text}"
         raise type(error)(text).with_traceback(error.__traceback__) from error.__cause__
+
+
+def with_options(text: str) -> str:
+    """Return a sentence of the package data with options in place of arguments."""
+    return _ARGUMENT.sub(_as_option, text)
 
 
 def _as_option(argument: re.Match[str]) -> str:

@@ -114,6 +114,19 @@ def test_an_index_is_found_by_its_values(tmp_path: Path) -> None:
     assert table(tmp_path, alone).sample_shape == (1,), "there is nothing else to learn from"
 
 
+def test_what_only_looks_like_an_index_is_a_feature(tmp_path: Path) -> None:
+    for first, size in ((1, 1), (5001, 1), (1960, 2), (20, 2)):
+        text = "".join(f"{first + i},{i * i % 7},{'xy'[i % 2]}\n" for i in range(20))
+        assert table(tmp_path, text).sample_shape == (size,), first
+
+
+def test_many_whole_numbers_are_classes_with_a_note(tmp_path: Path) -> None:
+    text = "a,price\n" + "".join(f"{i % 3},{1000 + 7 * (i % 30)}\n" for i in range(90))
+    (note,) = table(tmp_path, text).notes
+    assert note.startswith("column 'price': 30 numbers are a class each; to predict numbers, give")
+    assert not table(tmp_path, text, predicts="quantities").notes
+
+
 def test_texts_that_are_nearly_all_different_are_refused_together(tmp_path: Path) -> None:
     rows = "".join(f'Mr {i},"of, {i}",{i % 3},a{i % 2}\n' for i in range(40))
     text = f'name,"from, where",v,k\n{rows}'
