@@ -232,21 +232,23 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_a_tables_columns_are_found_by_their_names(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order they mean the same, and a missing one is named."""
-    data, moved, other = (
-        files(tmp_path)["table.csv"],
-        tmp_path / "moved.csv",
-        tmp_path / "other.csv",
-    )
+    """In another order they mean the same, the label's, too; a missing one is named; without a
+    header, the order counts.
+    """
+    data = files(tmp_path)["table.csv"]
+    moved, other, bare = (tmp_path / f"{name}.csv" for name in ("moved", "other", "bare"))
     folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
     a, b, c, tree = zip(*(line.split(",") for line in data.read_text().splitlines()), strict=True)
-    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(c, a, b, tree, strict=True)))
+    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(tree, c, a, b, strict=True)))
     other.write_text(
         "".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True))
     )
     for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
         right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
         assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
+        bare.write_text("\n".join(data.read_text().splitlines()[1:]))
+        result = said(main, f"{folder} {words} {bare}", 1, capfd)
+        assert result.replace("bare", "table") == right
         with pytest.raises(
             DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"
         ):
@@ -279,6 +281,9 @@ def test_a_run_keeps_the_rules_of_its_table(
         for file in (data, other)
     )
     assert moved == right.replace("mixed", "other")
+    elms = [line for line in MIXED.splitlines() if ",oak," not in line and "NA" not in line]
+    other.write_text("\n".join(elms))  # of which no rules with oaks could be made
+    assert " right on other" in said(evaluate, f"{folder} --dataset {other}", 1, capfd)
     right = said(predict, f"{folder} {data}", 1, capfd)
     other.write_text("".join(",".join(row[1:6]) + "\n" for row in rows))
     assert said(predict, f"{folder} {other}", 2, capfd) == right, "a target is not needed"
