@@ -54,7 +54,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         ),
     )
     loader = Loader(
-        samples,
+        signature.to_learn(samples),
         rows * dp.size,
         rank=dp.rank,
         world=dp.size,
@@ -65,7 +65,11 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     # A user's loss may need data that only training has: mse replaces it.
     name = run.config.optimization.loss
     is_classes = signature.predicts == "classes"
-    loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
+    loss = (
+        SumCrossEntropy()
+        if is_classes
+        else SumError(name if name in ERRORS else "mse", signature.target_std)
+    )
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
     result = Totals()
     confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
@@ -75,7 +79,8 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             result.targets += batch.global_targets
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
-                result.loss_sum += float(loss(outputs, batch.y).numpy())
+                total = float(loss(outputs, batch.y).numpy())
+                result.loss_sum += total * getattr(loss, "factor", 1.0)
                 result.score_sum += float(loss.score(outputs.data, batch.y))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)

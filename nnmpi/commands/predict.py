@@ -155,8 +155,11 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
+    # quantities with all their digits
+    form = "" if run.signature.predicts == "quantities" else ".6g"
     lines = (
-        [*head, *(f"{item:.6g}" for item in row)] for head, row in zip(first, rows, strict=True)
+        [*head, *(format(item, form) for item in row)]
+        for head, row in zip(first, rows, strict=True)
     )
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(

@@ -58,22 +58,25 @@ YES_OR_NO = "bce"
 ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": huber}
 
 
-class SumError(Settled, fixed="name"):
+class SumError(Settled, fixed="name std factor"):
     """The sum over samples of each one's mean error, for float targets.
 
     Args:
         name: one of ERRORS; with bce the outputs are logits.
+        std: the data's targets were divided by it. Sums of losses times `factor`, and scores, are
+            those of the data's own units.
 
     Raises:
         ShapeError: when called, for more or fewer outputs than targets.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, std: float = 1.0) -> None:
+        self.name, self.std = name, std
+        self.factor = std if name == "mae" else std**2
         self._function = ERRORS[name]
 
     def __repr__(self) -> str:
-        return self.name
+        return self.name if self.std == 1 else f"{self.name} of targets divided by {self.std!r}"
 
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         item = prod(targets.shape[1:])
@@ -90,7 +93,7 @@ class SumError(Settled, fixed="name"):
     def score(self, outputs: Array, targets: Array) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
         if self.name != YES_OR_NO:
-            return squared_errors(outputs, targets)
+            return squared_errors(outputs, targets) * self.std**2
         xp = namespace(outputs)
         values = to_float32(xp, outputs).reshape(targets.shape)
         return xp.equal(values > 0, targets > 0.5).sum() / prod(targets.shape[1:])

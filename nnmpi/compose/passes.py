@@ -452,6 +452,8 @@ class Passes(PassHandler):
         if now.trains and self.is_alone:
             now.scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
         if now.trains or self.reports_loss:
+            factor = getattr(now.loss, "factor", 1.0)  # to the data's units
+            loss = loss if factor == 1 else loss * factor
             for name, number in ((LOSS, loss), (SCORE, score)):
                 now.scalars.add((name, microbatch) if now.trains else name, number)
 

@@ -4,7 +4,7 @@ A checkpoint's model.safetensors has it in its metadata, as JSON:
 
     {"signature": {"data": "digits", "sample_shape": [8, 8, 1], "classes": 10,
                    "class_names": ["0", ...], "stored": "uint8", "scale": 0.0625,
-                   "mean": [0.305], "std": [0.376]},
+                   "mean": [0.305], "std": [0.376], ...},
      "model": {"model": "cnn", "hidden": [128, 64], ...}, "versions": {"nnmpi": "0.1.0", ...}}
 
 The layout is not here but in state.json: equal weights give equal files under every layout.
@@ -13,7 +13,7 @@ The layout is not here but in state.json: equal weights give equal files under e
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Self
 
@@ -46,6 +46,8 @@ class ModelSignature:
         target_shape: of a sample's quantities or yes-or-no targets.
         target: the predicted column of a table, by name or number; empty for the last.
         columns: the names of a table's features, or empty.
+        target_mean, target_std: of the quantities' normalization, which the model's outputs have:
+            a mean for each column (channel), or empty for none; one standard deviation.
     """
 
     data: str
@@ -60,15 +62,24 @@ class ModelSignature:
     target_shape: tuple[int, ...] = ()
     target: str = ""
     columns: tuple[str, ...] = ()
+    target_mean: tuple[float, ...] = ()
+    target_std: float = 1.0
 
     @classmethod
-    def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
+    def of(
+        cls,
+        samples: Samples,
+        normalize: Normalize | None,
+        target: str = "",
+        normalize_targets: bool = False,
+    ) -> Self:
         """Return the signature of a model trained on these samples.
 
         Args:
             samples: the training set.
             normalize: its normalization, or None.
             target: the predicted column of a table.
+            normalize_targets: whether the model learns normalized quantities.
         """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
@@ -86,6 +97,12 @@ class ModelSignature:
             last |= {
                 name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
             }
+        if normalize_targets and samples.predicts == "quantities":
+            y = samples.y.astype(np.float64)
+            mean = y.mean(axis=tuple(range(max(y.ndim - 1, 1))))
+            # of all columns: their weights in the loss stay
+            std = float(np.sqrt(np.square(y - mean).mean()))
+            last |= {"target_mean": tuple(np.ravel(mean).tolist()), "target_std": std or 1.0}
         return cls(*first, samples.class_names, stored, samples.scale, **last)
 
     @property
@@ -102,6 +119,40 @@ class ModelSignature:
     def normalize(self) -> Normalize | None:
         """The normalization of samples, or None."""
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
+
+    def to_learn(self, samples: Samples) -> Samples:
+        """Return samples with the targets that the model learns: normalized, if they are."""
+        if not self.target_mean or not isinstance(samples, Dataset):
+            return samples
+        mean = self.target_mean if samples.target_shape else self.target_mean[0]
+        y = (samples.y.astype(np.float64) - mean) / self.target_std
+        return replace(samples, y=y.astype(np.float32))
+
+    def in_units(self, outputs: Array) -> Array:
+        """Return quantities, (n, *target_shape), in the data's units, from the model's outputs."""
+        if not self.target_mean:
+            return outputs
+        mean = np.asarray(self.target_mean if self.target_shape else self.target_mean[0])
+        result: Array = (outputs * self.target_std + mean).astype(outputs.dtype)
+        return result
+
+    def with_units(
+        self, state: Mapping[str, Array], layer: str, back: bool = False
+    ) -> dict[str, Array]:
+        """Return a model's values with the data's units in its last layer, or back without them.
+
+        Args:
+            state: parameters and buffers by name.
+            layer: the name of the linear layer that ends the model.
+            back: whether the values have the units, and are to lose them.
+        """
+        weight, bias = (f"{layer}.{name}".strip(".") for name in ("weight", "bias"))
+        std, old = self.target_std, state[bias].astype(np.float64)
+        mean = np.resize(self.target_mean, old.shape)  # repeated over positions
+        shifted = (old - mean) / std if back else old * std + mean
+        scaled = state[weight] / std if back else state[weight] * std
+        kind = state[bias].dtype
+        return {**state, weight: scaled.astype(kind), bias: shifted.astype(kind)}
 
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
         """Return a table's features in the model's order, by column name.
