@@ -177,7 +177,7 @@ Tensor: tolist: x.numpy().tolist()
 Tensor nnmpi: clamp: x.clip(low, high)
 Tensor: masked_fill: nnmpi.tensor.where(mask, value, x)
 Tensor nnmpi: gather split chunk expand repeat: indices, slices and broadcasting
-Tensor nnmpi: std: x.var().sqrt()
+Tensor nnmpi: std: x.var(correction=1).sqrt()
 Tensor nnmpi: norm: (x * x).sum().sqrt()
 Tensor nnmpi: abs: abs(x)
 Tensor nnmpi: pow: x ** 2

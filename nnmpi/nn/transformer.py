@@ -82,6 +82,12 @@ class MultiheadAttention(CausalSelfAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, bias, dropout)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """See `CausalSelfAttention`."""
+        h = super().forward(x)
+        h.made_by = "MultiheadAttention"
+        return h
+
 
 class TransformerBlock(Module):
     """The block of GPT-2: (batch, time, features) -> the same (Radford et al., 2019).

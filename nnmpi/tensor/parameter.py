@@ -110,6 +110,7 @@ class Parameter(Tensor):
         self._grad = self.node = self.tape = self.buffer = self.guard = self.hook = self.shard = (
             self.version
         ) = None
+        self.made_by = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without gradient and storage: a copy gets its own."""

@@ -2,6 +2,7 @@
 made.
 """
 
+import contextlib
 import inspect
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
-from nnmpi.base.errors import NnmpiError, ShapeError
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, concatenate, stack
@@ -434,3 +435,22 @@ REFUSED = {
 def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
     with pytest.raises(NnmpiError, match="give|needs|fit|not|take"):
         REFUSED[name]()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
+    rows: int, gradients: bool
+) -> None:
+    """`out, _ = lstm(x)` would take two sequences apart."""
+    x = np.ones((rows, 5, 4), "float32")
+    for layer, remedy in (
+        (nn.LSTM(4, 3, bidirectional=True), r"call h, \(last, c\) = lstm.with_state\(x\)"),
+        (nn.GRU(4, 3), r"call h, last = gru.with_state\(x\)"),
+        (nn.MultiheadAttention(4, 2), r"write h = attention\(x\)"),
+    ):
+        layer.initialize(seed=0)
+        with contextlib.nullcontext() if gradients else nnmpi.no_grad():
+            with pytest.raises(UsageError, match=remedy):
+                _, _ = layer(x)
+            assert len([*(layer(x) * 1)]) == rows  # any other tensor
