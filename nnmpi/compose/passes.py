@@ -424,6 +424,7 @@ class Passes(PassHandler):
             first_row=cut.first_row,
             again=again,
             weight=now.weights[microbatch],
+            dropped=None if again else set(),
         )
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
