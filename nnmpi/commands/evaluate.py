@@ -110,6 +110,9 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         )
     if not isinstance(samples, Dataset):
         return samples
+    x = samples.x
+    if not samples.is_tokens and not (x.dtype == np.uint8 and signature.stored == BYTES):
+        x = signature.scaled(x, name=f"samples of {samples.name}")
     labels, predicts, shape = samples.y, samples.predicts, samples.target_shape
     if predicts != signature.predicts or (
         predicts != "classes" and shape != signature.target_shape
@@ -129,17 +132,14 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
-    # another file of the same data set may have another scale
-    is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
-    scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
     return replace(
         samples,
-        x=signature.in_order(samples.x, samples.columns, samples.name),
+        x=signature.in_order(x, samples.columns, samples.name),
         y=labels,
         classes=classes,
         class_names=model_names,
-        scale=scale,
+        scale=signature.scale if x.dtype == np.uint8 else 1.0,
         columns=signature.columns,
     )
 

@@ -24,9 +24,7 @@ from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
-from nnmpi.train.signature import BYTES, ModelSignature
-
-FULL = 255.0
+from nnmpi.train.signature import BYTES, FULL, ModelSignature
 
 
 def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:

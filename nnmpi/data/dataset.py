@@ -20,6 +20,10 @@ Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
+# Names of parts, in any capitals: of folders, tables in a folder, arrays in a file. The first
+# held-out one that there is, is used.
+TRAIN = "train", "training"
+HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
 # spellings of a missing value in tables, in lower case
 MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")
 

@@ -28,6 +28,8 @@ from nnmpi.data.transform import Normalize
 
 METADATA = "nnmpi"  # key of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
+FULL = 255.0  # the largest byte
+ROUNDING = 1e-5  # of bytes that were scaled elsewhere
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,8 @@ class ModelSignature:
         """Return samples as model input.
 
         Args:
-            x: (n, *sample_shape); gray images may lack the last axis. Bytes are scaled like the
-                training data, other numbers are not. Then both are normalized.
+            x: (n, *sample_shape); gray images may lack the last axis. They are `scaled`, and then
+                normalized.
             dtype: of the result; tokens are int64.
 
         Raises:
@@ -207,15 +209,40 @@ class ModelSignature:
             raise DataError(f"samples are {x.dtype}; this model takes {expected}")
         if self.is_tokens:
             return x.astype(np.int64)
-        if x.dtype == np.uint8 and self.stored != BYTES:
+        return self.normalized(self.scaled(x, dtype))
+
+    def scaled(self, x: Array, dtype: str = "float32", name: str = "samples") -> Array:
+        """Return numbers on the scale of the model's, before the normalization.
+
+        For a model of bytes, whole numbers from 0 to 255 are bytes, whatever their dtype, and other
+        ones are scaled already.
+
+        Args:
+            x: (n, *sample_shape), numbers.
+            dtype: of the result.
+            name: of the samples, for the error.
+
+        Raises:
+            DataError: for bytes, if the model's were not, and for numbers on neither scale.
+        """
+        is_bytes, result = x.dtype == np.uint8, x.astype(dtype)
+        if is_bytes and self.stored != BYTES:
             raise DataError(
-                f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
+                f"{name} are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
-        result = x.astype(dtype)
-        if x.dtype == np.uint8:
-            result *= np.asarray(self.scale, dtype)
-        return self.normalized(result)
+        if self.stored != BYTES or not x.size:
+            return result
+        top, least, most = FULL * self.scale, float(result.min()), float(result.max())
+        if not is_bytes and least >= -top * ROUNDING and most <= top * (1 + ROUNDING):
+            return result
+        if least < 0 or most > FULL or not (is_bytes or np.array_equal(result, np.rint(result))):
+            raise DataError(
+                f"{name} are from {least:.4g} to {most:.4g}, but the model's were bytes, and then"
+                f" from 0 to {top:.4g}; give them in either form"
+            )
+        result *= np.asarray(self.scale, dtype)
+        return result
 
     def normalized(self, x: Array) -> Array:
         """Return scaled samples, (n, *sample_shape), as model input."""
