@@ -134,7 +134,7 @@ class Dropout(Module):
             if self.p:
                 warn_later(x)
             return x
-        note_mask(self.path)
+        note_mask(self)
         return dropout(x, self.p, partial(mask_key, self.path))
 
 

@@ -37,8 +37,8 @@ class Mode(NamedTuple):
         fused: whether sequences may fuse layers (see `nn.container.fuse`).
         weight: the factor of the gradient of a sum of losses; None if not set.
         memory: the layers' state from earlier tokens, by full name; None outside of generation.
-        dropped: the layers whose dropout masks this pass has drawn, by full name; None outside of
-            training, and in a recomputation.
+        dropped: the layers whose dropout masks this pass has drawn; None outside of training, and
+            in a recomputation.
     """
 
     training: bool = False
@@ -50,7 +50,7 @@ class Mode(NamedTuple):
     fused: bool = True
     weight: float | None = None
     memory: dict[str, Any] | None = None
-    dropped: set[str] | None = None
+    dropped: set[Any] | None = None
 
     @property
     def joins(self) -> bool:
@@ -175,16 +175,16 @@ def restore(mode: Mode) -> None:
     _mode.set(mode._replace(dropped=set()) if begins else mode)
 
 
-def note_mask(path: str) -> None:
+def note_mask(layer: Any) -> None:
     """Warn of a layer that draws its dropout mask a second time in a pass: it is the same mask."""
     dropped = _mode.get().dropped
     if dropped is None:
         return
-    if path in dropped:
+    if layer in dropped:
         warnings.warn(
-            f"the dropout of {path!r} is used twice in a pass, and drops the same elements both"
+            f"the dropout of {layer.path!r} is used twice in a pass, and drops the same elements both"
             " times: a mask depends on the layer's name and the step; make a layer for each use,"
             " or a block with nn.training(step=...) for each pass",
             stacklevel=3,
         )
-    dropped.add(path)
+    dropped.add(layer)

@@ -62,7 +62,7 @@ class CausalSelfAttention(Module, fixed="features heads units"):
             raise UsageError("generating text needs causal attention; this layer has causal=False")
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
         if rate:
-            note_mask(self.path)
+            note_mask(self)
         key = partial(mask_key, self.path)
         return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, key))
 

@@ -77,7 +77,7 @@ class Parameter(Tensor):
     __slots__ = ("rank_local", "declared", "guard", "init", "name", "ranks", "region", "version")
 
     is_table: ClassVar[bool] = False
-    made: ClassVar[int] = 0  # how many there have been: a tree that grows needs new ones
+    trees: ClassVar[int] = 0  # counts up with each one made, and when a module gets a part
     guard: Callable[[], None] | None
     version: Version | None
 
@@ -99,7 +99,7 @@ class Parameter(Tensor):
             raise ShapeError(
                 f"a parameter of shape {shape} is not a region of shape {region.local_shape}"
             )
-        Parameter.made += 1
+        Parameter.trees += 1
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
         self.name, self.region, self.ranks, self.rank_local = "", region, ranks, False
@@ -268,7 +268,6 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     seed, is_stage = 0, False
     ranks: Any = None
     check: Callable[[], None] | None = None
-    _checked = 0
 
     def __init__(
         self,
@@ -414,14 +413,11 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     def check_tree(self) -> None:
         """Refuse the model if it has got other parameters, which would not be trained.
 
-        Only if any parameter was made since the last look, so a step may call it.
-
         Raises:
             UsageError: naming the first.
         """
-        if self._checked != Parameter.made and self.check is not None:
+        if self.check is not None:
             self.check()
-            self._checked = Parameter.made
 
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
@@ -447,6 +443,7 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         record_call(self._finish)
 
     def _finish(self) -> None:
+        self.check_tree()
         self.check_places()
         for parameter, _, buffer in self._views:
             if parameter._grad is not buffer:
