@@ -101,6 +101,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         self.released = False
         self._checked = set[int]()  # denominators of means that the ranks have compared
         self._summands: list[int] | None = [0, 0, 0]  # of this step's losses, if they are known
+        self._says = False  # whether one of them is not 0
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
         if group.size > 1 and runs_backward:
@@ -157,7 +158,12 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
         is_mean = node is not None and node.averages
-        if node is None or self._summands is None:
+        # such as a loss with weight 0: the rank has no rows that count, nor a say
+        is_nothing = isinstance(loss.data, np.ndarray) and not loss.data.any()
+        self._says |= not is_nothing
+        if is_nothing:
+            pass
+        elif node is None or self._summands is None:
             self._summands = None
         else:
             pairs = zip(self._summands, node.summands, strict=True)
@@ -165,15 +171,17 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         if not last:
             return
         own, self._summands = self._summands, [0, 0, 0]
+        says, self._says = self._says, False
         self._checked.add(samples)
-        by_rank = self.group.gather([samples, is_mean, own])
+        by_rank = self.group.gather([samples, is_mean and says, own, says])
+        heard = next((number for number, *_, says in by_rank if says), samples)
         refuse_different(
-            [[number] for number, *_ in by_rank],
+            [[number if says else heard] for number, *_, says in by_rank],
             "the ranks divide their losses by different numbers of samples",
             _GLOBAL_SAMPLES,
             UsageError,
         )
-        counts = [row for *_, row in by_rank]
+        counts = [row for _, _, row, _ in by_rank]
         for kind in () if None in counts else zip(*counts, strict=True):
             # 1 may also say that the sum is wanted
             is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)

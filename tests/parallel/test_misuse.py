@@ -509,6 +509,28 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> 
             step((4, 4), lambda own, everyones, ranks: len(own))
 
 
+@pytest.mark.parametrize("rows", [(4, 4), (5, 3)])
+@pytest.mark.parametrize("weighted", [1, 0])
+def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(
+    rows: tuple[int, int], weighted: int
+) -> None:
+    """Only one rank's rows count: its own number is the number of the global batch."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+
+    def step(group: Group) -> float:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        ranks = [slice(0, rows[0]), slice(rows[0], 8)]
+        mine = ranks[group.rank if group.size > 1 else weighted]
+        counts = 1.0 if group.size == 1 or group.rank == weighted else 0.0
+        loss = ops.cross_entropy(model(x[mine]), y[mine], reduction="sum") * counts
+        DataParallel(model, group).backward(loss, len(y[mine]))
+        return optim.global_norm(model.storage.grads)
+
+    (serial,) = simulate(step, 1)
+    assert simulate(step, 2) == pytest.approx([serial] * 2)
+
+
 @pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
 def test_a_mean_is_not_divided_again(loss: Any) -> None:
     def step(samples: Any, ranks: int = 2) -> list[float]:
