@@ -26,6 +26,7 @@ On a device the second call is captured, and later ones launch CUDA graphs (see 
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from itertools import chain
@@ -321,7 +322,7 @@ class Watch:
 
         a function                 what it closes over, the globals and modules' names in its code
         a module, a user's object  its attributes; and its class, if that is a user's
-        tuples, lists, dicts       their items
+        tuples, lists, dicts ...   their items
         any other                  itself: a number, an array, a Tensor, an optimizer
 
     Args:
@@ -377,7 +378,7 @@ class Watch:
         return [random.getstate(), old["state"]["key"].tobytes(), old["state"]["pos"], *states]
 
     def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
-        if isinstance(item, tuple | list | set | frozenset):
+        if isinstance(item, tuple | list | set | frozenset | deque):
             yield item
         elif isinstance(item, dict):
             yield item.values()
