@@ -345,3 +345,27 @@ def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> N
     for seed in range(3):
         for result in nnmpi.simulate(lambda group: program(group, **layout), ranks, seed=seed):
             assert result == pytest.approx(serial, rel=1e-9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None:
+    """A fused update leaves parts and products in their memory, which are neither."""
+    x, y = np.random.default_rng(0).normal(size=(8, 5)), np.arange(8) % 3
+
+    def program(group: Group, options: GradientExchange) -> list[Any]:
+        model = models.mlp((5,), 3, hidden=[4]).initialize(dtype="float64")
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=options)
+        mine = np.array_split(np.arange(8), group.size)[group.rank]
+        worker.step(x[mine], y[mine])
+        grads = [None if p.grad is None else p.grad.copy() for p in model.parameters()]
+        return [*grads, optim.global_norm(model.parameters())]
+
+    options = GradientExchange(fused_update=fused)
+    (*serial, norm), *_ = nnmpi.simulate(lambda group: program(group, GradientExchange()), 1)
+    for *grads, found in nnmpi.simulate(lambda group: program(group, options), 2):
+        if fused:
+            assert grads == [None] * len(serial) and found == 0
+        else:
+            assert found == pytest.approx(norm)
+            for ours, right in zip(grads, serial, strict=True):
+                np.testing.assert_allclose(ours, right, rtol=1e-12)
