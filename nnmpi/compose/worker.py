@@ -203,8 +203,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
         # of the last batch of `for batch in loader`; the same in a checkpoint, until a step follows
-        self._place: tuple[int, int] | None = None
-        self._resumed: tuple[int, int] | None = None
         self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
@@ -258,8 +256,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             batch = self._batch_of(batch, y)
         elif y is not None:
             raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
-        if batch.iterated:
-            self._follow((batch.epoch, batch.number))
+        self.optimizer.note_place()
         if lr is not None:
             self.optimizer.lr = lr
         sharers = self.arrangement.same_rows
@@ -396,17 +393,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         report.sync_s = world.collective_s - collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
-
-    def _follow(self, place: tuple[int, int]) -> None:
-        """Note the place of a batch of `for batch in loader`; refuse one from before a resume."""
-        if self._resumed is not None and place <= self._resumed:
-            epoch, number = self._resumed
-            raise UsageError(
-                f"`for batch in loader` begins with epoch {place[0]} again, but the resumed run had"
-                f" reached batch {number} of epoch {epoch}; give the loader to nnmpi.save and"
-                " nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
-            )
-        self._place, self._resumed = place, None
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -614,15 +600,13 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return batch if self._sequence is None else self._sequence.part(batch)
 
     def scalars(self) -> dict[str, Any]:
-        """See `Trainer.scalars`; with fp16's loss scale, and the loader's place, if it counts."""
+        """See `Trainer.scalars`; with fp16's loss scale."""
         scale = {} if self.scaling is None else {"loss_scale": self.scaling.state()}
-        return super().scalars() | scale | ({"place": self._place} if self._place else {})
+        return super().scalars() | scale
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_scalars`."""
         super().load_scalars(values)
-        place = values.get("place")
-        self._place = self._resumed = place and tuple(place)
         if self.scaling is not None and "loss_scale" in values:  # else it starts at its default
             self.scaling.load(values["loss_scale"])
 
