@@ -36,12 +36,15 @@ from nnmpi.base.errors import DataError, UsageError, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened
 from nnmpi.data.dataset import (
     HELD_OUT,
+    MISSING,
     TOKEN_TYPES,
     TRAIN,
     Dataset,
     LabelKind,
     as_float32,
     check_index,
+    lost,
+    lost_columns,
     no_number,
 )
 
@@ -50,7 +53,7 @@ TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
 PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
 OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
-MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
+NO_LABELS = {*MISSING} - {"none"}  # which is a class of many tables
 BOOLS = {"True": "1", "False": "0"}  # features, as pandas writes them
 MOST_CLASSES = 20  # a table may have this many, however short it is
 HINT = (
@@ -124,6 +127,12 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                     " label"
                 )
             label_at = width if width == features else _target_column(path, cells, target)
+            if width > 2 and [*map(_number, cells)] == [*range(width)]:
+                raise DataError(
+                    f"{path}, line {line}: {cells[0]}, {cells[1]} ... seems to be a header, as"
+                    " pandas writes it for columns without names; write the table with"
+                    " to_csv(path, index=False, header=False), or give the columns names"
+                )
         label = cells.pop(label_at).strip() if label_at < width else ""
         numbers = [_number(BOOLS.get(item.strip(), item)) for item in cells]
         if is_first and {*numbers} == {None}:
@@ -142,17 +151,16 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         result = exact.astype(np.float32)
     for row, column in np.argwhere(~np.isfinite(result))[:1].tolist():
         raise _wrong_cell(path, lines[row], column, label_at, exact[row, column].item())
-    lost = np.abs(result - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
-    for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
-        least, most = exact[:, column].min(), exact[:, column].max()
+    for column in lost_columns(exact, result)[:1]:
         raise DataError(
-            f"{path}, column {column + 1 + (column >= label_at)}: float32 cannot tell its values"
-            f" apart, from {least:.10g} to {most:.10g}; subtract their common offset"
+            f"{path}, column {column + 1 + (column >= label_at)}: {lost(exact[:, column])}"
         )
-    if label_at < width and "" in labels:
-        raise DataError(
-            f"{path}, line {lines[labels.index('')]}, column {label_at + 1}: the label is missing"
-        )
+    for label, line in zip(labels, lines, strict=True) if label_at < width else ():
+        if label.lower() in NO_LABELS:
+            raise DataError(
+                f"{path}, line {line}, column {label_at + 1}: the label is missing"
+                + (f" ({label!r}); leave such rows out, or rename the class" if label else "")
+            )
     return Table(path, result, tuple(labels), tuple(lines), tuple(names))
 
 
@@ -206,13 +214,17 @@ def to_dataset(
     )
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         # NumPy converts None to NaN
-        quantities = np.array([numbers[label] for label in table.labels], np.float32)
+        exact = np.array([numbers[label] for label in table.labels], np.float64)
+        with np.errstate(over="ignore"):
+            quantities = exact.astype(np.float32)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label = shortened(table.labels[row])
             raise DataError(
                 f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite"
                 " number"
             )
+        if lost_columns(exact[:, None], quantities):
+            raise DataError(f"{table.path}, the target: {lost(exact)}")
         return Dataset(name, table.features, quantities, 0, columns=table.columns)
     if is_numeric and fraction is not None:
         raise DataError(

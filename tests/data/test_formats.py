@@ -101,7 +101,10 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("oops,2,a\n1,2,b\n", "line 1, column 1"),
         ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
         ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
-        ("1,2,nan\n1,2,2\n", "'nan' is not a whole number"),
+        ("1,2,nan\n1,2,2\n", r"line 1, column 3: the label is missing \('nan'\); leave such rows"),
+        ("1,2,cat\n1,2,?\n", r"line 2, column 3: the label is missing \('\?'\)"),
+        ("1,2,NA\n1,2,cat\n", r"line 1, column 3: the label is missing \('NA'\); .* rename the cl"),
+        ("0,1,2\n5,6,1\n7,8,0\n", "line 1: 0, 1 ... seems to be a header, as pandas writes it"),
         ('1,2,"a\n', "not CSV"),
     ],
 )
@@ -207,6 +210,8 @@ class Trap:
             {"x_train": X.astype(np.uint8), "y_train": Y, "x_test": X, "y_test": Y},
             "uint8 and x_test holds float64",
         ),
+        ({"x": X + [0, 1e9], "y": Y}, r"x\[:, 1\]: float32 cannot tell its values apart, from 1"),
+        ({"x": X.astype(int) + 10**9, "y": Y}, r"x\[:, 0\]: float32 cannot tell its values apart"),
         ({"x": TOKENS - 4, "y": TOKENS}, "token -4"),
         ({"x": TOKENS, "y": np.where(TOKENS == 5, -2, TOKENS)}, "label -2 of sample 2"),
     ],
@@ -614,6 +619,20 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text("a,b\n" + "".join(f"{i},{i % 2}\n" for i in range(rows)))
     assert [len(part) for part in load(str(tmp_path / "tables"))] == [30, 5]
+
+
+def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    """As features are; in tables and arrays."""
+    file, y = tmp_path / "t.csv", 1e6 + 0.01 * np.arange(40)
+    file.write_text("a,y\n" + "".join(f"{i},{value:.6f}\n" for i, value in enumerate(y)))
+    np.savez(tmp_path / "t.npz", x=np.ones((40, 2)), y=y)
+    for path, what in ((file, "the target"), (tmp_path / "t.npz", "y")):
+        with pytest.raises(DataError, match=f"{what}: float32 cannot tell its values apart"):
+            load(str(path), predicts="quantities")
+    with pytest.raises(DataError, match="float32 cannot tell"):
+        Dataset("own", np.ones((40, 2)), y, 0)
+    file.write_text("a,y\n" + "".join(f"{i},{['none', 'crack'][i % 2]}\n" for i in range(40)))
+    assert load(str(file))[0].class_names == ("crack", "none")
 
 
 def test_labels_that_are_a_class_for_each_row_are_refused(tmp_path: Path) -> None:
