@@ -403,14 +403,23 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, shape: Shape) -> None:
     Raises:
         ShapeError: for a label outside the classes.
     """
-    labels = batch.labels
+    if not isinstance(batch.y, np.ndarray):
+        check_classes(loss, batch.labels, shape[-1], first)
+
+
+def check_classes(loss: SumLoss, labels: Array | None, classes: int, first: int = 0) -> None:
+    """Check labels on the host, of nnmpi's cross-entropy alone; see `check_labels`.
+
+    Args:
+        loss, first: see `check_labels`.
+        labels: of the rows, or None.
+        classes: this rank's logits of a row.
+    """
     is_cross_entropy = (
         isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
     )
-    if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
-        return
-    if labels.dtype.kind in "iu":
-        count = getattr(loss, "classes", 0) or shape[-1]
+    if labels is not None and is_cross_entropy and labels.dtype.kind in "iu":
+        count = getattr(loss, "classes", 0) or classes
         _check_range("label", labels, count, first, _ignored(loss, labels))
 
 

@@ -338,10 +338,12 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             check = sum(
                 crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
                 for group, items in [*options, *((group, rows) for group in sharers)]
-            )
+            ) + (self.passes.failed is not None)
             (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
+            with agreed(self.group):
+                self.passes.raise_failed()
             for group, items in options:
                 with agreed(self.group):
                     require_same_options(group, items)
@@ -581,13 +583,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows: list[int] = []
+        rows, self.passes.failed = list[int](), None
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
             totals = evaluate_all(
                 self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
             )
+        if self.passes.is_cut:
+            with agreed(self.group):
+                self.passes.raise_failed()
         self._require_same_rows([crc32(f"{rows}".encode())])
         return totals
 
