@@ -504,9 +504,12 @@ def begin(
             with MetricsRecorder(folder if group.is_root else None, callback) as recorder:
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
-        except (UsageError, ShapeError):
-            if group.is_root and not resuming and not folder.checkpoints.exists():
-                folder.withdraw()
+        except NnmpiError as error:
+            if group.is_root:
+                is_wrong = isinstance(error, UsageError | ShapeError)
+                if is_wrong and not resuming and not folder.checkpoints.exists():
+                    folder.withdraw()
+                folder.note_error(error)
             raise
         _finish(run, loop.state, loop.report, console, loop.reporter)
         if group.is_root:
