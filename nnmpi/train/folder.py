@@ -120,7 +120,7 @@ class RunFolder:
 
     def note_error(self, error: NnmpiError) -> None:
         """Append the sentence that ended a start to console.txt, for `nnmpi doctor`."""
-        if self.console.exists():
+        if self.starts.exists():  # not withdrawn
             with suppress(OSError), appending(self.console) as stream:
                 stream.write(f"{LAST_WORDS}{error}\n")
 
