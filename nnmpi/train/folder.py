@@ -120,9 +120,12 @@ class RunFolder:
 
     def note_error(self, error: NnmpiError) -> None:
         """Append the sentence that ended a start to console.txt, for `nnmpi doctor`."""
-        if self.starts.exists():  # not withdrawn
-            with suppress(OSError), appending(self.console) as stream:
-                stream.write(f"{LAST_WORDS}{error}\n")
+        line = f"{LAST_WORDS}{error}\n"
+        with suppress(OSError, ValueError):
+            # not where the folder was withdrawn, or on another node
+            if self.starts.exists() and not self.console.read_text().endswith(line):
+                with appending(self.console) as stream:
+                    stream.write(line)
 
     def note_start(
         self,

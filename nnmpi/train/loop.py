@@ -505,11 +505,10 @@ def begin(
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
         except NnmpiError as error:
-            if group.is_root:
-                is_wrong = isinstance(error, UsageError | ShapeError)
-                if is_wrong and not resuming and not folder.checkpoints.exists():
-                    folder.withdraw()
-                folder.note_error(error)
+            is_wrong = group.is_root and isinstance(error, UsageError | ShapeError)
+            if is_wrong and not resuming and not folder.checkpoints.exists():
+                folder.withdraw()
+            folder.note_error(error)  # by the first rank that gets here
             raise
         _finish(run, loop.state, loop.report, console, loop.reporter)
         if group.is_root:
