@@ -350,8 +350,11 @@ class Loop:
         text, computing_s = f"; mean over {group.size} ranks", by_rank[:, names.index("compute_s")]
         if self._trainer.in_step:
             slowest = computing_s.argmax()
-            most_ms = 1e3 * totals.per_step(computing_s[slowest])
-            text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
+            least_ms, most_ms = (
+                1e3 * totals.per_step(seconds) for seconds in (computing_s.min(), computing_s.max())
+            )
+            if f"{least_ms:.2f}" != f"{most_ms:.2f}":
+                text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
         return replace(totals, **means), text
 
     def _with_best(self, report: Totals) -> RunState:
