@@ -126,7 +126,7 @@ def last_linear(model: Module, sample: Array) -> str | None:
             results.append((result, module.path))
 
     with observed(observe):
-        last = model(Tensor(sample))
+        last = model(Tensor(namespace(model.parameters()[0].data).asarray(sample)))
     return next((path for result, path in results if result is last), None)
 
 
