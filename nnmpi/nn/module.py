@@ -392,7 +392,21 @@ class Module(Settled):
                 if id(span.parameter) in names
             }
             del part.storage
-        return kept
+        return kept | self._values_of_others(values)
+
+    def _values_of_others(self, values: dict[str, Array]) -> set[Buffer]:
+        """Keep the values of parts of other models, or copies of them, beside new parts."""
+        if "storage" in vars(self) or all(hasattr(x, "data") for _, x in self.full_parameters()):
+            return set()  # the whole model is drawn anew
+        named = (item for item in self.named_parameters() if item[0] not in values)
+        found = {name: item.data for name, item in named if hasattr(item, "data")}
+        values |= found
+        return {
+            buffer
+            for path, part in self.named_modules()
+            if any(f"{path}.{name}".strip(".") in found for name, _ in part._members(Parameter))
+            for _, buffer in part._members(Buffer)
+        }
 
     def _refuse_hidden(self, stored: Iterable[Parameter] = ()) -> None:
         """Refuse modules and parameters in a dictionary or a nested list: they would not be

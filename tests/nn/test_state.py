@@ -1,5 +1,7 @@
 """Initial values, which depend on seed and name alone, and states, which fit or are refused."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -314,3 +316,19 @@ def test_a_part_of_another_model_is_refused_in_whatever_way_it_comes(change, how
             run(x)
 
     nnmpi.simulate(program, 1)
+
+
+@pytest.mark.parametrize("take", [lambda part: part, copy.deepcopy])
+def test_a_part_of_another_model_keeps_its_values_beside_new_ones(take):
+    """A trained encoder under a new head; a model without new parts is drawn anew."""
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4))
+    first = nn.Sequential(encoder, nn.Linear(4, 2)).initialize(seed=0)
+    encoder.layers[1].running_mean.data[...] = 7
+    before = encoder.state()
+    model = nn.Sequential(take(encoder), nn.Linear(4, 5)).initialize(seed=1)
+    for name, values in before.items():
+        np.testing.assert_array_equal(model.state()[f"0.{name}"], values)
+    assert first.layers[1].weight.data.any() and model.layers[1].weight.data.any()
+    model.initialize(seed=2)
+    assert not np.array_equal(model.layers[0].layers[0].weight.data, before["0.weight"])
+    assert (model.layers[0].layers[1].running_mean.data == 0).all()
