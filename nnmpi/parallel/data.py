@@ -21,7 +21,7 @@ from typing import NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import record_call, record_note
+from nnmpi.backend.recording import active, record_call, record_note
 from nnmpi.base.errors import (
     CommError,
     DeviceError,
@@ -102,6 +102,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         self._checked = set[int]()  # denominators of means that the ranks have compared
         self._summands: list[int] | None = [0, 0, 0]  # of this step's losses, if they are known
         self._says = False  # whether one of them is not 0
+        self._steps, self._due = 0, {1, 3}  # momentum begins to tell in the second update
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
         if group.size > 1 and runs_backward:
@@ -141,6 +142,10 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
         if self.group.size > 1 and samples not in self._checked and len(self._checked) < CHECKED:
             self._check_samples(loss_sum, samples, last)
+        if self._steps in self._due and active() is None:
+            self._due.remove(self._steps)  # a step may have several passes
+            self._check_update()
+        self._steps += last
         # recorded, so that a compiled step repeats it each time
         record_note(self.begin_pass, last)
         try:
@@ -150,6 +155,17 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
             record_note(self.end_pass)
         if last:
             record_call(self.finish)
+
+    def _check_update(self) -> None:
+        """Refuse ranks that have updated their weights differently. Collective."""
+        if self.group.size > 1 and not self.storage.node_shared:
+            try:
+                self.check_equal()
+            except CommError as error:
+                raise UsageError(
+                    f"{error} after update {self._steps}; give the optimizers of all ranks the same"
+                    " settings, and change weights equally on all of them"
+                ) from None
 
     def _check_samples(self, loss: Tensor, samples: int, last: bool) -> None:
         """Refuse to divide by another number than the global batch's. Collective."""

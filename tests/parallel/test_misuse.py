@@ -659,3 +659,37 @@ def test_a_part_of_a_model_is_not_taken_for_the_whole(layout: Layout) -> None:
 
     with pytest.raises(UsageError, match=r"only part of this model's parameters; gather them"):
         simulate(program, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("what", ["", "rate", "weights", "momentum"])
+def test_an_update_that_differs_is_told_in_the_next_step(what: str, stage: int) -> None:
+    """Ranks with other rates, or weights changed on one, would drift apart silently."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+
+    def program(group: Group) -> list[float]:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        parallel: Any = (
+            ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+        )
+        rate = 0.1 * (1 + (what == "rate") * group.rank)
+        momentum = 0.5 if what == "momentum" and group.rank else 0.9
+        optimizer = optim.SGD(model.storage, lr=rate, momentum=momentum)
+        mine, losses = slice(4 * group.rank, 4 * group.rank + 4), []
+        for _ in range(4):
+            model.zero_grad()
+            loss = ops.cross_entropy(model(x[mine]), y[mine], reduction="sum")
+            parallel.backward(loss, 8)
+            optimizer.step()
+            if what == "weights" and group.rank == 1:
+                model.parameters()[0].data[...] *= 0.5
+            losses.append(loss.item())
+        return losses
+
+    if not what or (stage and what != "weights"):  # with ZeRO one rank updates each weight
+        assert len(simulate(program, 2)) == 2
+        return
+    update = 3 if what == "momentum" else 1
+    with pytest.raises(UsageError, match=f"the weights of .* after update {update}; give the opti"):
+        simulate(program, 2)
