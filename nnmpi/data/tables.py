@@ -54,7 +54,7 @@ PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item i
 OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
 NO_LABELS = {*MISSING} - {"none"}  # which is a class of many tables
-BOOLS = {"True": "1", "False": "0"}  # features, as pandas writes them
+BOOLS = {"true": "1", "false": "0"}  # features, as pandas, R and spreadsheets write them
 MOST_CLASSES = 20  # a table may have this many, however short it is
 HINT = (
     "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by"
@@ -134,7 +134,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                     " to_csv(path, index=False, header=False), or give the columns names"
                 )
         label = cells.pop(label_at).strip() if label_at < width else ""
-        numbers = [_number(BOOLS.get(item.strip(), item)) for item in cells]
+        numbers = [_number(BOOLS.get(item.strip().lower(), item)) for item in cells]
         if is_first and {*numbers} == {None}:
             names = [cell.strip() for cell in cells]
             check_index(path, names)

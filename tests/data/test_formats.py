@@ -120,6 +120,7 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
         table(tmp_path, "1,0\n1,x\n", predicts="quantities")
     path = tmp_path / "t.csv"
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
+    assert table(tmp_path, "a,b\nTRUE,x\nfalse,y\n").x.tolist() == [[1], [0]]
     for text, target in (
         ("1,2\n3,4\n", ""),
         ("a,b,c\n1,2,x\n3,4,y\n", ""),
