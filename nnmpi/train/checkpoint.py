@@ -526,6 +526,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
             "optimizer": training.scalars(),
             "place": position,
             "objects": list(objects),
+            "iterated": optimizer.place_besides(objects.values()),
         }
         saver.save(training, training.optimizer.steps, values)
         saver.wait()
@@ -598,6 +599,7 @@ def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
         training.optimizer.run_id = last.values.get("run", "")
         for name, item in objects.items():
             item.load(place.pop(name))
+        training.optimizer.resume_after(last.values.get("iterated"))
         return place
 
 

@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "memory plan: what is computed again counts as a first time",
         "nnmpi/memory/layers.py",
-        "._replace(again=True))",
-        "._replace(again=False))",
+        "._replace(again=True,",
+        "._replace(again=False,",
         "tests/memory/test_recompute.py",
     ),
     # ---- collectives, messages, two worlds ----
