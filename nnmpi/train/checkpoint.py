@@ -812,8 +812,10 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Create the temporary folder; remove those that killed runs have left."""
-        # not its parents: a removed run folder is not recreated
-        make_folder(self._folder, self._root)
+        if not self._folder.is_dir():
+            # not its parents: a removed run folder is not recreated
+            make_folder(self._folder, self._root)
+            sync_folder(self._folder.parent)
         for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
             remove_folder(leftover, self._root)
         make_folder(self._temporary, self._root)
