@@ -340,11 +340,15 @@ class Wire(SimulatedComm):
             return
         (source, tag, sent), expected = message.request.envelope, receive.envelope[2]
         if sent != expected and BYTE not in (sent, expected):
+            advice = (
+                "send and recv are for objects, Send and Recv for arrays"
+                if PICKLED in (sent, expected)
+                else "give both one dtype"
+            )
             raise CommError(
                 f"rank {message.request.owner.number} sends {sent}"
                 f" ({describe_lines(message.request.lines)}), which rank {receive.owner.number}"
-                f" receives as {expected} ({describe_lines(receive.lines)}); send and recv are for"
-                " objects, Send and Recv for arrays"
+                f" receives as {expected} ({describe_lines(receive.lines)}); {advice}"
             )
         if receive.memory is None:
             receive.memory = np.empty(message.nbytes, BYTE)

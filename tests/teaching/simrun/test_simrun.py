@@ -121,6 +121,14 @@ DEFECTS = {
         CommError,
         r"rank 0 sends .*pickle.* \(p\.py:7\), which rank 1 receives as float64 \(p\.py:9\)",
     ),
+    "an array of another dtype": (
+        (
+            "if rank == 0:\n    comm.Send(np.zeros(3, 'f8'), 1)\n"
+            "if rank == 1:\n    comm.Recv(np.zeros(9, 'f4'))"
+        ),
+        CommError,
+        r"rank 0 sends float64 \(p\.py:7\), which rank 1 receives as float32 .*give both one dtype",
+    ),
     "changed in flight": (
         (
             "x = np.zeros(9)\nif rank == 0:\n    r = comm.Isend(x, 1)\n    x += 1\n    r.Wait()\n"
