@@ -132,7 +132,7 @@ def test_a_replay_computes_what_numpy_does(function, dtype):
     recorder, result = recorded(function, x)
     np.testing.assert_array_equal(result, function(np, x))
     assert recorder.spoiled == ""
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder.calls, Arena(), recorder.errors)
     for factor in (-1.5, 4.0, 0.25):
         x *= factor
         program.replay()
@@ -201,6 +201,7 @@ def fails(x):
         (lambda x: x[0, 0].is_integer(), "x.is_integer is read"),
         (lambda x: np.concatenate(deque([x, x])), "reads an array"),
         (lambda x: np.putmask(y := x.astype("int32"), x > 0, x[0, 0]) or y, "casts a number"),
+        (lambda x: np.errstate(over="raise")(np.exp)(x), "waits for errors of floating point"),
         (reshaped_in_place, "x.shape is assigned"),
         (in_a_thread, "another thread computes"),
         (fails, "matmul raised ValueError"),

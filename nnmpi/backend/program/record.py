@@ -253,6 +253,9 @@ class RecordedNumber(RecordedArray):
         function, own = getattr(np.ndarray, name), getattr(type(self._value), name)
         return _apply(self._recorder(), function, (self, *args), kwargs, False, own)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self if isinstance(key, tuple) and not key else super().__getitem__(key)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._value[key] = value  # raises
 
@@ -349,6 +352,7 @@ class CallList:
         spoiled: why a replay of them would be wrong; empty if it would not.
         thread: in which they are recorded.
         active: itself, until the recording ends.
+        errors: what operations want to hear of overflows and the like, for `np.errstate`.
     """
 
     def __init__(self) -> None:
@@ -356,7 +360,8 @@ class CallList:
         self.spoiled = ""
         self.thread = get_ident()
         self.active = [self]
-        self._errors = np.geterr()
+        self.errors: dict[str, Any] = {}
+        self._errors: dict[str, Any] = {**np.geterr()}
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
@@ -414,9 +419,11 @@ class CallList:
         A function that may keep what it gets may also change it, so its lists and dictionaries stay
         the same objects.
         """
-        if (errors := np.geterr()) != self._errors:
-            self._errors = errors
-            self.calls.append(Call(np.seterr, (), {**errors}, number=len(self.calls)))
+        for kind, how in np.geterr().items():
+            if how != self._errors[kind]:
+                self.errors[kind] = how
+                if how in ("raise", "call"):
+                    self.spoil("an operation waits for errors of floating point")
         args, result = (rebuilt(x, self._ref, _ARRAYS, not keeps) for x in (args, result))
         kwargs = rebuilt(kwargs or {}, self._ref, _ARRAYS)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
