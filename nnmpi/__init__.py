@@ -16,9 +16,10 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.base.errors import NnmpiError, instead
+from nnmpi.base.errors import NnmpiError
 from nnmpi.base.launcher import limit_threads
 from nnmpi.base.version import VERSION
+from nnmpi.base.words import missing_from
 
 limit_threads()  # must come before NumPy is loaded
 
@@ -132,5 +133,4 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # a package
         return import_module("nnmpi.teaching.exercise" if name == "exercise" else f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
-    suggestion = instead(name, "nnmpi") or (f"; did you mean {close[0]!r}?" if close else "")
-    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{suggestion}")
+    return missing_from("nnmpi", name, f"; did you mean {close[0]!r}?" if close else "")

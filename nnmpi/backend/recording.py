@@ -285,7 +285,7 @@ class Recorder(CallList):
         results, arrays = self.run_eagerly(first)
         if arrays is None:
             return results  # the caller refuses it
-        self.append(compute, inputs, result=arrays, keeps=True)
+        self.append(compute, tuple(inputs), result=arrays, keeps=True)
         return arrays
 
     def _own(self, result: Any, known: Sequence[Array]) -> Array:

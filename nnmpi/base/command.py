@@ -47,14 +47,16 @@ from unicodedata import category
 
 from nnmpi.base.custom import Custom
 from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
-from nnmpi.base.files import appending
+from nnmpi.base.files import opened_to_write
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
 from nnmpi.base.version import VERSION
 
 T = TypeVar("T")
 Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
 
+MANY = "..."  # ends the name of paths of which there may be several
 HELP_WIDTH = 80  # characters; under MPI, the terminal's width is unknown to every rank
 # Not a flag: a negative number, and text with spaces that begins with a dash.
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)
@@ -222,8 +224,9 @@ def read_words(
         description: the command's purpose, for its help.
         first: names of the options that --help prints; empty for all. Otherwise `--help all` prints
             all, and `--help NAME` the group of an option.
-        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing. With paths each
-            option takes at most one word.
+        names: of the paths, such as "RUN [FILE]"; those in brackets may be missing, and of one with
+            dots, "FILE...", there may be several, a list. With paths each option takes at most one
+            word.
 
     Raises:
         HelpAsked: for -h or --help, even beside wrong words.
@@ -234,6 +237,8 @@ def read_words(
         at = min(words.index(item) for item in ("-h", "--help") if item in words)
         usage = f"{program} {names}".rstrip()
         raise HelpAsked(_help_on((*words, "")[at + 1], options, usage, description, first))
+    if "--verbose" not in (option.flag for option in options):
+        words = [word for word in words if word != "--verbose"]  # `describe_uncaught` reads it
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
     known = {
@@ -254,7 +259,11 @@ def read_words(
             behind = [] if value is None else [value]
             taken[option.name] = written, behind
             room = int(option.type is not bool)
-        elif not parts and len(paths) < len(places) and (behind is None or len(behind) == room):
+        elif (
+            not parts
+            and (len(paths) < len(places) or names.endswith(MANY))
+            and (behind is None or len(behind) == room)
+        ):
             paths.append(word)
             behind = None
         elif parts or behind is None:
@@ -266,7 +275,10 @@ def read_words(
         raise UsageError(
             f"give {names} first and then the options; {places[len(paths)]} is missing"
         )
-    return dict(zip(places, paths, strict=False)) | {
+    read: list[Any] = [*paths]
+    if names.endswith(MANY):
+        read[len(places) - 1 :] = [paths[len(places) - 1 :]]
+    return dict(zip(places, read, strict=False)) | {
         option.name: _read(option, *taken[option.name])
         for option in options
         if option.name in taken
@@ -302,7 +314,14 @@ def read_command(
     """
     known = [item for section in sections for item in options_of(section)]
     given = read_words(words, known, program, description, names=names)
-    paths = (Path(given[name]) if name in given else None for name in names.split())
+    paths = (
+        [Path(item) for item in given[name]]
+        if name.endswith(MANY)
+        else Path(given[name])
+        if name in given
+        else None
+        for name in names.split()
+    )
     return *paths, *(make_section(section, given) for section in sections)
 
 
@@ -416,14 +435,19 @@ def complain(text: str) -> None:
 def describe_uncaught(error: BaseException) -> tuple[int, str]:
     """Return an uncaught exception's exit status and text.
 
-    The text is the sentence of nnmpi's errors, nothing for Ctrl-C, and the traceback of any other
-    exception.
+    The text of nnmpi's errors is their sentence, followed by the lines of the user's code; with
+    --verbose it is the whole traceback, as that of any other exception. It is empty for Ctrl-C.
     """
     if isinstance(error := translated(error), NnmpiError):
-        return error.exit_status, str(error)
+        text = str(error)
+        if "Traceback" in text:  # of another rank's error, at the end of the sentence
+            return error.exit_status, text
+        if "--verbose" not in sys.argv:
+            return error.exit_status, "\n  ".join([text, *lines_of(error)])
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
-    return 1, "".join(traceback.format_exception(error)).rstrip()
+    status = error.exit_status if isinstance(error, NnmpiError) else 1
+    return status, "".join(traceback.format_exception(error)).rstrip()
 
 
 def watch_alone() -> None:
@@ -515,7 +539,7 @@ class Console:
     def copied(self, file: Path) -> Iterator[None]:
         """Append the body's lines to a file, too; a full disk ends the copy without an error."""
         with suppress(OSError):
-            self._copy = appending(file)
+            self._copy = opened_to_write(file, "a")
         try:
             yield
         finally:
@@ -641,6 +665,8 @@ def _help_on(
         *entry("-h, --help", "Print this help."),
         *entry("--version", "Print the version."),
     ]
+    if "verbose" not in by_name:
+        lines += entry("--verbose", "Print an error's whole traceback.")
     for section in dict.fromkeys(option.section for option in shown):
         lines += ["", inspect.cleandoc(section.__doc__ or "").partition("\n")[0].rstrip(".") + ":"]
         texts = _field_docstrings(section)

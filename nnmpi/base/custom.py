@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +17,69 @@ from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError, raised_as
 
 
 class Custom(str):
-    """FILE.py:NAME or package.module:NAME, as the value of an option.
+    """FILE.py:NAME or package.module:NAME, as the value of an option, taken apart once.
+
+    Attributes:
+        source: the file or module, before the last colon.
+        function: the name in it.
+        file: the file; None for a module.
+        is_own: whether it is a module of nnmpi; a folder may have any name, such as "nnmpi.run:1".
 
     Raises:
         ValueError: for other text.
     """
 
-    __slots__ = ()
+    source: str
+    function: str
+    file: Path | None
+    is_own: bool
 
     def __new__(cls, name: str) -> "Custom":
         """Return the name; raise if it is not of this form."""
-        if not is_custom(name):
+        source, _, function = name.rpartition(":")
+        if not (source and function.isidentifier()):
             raise ValueError(name)
-        return super().__new__(cls, name)
+        self = super().__new__(cls, name)
+        self.source, self.function = source, function
+        self.file = Path(source) if source.endswith(".py") else None
+        parts = source.split(".")
+        self.is_own = (
+            self.file is None and parts[0] == "nnmpi" and all(map(str.isidentifier, parts))
+        )
+        return self
+
+
+def as_custom(name: object) -> Custom | None:
+    """Return the name of a user's function or class as such a name; None for anything else."""
+    with suppress(ValueError):
+        return Custom(name) if isinstance(name, str) else None
+    return None
 
 
 def is_custom(name: object) -> bool:
     """Return whether this is the name of a user's function or class."""
-    source, colon, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
-    return bool(colon and source) and function.isidentifier()
+    return as_custom(name) is not None
 
 
 def is_foreign(name: object) -> bool:
     """Return whether this is the name of user code outside of nnmpi."""
-    return is_custom(name) and (
-        str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi.")
-    )
+    custom = as_custom(name)
+    return custom is not None and not custom.is_own
 
 
 def short_name(name: str) -> str:
     """Return a name for use in a folder's name: "nets/mine.py:build" -> "mine-build"."""
-    if not is_custom(name):
+    custom = as_custom(name)
+    if custom is None:
         return name
-    source, _, function = name.rpartition(":")
-    stem = Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
-    return f"{stem}-{function}"
+    stem = custom.file.stem if custom.file else custom.source.rpartition(".")[2]
+    return f"{stem}-{custom.function}"
 
 
 def custom_file(name: object) -> Path | None:
     """Return the file of the name; None for other names and installed modules."""
-    source = Path(str(name).rpartition(":")[0])
-    return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
+    custom = as_custom(name)
+    return custom.file if custom and custom.file and custom.file.is_file() else None
 
 
 def load_custom(name: str, option: str, signature: str) -> Any:
@@ -70,13 +93,11 @@ def load_custom(name: str, option: str, signature: str) -> Any:
     Raises:
         UsageError: when there is no such file, module or function, or the file cannot be read.
     """
-    if not is_custom(name):
+    custom = as_custom(name)
+    if custom is None:
         return name
-    source, _, function = name.rpartition(":")
-    given = f"{option} {name}"
-    module = (
-        load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
-    )
+    source, function, given = custom.source, custom.function, f"{option} {name}"
+    module = load_file(custom.file, given) if custom.file else _load_module(source, given)
     result = getattr(module, function, None)
     if not callable(result):
         raise UsageError(
@@ -101,7 +122,7 @@ def call_custom(name: str, option: str, signature: str, *values: Any) -> Any:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within the function
         raise UsageError(
-            f"{option} {name}: {error}; define {name.rpartition(':')[2]}{signature}"
+            f"{option} {name}: {error}; define {Custom(name).function}{signature}"
         ) from None
 
 

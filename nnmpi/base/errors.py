@@ -4,16 +4,18 @@
 failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
-from functools import partial, wraps
+from functools import wraps
 from math import inf, nan
 from operator import index
 
 # 65; `nnmpi run` restarts a job that ends with it once, and then gives up
 from os import EX_DATAERR
 from typing import Any, ClassVar, TypeVar
+
+from nnmpi.base.words import answering, raise_missing
 
 T = TypeVar("T")
 
@@ -58,6 +60,10 @@ def shortened(text: str, most: int = 200) -> str:
 class NnmpiError(Exception):
     """Any error with a text for the user of the program.
 
+    Attributes:
+        lines: those of the user's code on the rank that failed, if all ranks raise its error; see
+            `nnmpi.base.lines`.
+
     Example:
         >>> try:
         ...     models.mlp([4], 0)
@@ -67,6 +73,7 @@ class NnmpiError(Exception):
     """
 
     exit_status = 1
+    lines: Sequence[str] = ()
 
 
 class HelpAsked(NnmpiError):
@@ -152,75 +159,6 @@ def expect(call: str, *pairs: tuple[object, type]) -> None:
             raise UsageError(f"{type(value).__name__} is no {kind.__name__}; call {call}")
 
 
-# owners: PyTorch's names: what to write instead
-_ROWS = """\
-Module: eval train training: models evaluate; the block "with nnmpi.nn.training(step=...):" trains
-Module Tensor: to cuda cpu device: leave it out; x.astype("float32") converts a tensor
-Module: float double: model.initialize(dtype="float64")
-Module: half: with nnmpi.use_precision("fp16")
-Module: modules named_children apply: named_modules()
-Module: add_module register_parameter: an attribute, self.name = value
-Module: register_buffer: an attribute, self.name = nnmpi.nn.Buffer(shape, value)
-Module: append extend insert: nnmpi.nn.Sequential(*model, layer)
-Module Optimizer: state_dict load_state_dict: nnmpi.save and nnmpi.resume (model, optimizer, group)
-Module Tensor: requires_grad_: parameter.requires_grad = False, or True
-Optimizer: param_groups: optimizer.lr, which schedules set, or rates by group, lr={"head": 0.1}
-Tensor: contiguous clone: leave it out
-Tensor: float double half long: x.astype("float32")
-Tensor: register_hook: parameter.hook = function
-Tensor: is_leaf grad_fn: x.node, the operation that made x, or None
-Tensor nnmpi: unsqueeze: x[None] or x[:, None]
-Tensor nnmpi: squeeze: x.reshape(...)
-Tensor: dim: x.ndim
-Tensor nnmpi: numel: x.size
-Tensor: tolist: x.numpy().tolist()
-Tensor nnmpi: clamp: x.clip(low, high)
-Tensor: masked_fill: nnmpi.tensor.where(mask, value, x)
-Tensor nnmpi: gather split chunk expand repeat: indices, slices and broadcasting
-Tensor nnmpi: std: x.var().sqrt()
-Tensor nnmpi: norm: (x * x).sum().sqrt()
-Tensor nnmpi: abs: abs(x)
-Tensor nnmpi: pow: x ** 2
-Tensor nnmpi: t: x.T
-Tensor nnmpi: mm matmul bmm: x @ y
-Tensor nnmpi: relu gelu sigmoid softmax log_softmax: the functions of nnmpi.ops
-nnmpi: manual_seed: model.initialize(seed=0)
-nnmpi: zeros ones rand randn arange from_numpy as_tensor: nnmpi.Tensor(array) of an array of NumPy
-nnmpi: cat concat: nnmpi.tensor.concatenate(tensors, axis)
-nnmpi: stack where: the function of nnmpi.tensor
-"""
-_INSTEAD = {
-    (owner, name): more
-    for owners, names, more in (row.split(": ", 2) for row in _ROWS.splitlines())
-    for owner in owners.split()
-    for name in names.split()
-}
-
-
-def instead(name: str, *owners: str) -> str:
-    """Return the end of a sentence: what to write instead of a name of PyTorch's, if known.
-
-    Args:
-        name: any text.
-        owners: classes that lack it.
-    """
-    for owner in owners:
-        if (owner, name) in _INSTEAD:
-            return f"; in nnmpi: {_INSTEAD[owner, name]} (docs/pytorch.md)"
-    return ""
-
-
-def raise_missing(owner: object, name: str) -> Any:
-    """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
-    kind = type(owner)
-    more = instead(name, *(base.__name__ for base in kind.__mro__))
-    if not more and hasattr(kind, name):  # a property, which raises its own error again
-        return object.__getattribute__(owner, name)
-    raise AttributeError(
-        f"{kind.__name__!r} object has no attribute {name!r}{more}", name=name, obj=owner
-    )
-
-
 class Settled:
     """An object to which nothing is written that it would ignore.
 
@@ -237,7 +175,7 @@ class Settled:
         cls._read_once = cls._read_once.union(fixed.split())
         if not is_own(cls) or hasattr(cls, "__post_init__"):  # a dataclass's `__init__` is to come
             return
-        make = cls.__init__
+        make = answering(cls).__init__
 
         @wraps(make)
         def __init__(self: Any, *args: Any, **named: Any) -> None:
@@ -287,13 +225,6 @@ def is_own(thing: Any) -> bool:
     return (thing.__module__ or "").partition(".")[0] == "nnmpi"
 
 
-def add_missing(kind: type) -> None:
-    """Let a class say what to write instead of PyTorch's names; `__getattr__` would slow down all."""
-    for owner, name in _INSTEAD:
-        if owner == kind.__name__:
-            setattr(kind, name, property(partial(raise_missing, name=name)))
-
-
 @contextmanager
 def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[None]:
     """Turn an OSError of the body into another error: "WHAT (the system's reason); ADVICE"."""
@@ -316,7 +247,7 @@ def translated(error: BaseException) -> BaseException:
     ):
         return UsageError(
             f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another"
-        )
+        ).with_traceback(error.__traceback__)
     return error
 
 

@@ -18,12 +18,14 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from itertools import repeat
+from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,8 +36,12 @@ VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
 # A packed file may unpack to this many times its size, plus this many bytes: tables and images
-# become 3 to 30 times as long, zeros a thousand times.
+# become 3 to 30 times as long, zeros a thousand times. A text takes longer: a row of 4 bytes costs
+# a hundred bytes and 2 microseconds.
 UNPACKED, UNPACKED_BYTES = 100, 2**28
+TEXT, TEXT_BYTES = 30, 2**23
+LINE = 2**28  # most characters of a line; text8, a corpus, is one line of 10**8
+BLANK_LINES = 2**20  # most blank lines between two others
 
 
 def expand(path: Path, what: str) -> Path:
@@ -113,16 +119,74 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def write_synced(file: Path, content: bytes) -> None:
+@contextmanager
+def entered(folder: Path, root: Path | None = None) -> Iterator[int]:
+    """Yield a folder's descriptor, for calls relative to it that no link can lead elsewhere.
+
+    All that nnmpi writes into a run's folder, or removes there, it reaches this way: the folder may
+    come from somebody else.
+
+    Args:
+        folder: to enter.
+        root: the folder that the user named, which may be a link; below it, none is followed. None:
+            `folder` itself.
+
+    Raises:
+        OSError: for a missing folder, and for a link or a file in its place.
+    """
+    number = os.open(root or folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folder.relative_to(root or folder).parts:
+            try:
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=number)
+            except NotADirectoryError as error:  # what the system says of a link, too
+                raise OSError(error.errno, f"{part} is a link or a file, not a folder") from None
+            os.close(number)
+            number = below
+        yield number
+    finally:
+        os.close(number)
+
+
+def opened_to_write(
+    file: Path, mode: str = "wb", buffering: int = -1, root: Path | None = None
+) -> Any:
+    """Open an ordinary file for writing or appending; refuse a link, which may lead anywhere.
+
+    Args:
+        mode: "w" or "a" for text, "wb" or "ab" for bytes.
+        buffering: as in `open`.
+        root: see `entered`.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    check_ordinary(file)
+    with entered(file.parent, root) as parent:
+        return open(
+            file,
+            mode,
+            buffering,
+            None if "b" in mode else "utf-8",
+            opener=lambda _, flags: os.open(file.name, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent),
+        )
+
+
+def write_synced(file: Path, content: bytes, root: Path | None = None) -> None:
     """Write a file and sync it to disk; a kill may leave half of it."""
-    with file.open("wb") as stream:
+    with opened_to_write(file, root=root) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes, root: Path | None = None) -> None:
     """Replace a file's content atomically: readers see the old or the new one, also after a crash.
+
+    A link is replaced, not followed.
+
+    Args:
+        root: see `entered`.
 
     Raises:
         OSError: when the disk is full or not writable. The old content then stays, and no temporary
@@ -130,45 +194,87 @@ def write_atomically(file: Path, content: bytes) -> None:
     """
     # always the same name, so that the next write overwrites the leftover of a killed process
     temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # it may be a link to another file
-        write_synced(temporary, content)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
+    with entered(file.parent, root) as parent:
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary.name, dir_fd=parent)  # it may be a link to another file
+            write_synced(temporary, content, root)
+            os.replace(temporary.name, file.name, src_dir_fd=parent, dst_dir_fd=parent)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary.name, dir_fd=parent)
+        os.fsync(parent)
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Replace a file's content by a JSON value; see `write_atomically`."""
-    write_atomically(file, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+def write_json(file: Path, value: Any, root: Path | None = None) -> None:
+    """Replace a file's content by a JSON value; see `write_atomically` and `json_text`."""
+    write_atomically(file, json_text(value, indent=1).encode() + b"\n", root)
 
 
 @contextmanager
 def folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it is synced and renamed when the body ends."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Yield an empty folder to fill; it is synced and renamed when the body ends.
+
+    Raises:
+        OSError: when it cannot be written, or there is something of its name.
+    """
+    temporary, root = folder.with_name(f".{folder.name}.tmp"), folder.parent
+    remove_folder(temporary, root)
     try:
-        temporary.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        make_folder(temporary, root)
         yield temporary
         for file in temporary.iterdir():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-        sync_folder(temporary)
-        temporary.rename(folder)
-        sync_folder(folder.parent)
+        sync_folder(temporary, root)
+        rename(temporary, folder.name)
+        sync_folder(root)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary, root)
 
 
-def sync_folder(folder: Path) -> None:
+def rename(path: Path, name: str, root: Path | None = None) -> None:
+    """Give a file or folder another name in its folder; see `entered` for `root`."""
+    with entered(path.parent, root) as parent:
+        os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Create a folder in an existing one; an existing folder stays.
+
+    Args:
+        root: see `entered`.
+
+    Raises:
+        OSError: for a link or a file in its place.
+    """
+    with entered(folder.parent, root) as parent:
+        try:
+            os.mkdir(folder.name, dir_fd=parent)
+            os.fsync(parent)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode):
+                raise
+
+
+def remove_folder(folder: Path, root: Path | None = None) -> None:
+    """Remove a folder with all in it as far as the system lets; never what a link leads to.
+
+    Args:
+        root: see `entered`.
+    """
+    with suppress(OSError), entered(folder.parent, root) as parent:
+        if not folder.is_symlink():
+            shutil.rmtree(folder.name, ignore_errors=True, dir_fd=parent)
+        else:
+            os.unlink(folder.name, dir_fd=parent)
+
+
+def sync_folder(folder: Path, root: Path | None = None) -> None:
     """Sync a folder to disk, so that new and renamed entries survive a crash."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
+    with entered(folder, root) as number:
         os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def sha256(file: Path) -> str:
@@ -204,27 +310,6 @@ def foreign(file: Path, kind: type[NnmpiError], what: str = "cannot be read") ->
         raise kind(f"{file}: {what} ({shortened(reason)})") from error
 
 
-def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
-    """Open an ordinary file for appending; refuse a link, which may lead anywhere.
-
-    Args:
-        mode: "a" for text, "ab" for bytes.
-        buffering: as in `open`.
-
-    Raises:
-        OSError: when it cannot be opened.
-    """
-    check_ordinary(file)
-    encoding = None if "b" in mode else "utf-8"
-    return open(
-        file,
-        mode,
-        buffering,
-        encoding,
-        opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
-    )
-
-
 def read_text(file: Path) -> str:
     """Return the text of an ordinary file.
 
@@ -236,17 +321,35 @@ def read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
+def json_text(value: Any, **form: Any) -> str:
+    """Return a value as JSON text, the only way in which nnmpi writes JSON for others.
+
+    Args:
+        form: as `json.dumps` takes it.
+
+    Raises:
+        ValueError: for NaN and infinity, which JSON lacks and other programs refuse.
+    """
+    return json.dumps(value, allow_nan=False, **form)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: when the text is not JSON, a number has too many digits, or lists are nested
-            too deeply.
+        ValueError: when the text is not JSON, which has no NaN, a number is too large or has too
+            many digits, or lists are nested too deeply.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    if isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text} is no finite number")
 
 
 def read_json(file: Path) -> Any:
@@ -292,19 +395,24 @@ def rebuilt(kind: Any, value: Any) -> Any:
     return value
 
 
-def check_unpacked(path: Path, nbytes: int) -> None:
-    """Refuse a packed file that unpacks to far more bytes, before they fill the memory.
+def check_unpacked(
+    path: Path, nbytes: int, packed: int | None = None, is_text: bool = False
+) -> None:
+    """Refuse packed data that unpack to far more bytes, before they fill the memory.
 
     Args:
-        path: the packed file.
+        path: the packed file, or a folder of packed files.
         nbytes: the unpacked size that its header gives, or the bytes unpacked so far.
+        packed: the bytes of all files; None for those of `path`.
+        is_text: whether it is parsed line by line.
 
     Raises:
         DataError: above the limit.
     """
-    if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
+    times, free = (TEXT, TEXT_BYTES) if is_text else (UNPACKED, UNPACKED_BYTES)
+    if nbytes > free + times * (path.stat().st_size if packed is None else packed):
         raise DataError(
-            f"{path} unpacks to more than {UNPACKED} times its size; if that is intended, unpack"
+            f"{path} unpacks to more than {times} times its size; if that is intended, unpack"
             " it first"
         )
 
@@ -312,21 +420,26 @@ def check_unpacked(path: Path, nbytes: int) -> None:
 class _Unpacked(io.RawIOBase):
     """The unpacked bytes of a gz file, up to the limit of `check_unpacked`."""
 
-    def __init__(self, path: Path, plain: BinaryIO) -> None:
-        self._path, self._stream = path, gzip.GzipFile(fileobj=plain)
+    def __init__(self, path: Path, plain: BinaryIO, is_text: bool) -> None:
+        self._path, self._is_text = path, is_text
+        self._stream = gzip.GzipFile(fileobj=plain)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count = self._stream.readinto(buffer)
-        check_unpacked(self._path, self._stream.tell())
+        check_unpacked(self._path, self._stream.tell(), is_text=self._is_text)
         return count
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path, is_text: bool = False) -> Iterator[BinaryIO]:
     """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
+
+    Args:
+        path: of the file.
+        is_text: whether it is parsed line by line, for which the limits are lower.
 
     Raises:
         DataError: for a missing or unreadable file, and for a gz stream that is truncated, damaged
@@ -335,11 +448,42 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     try:
         check_ordinary(path)
         with path.open("rb") as plain:
-            yield io.BufferedReader(_Unpacked(path, plain)) if path.suffix == ".gz" else plain
+            packed = path.suffix == ".gz"
+            yield io.BufferedReader(_Unpacked(path, plain, is_text)) if packed else plain
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: not a complete gz file ({error}); get it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_lines(path: Path, errors: str = "strict") -> Iterator[str]:
+    """Yield the lines of a UTF-8 text, plain or .gz, each with its newline.
+
+    Args:
+        errors: what becomes of other bytes, as for `open`.
+
+    Raises:
+        DataError: see `opened`; also for other text, endless lines, and heaps of blank lines.
+    """
+    blank = 0
+    try:
+        with (
+            opened(path, is_text=True) as stream,
+            io.TextIOWrapper(stream, "utf-8-sig", errors) as text,
+        ):
+            while line := text.readline(LINE + 1):
+                blank = blank + 1 if line.isspace() else 0
+                if len(line) > LINE:
+                    raise DataError(
+                        f"{path} has a line of more than {LINE:,} characters; divide it"
+                    )
+                if blank > BLANK_LINES:
+                    raise DataError(
+                        f"{path} has more than {BLANK_LINES:,} blank lines in a row; remove them"
+                    )
+                yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason}); convert it") from error
 
 
 def read_bytes(path: Path) -> bytes:

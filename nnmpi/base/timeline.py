@@ -17,7 +17,6 @@ partly overlapping ones get tracks of their own. A message is an arrow from its 
 """
 
 import gzip
-import json
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nnmpi.base.clock as clock
-from nnmpi.base.files import write_atomically
+from nnmpi.base.files import json_text, write_atomically
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
 TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
@@ -263,7 +262,7 @@ def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
     Raises:
         OSError: when it cannot be written; then there is no file.
     """
-    text = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
+    text = json_text(trace, separators=(",", ":")).encode()
     write_atomically(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 

@@ -33,6 +33,7 @@ from nnmpi.base.errors import (
     group_ranks,
     name_ranks,
 )
+from nnmpi.base.lines import lines_of
 from nnmpi.comm.world import Comm
 
 
@@ -64,7 +65,8 @@ class Communicator(Settled, fixed="comm rank size"):
     def __reduce__(self) -> NoReturn:
         raise CommError(
             "a group of ranks cannot be copied or pickled, nor can a model in a Worker or a"
-            " strategy; call its release() first, or build the model again and use load_state"
+            " strategy; keep its values, such as the best ones, by model.state() and"
+            " model.load_state, or call its release()"
         )
 
     @property
@@ -327,13 +329,20 @@ def _describe(error: BaseException) -> dict[str, Any]:
             for kind in type(error).__mro__
             if getattr(errors, kind.__name__, None) is kind
         ]
-        return {"kind": kinds[0], "status": error.exit_status, "text": str(error), "trace": ""}
+        return {
+            "kind": kinds[0],
+            "status": error.exit_status,
+            "text": str(error),
+            "trace": "",
+            "lines": lines_of(error),
+        }
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return {
         "kind": CommError.__name__,
         "status": 1,
         "text": text,
         "trace": "".join(traceback.format_exception(error)),
+        "lines": [],
     }
 
 
@@ -348,7 +357,7 @@ def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | 
     kind: type[NnmpiError] = getattr(errors, first["kind"])
     trace = f"\n\nOn rank {min(failed)}:\n{first['trace']}" if first["trace"] else ""
     error = kind(text + trace)
-    error.exit_status = first["status"]
+    error.exit_status, error.lines = first["status"], first["lines"]
     return error
 
 

@@ -229,7 +229,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
 
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:
     """Return the watchdog's sentence about the last start, and the file of the rank it blames."""
-    flight = folder.path / "flight"
+    flight = folder.flight
     records = sorted(
         flight.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0)
     )

@@ -1,6 +1,5 @@
 """`nnmpi evaluate`: accuracy and loss of a run on its test data, or on other data."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,13 +12,13 @@ import numpy as np
 
 from nnmpi.backend.array import Integers
 from nnmpi.base.command import check_numbers, read_command
-from nnmpi.base.errors import DataError
-from nnmpi.base.files import write_atomically
+from nnmpi.base.errors import DataError, DivergenceError
+from nnmpi.base.files import json_text, write_atomically
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, launch_command
-from nnmpi.compose.inference import Inference
+from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
 from nnmpi.data.dataset import Dataset, Samples
@@ -44,6 +43,9 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         run: opened on these ranks.
         samples: must fit the model; see `match_samples`.
         batch_size: the maximum number of samples per forward pass of a replica.
+
+    Raises:
+        DivergenceError: on all ranks, for outputs or a loss that are not finite.
     """
     signature, dp, size = run.signature, run.arrangement.mesh.dp, run.signature.classes
     rows = max(
@@ -69,18 +71,28 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
     result = Totals()
     confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
-    with loader.epoch(0) as batches:
+    wrong = 0
+    with loader.epoch(0) as batches, np.errstate(all="ignore"):  # see the checks below
         for batch in batches:
             result.samples += batch.global_rows
             result.targets += batch.global_targets
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
+                wrong += nonfinite_rows(outputs.data)
                 result.loss_sum += float(loss(outputs, batch.y).numpy())
                 result.score_sum += float(loss.score(outputs.data, batch.y))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
     inference.release()
-    result.loss_sum, result.score_sum = dp.sum_floats([result.loss_sum, result.score_sum])
+    result.loss_sum, result.score_sum, everywhere = dp.sum_floats(
+        [result.loss_sum, result.score_sum, float(wrong)]
+    )
+    check_finite(result.samples, everywhere)
+    if not isfinite(result.loss_sum):
+        raise DivergenceError(
+            f"the loss on {samples.name} is {result.loss_sum}: its targets are too far from the"
+            " predictions for this number type; scale them as in training"
+        )
     if confusion.size and dp.size > 1:
         dp.all_reduce(confusion.reshape(-1))
     return result, confusion if confusion.size else None
@@ -180,7 +192,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """
     console, (folder, options, opening) = parse_together(words, parse, group)
     run = opening.open(folder, group)
-    train, test = load_samples(_data(run, options), group, console.say)
+    train, test = load_samples(_data(run, options), group, console.say, run.signature)
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)
     result, confusion = evaluate(run, samples, options.batch_size)
@@ -233,7 +245,7 @@ def _as_json(
     }
     if confusion is not None:
         values |= {"classes": run.class_names, "confusion": confusion.tolist()}
-    return json.dumps(values)
+    return json_text(values)
 
 
 def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationConfig) -> str:

@@ -14,6 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import launch_command
 from nnmpi.models.torch_weights import write_torch
+from nnmpi.train.folder import RunFolder
 from nnmpi.train.run import load
 
 PROGRAM = "nnmpi export"
@@ -58,7 +59,7 @@ def export(folder: Path, options: ExportConfig) -> str:
         UsageError: for a folder without a run, and for a file that cannot be written.
         CheckpointError: for a run without a checkpoint.
     """
-    file = options.out or folder / "torch.safetensors"
+    file = options.out or RunFolder(folder).torch
     if file.suffix not in ("", ".safetensors"):
         raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
     run = load(folder, options.best, options.weights, options.trust)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,16 @@ from typing import Literal
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.base.command import read_command
+from nnmpi.base.command import complain, read_command
 from nnmpi.base.errors import DataError, UsageError, raised_as
+from nnmpi.base.files import json_text
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.data import images
-from nnmpi.data.tables import read_csv, read_samples
+from nnmpi.data.columns import plain
+from nnmpi.data.tables import ENDINGS, TableRules, is_table, read_csv, read_samples
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
@@ -29,35 +30,73 @@ from nnmpi.train.signature import BYTES, ModelSignature
 FULL = 255.0
 
 
-def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
+def read_file(
+    file: Path,
+    signature: ModelSignature,
+    dtype: str,
+    invert: bool = False,
+    say: Callable[[str], None] = complain,
+) -> Array:
     """Return the samples of a file as model input: (n, *sample_shape).
 
     Args:
-        file: .npz, .csv, .csv.gz, or an image that Pillow reads.
+        file: .npz, a table, or an image that Pillow reads.
         signature: the model's.
         dtype: the model's.
         invert: whether to invert an image's brightness.
+        say: called with what was replaced in a table.
 
     Raises:
-        UsageError: for a missing file, or one of another kind.
+        UsageError: for a file of another kind.
         DataError: for a damaged file, or samples that do not fit the model.
     """
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}; give an .npz, a .csv or an image")
     try:
         if file.suffix == ".npz":
             return signature.prepare(read_samples(file), dtype)
-        if file.name.endswith((".csv", ".csv.gz")):
-            if len(signature.sample_shape) != 1:
-                raise DataError(
-                    f"rows of a table do not fit a model that takes {signature.sample_shape}; give"
-                    " an .npz"
-                )
-            table = read_csv(file, signature.target, signature.sample_shape[0])
-            return signature.prepare(signature.in_order(table.features, table.columns, file), dtype)
+        if is_table(file):
+            return signature.prepare(_read_table(file, signature, say), dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
     return read_image(file, signature, dtype, invert)
+
+
+def _read_table(file: Path, signature: ModelSignature, say: Callable[[str], None]) -> Array:
+    """Return a table's samples, and say what was replaced in it."""
+    shape, encoding = signature.sample_shape, signature.encoding
+    if not encoding:
+        if len(shape) != 1:
+            raise DataError(f"rows of a table do not fit a model that takes {shape}; give an .npz")
+        encoding = plain(signature.columns, shape[0])
+    rules = TableRules(
+        sample_shape=shape if len(shape) > 1 else (),
+        encoding=encoding,
+        as_bytes=signature.stored == BYTES,
+    )
+    table = read_csv(file, rules, labelled=False)
+    for note in table.notes:
+        say(f"{file}: {note}")
+    return table.features
+
+
+def find_samples(paths: Sequence[Path]) -> list[Path]:
+    """Return the files among the paths, and those in folders: tables, .npz and images, by name.
+
+    Raises:
+        UsageError: for a missing path, and for a folder without such files.
+    """
+    files = list[Path]()
+    for path in paths:
+        if path.is_dir():
+            ends = (*ENDINGS, ".npz", *images.SUFFIXES)
+            inside = [item for item in sorted(path.rglob("*")) if item.suffix.lower() in ends]
+            if not inside:
+                raise UsageError(f"folder {path} has neither tables nor images nor .npz files")
+            files += inside
+        elif not path.is_file():
+            raise UsageError(f"there is no file {path}; give an .npz, a .csv or an image")
+        else:
+            files.append(path)
+    return files
 
 
 def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool = False) -> Array:
@@ -85,11 +124,12 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
 
 PROGRAM = "nnmpi predict"
 DESCRIPTION = """\
-Predict classes or numbers with a run's model: nnmpi predict RUN FILE [options].
+Predict classes or numbers with a run's model: nnmpi predict RUN FILE... [options].
 
-FILE is an .npz with x, a .csv with the run's features (a label column is ignored), or an image such
-as digit.png. The run's scaling and normalization are applied. The output has a line per sample:
-its class and the probability of every class, or the predicted numbers."""
+FILE is an .npz with x, a .csv with the run's columns (a label is not needed), an image such as
+digit.png, or a folder of them. The run's encoding, scaling and normalization are applied. The
+output has a line per sample: its class and the probability of every class, or the predicted
+numbers; and its file, if there are several."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +144,9 @@ class PredictionConfig:
     """Invert an image's brightness: MNIST's digits are white on black."""
 
 
-parse = partial(read_command, "RUN FILE", PROGRAM, DESCRIPTION, (PredictionConfig, OpeningConfig))
+parse = partial(
+    read_command, "RUN FILE...", PROGRAM, DESCRIPTION, (PredictionConfig, OpeningConfig)
+)
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -113,33 +155,40 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks.
     """
-    console, (folder, file, options, device) = parse_together(words, parse, group)
+    console, (folder, paths, options, device) = parse_together(words, parse, group)
     run = device.open(folder, group)
     if run.config.model.model in SEQUENCE_MODELS:
         raise UsageError(
             f"a run of model {run.config.model.model} generates text: see nnmpi generate"
         )
     with agreed(group):
-        x = read_file(file, run.signature, run.config.run.dtype, options.invert)
-    text = format_predictions(run, run.answers(x), options.format)
+        files = find_samples(paths)
+        dtype = run.config.run.dtype
+        say = complain if group.is_root else lambda _: None
+        parts = [read_file(file, run.signature, dtype, options.invert, say) for file in files]
+        x = np.concatenate(parts)
+    sources = [str(file) for file, part in zip(files, parts, strict=True) for _ in part]
+    is_one = len(files) == 1 and paths == files
+    text = format_predictions(run, run.answers(x), options.format, [] if is_one else sources)
 
     def write() -> None:
         if options.out is None:
             console.finish(text)
         else:
             with raised_as(UsageError, f"--out {options.out} cannot be written"):
-                options.out.write_text(text + "\n")
+                options.out.write_text(text + "\n", encoding="utf-8")
 
     on_root(group, write)
 
 
-def format_predictions(run: Run, answers: Array, kind: str) -> str:
+def format_predictions(run: Run, answers: Array, kind: str, files: Sequence[str] = ()) -> str:
     """Return predictions as text: classes and their probabilities, or quantities.
 
     Args:
         run: the model's run.
         answers: what `Run.answers` returned.
         kind: "csv" or "json".
+        files: of each sample; empty to leave them out.
     """
     rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)
     is_classes = run.signature.predicts != "quantities" and not run.signature.target_shape
@@ -150,18 +199,22 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
                 {"class": names[i], "probabilities": row.tolist()}
                 for i, row in zip(best, rows, strict=True)
             ]
+        for sample, file in zip(samples, files, strict=False):
+            sample["file"] = file
         about = {"classes": names} if is_classes else {}
-        return json.dumps({"run": str(run.folder.path), **about, "samples": samples})
+        return json_text({"run": str(run.folder.path), **about, "samples": samples})
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
+    head = ["class", *names] if is_classes else header
+    if files:
+        first = [[file, *item] for file, item in zip(files, first, strict=True)]
+        head = ["file", *head]
     lines = (
         [*head, *(f"{item:.6g}" for item in row)] for head, row in zip(first, rows, strict=True)
     )
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(
-        [["class", *names] if is_classes else header, *lines]
-    )
+    csv.writer(stream, lineterminator="\n").writerows([head, *lines])
     return stream.getvalue().rstrip("\n")
 
 

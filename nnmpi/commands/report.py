@@ -65,9 +65,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: without a run, for unreadable files, and for a page that cannot be written.
     """
     run, options = read_command("RUN", "nnmpi report", __doc__ or "", (ReportConfig,), words)
-    file = options.out or run / "report.html"
-    if options.out is None and file.is_symlink():
-        raise UsageError(f"{file} is a link, which may lead anywhere; remove it, or give --out")
+    file = options.out or RunFolder(run).page
     if options.tensorboard is not None:
         read_run(run, str(run))
         write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
@@ -106,7 +104,8 @@ def gather(run: Path) -> dict[str, Any]:
     """
     options, folder, evaluation = read_run(run, str(run)), RunFolder(run), dict[str, Any]()
     if folder.evaluation.is_file():
-        with foreign(folder.evaluation, UsageError, "the evaluation of the run cannot be read"):
+        advice = "not what nnmpi evaluate writes; call it again, or remove the file"
+        with foreign(folder.evaluation, UsageError, advice):
             evaluation = read_json(folder.evaluation)
             _ = rebuilt(Confusion, evaluation.get("confusion") or ())
     with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):

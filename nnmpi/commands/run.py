@@ -17,7 +17,6 @@ The supervisor does not use MPI: an MPI process would be killed with the job.
 """
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -34,7 +33,7 @@ from types import FrameType
 
 from nnmpi.base.command import check_numbers, printable, read_command, say
 from nnmpi.base.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
-from nnmpi.base.files import appending, read_json
+from nnmpi.base.files import json_text, opened_to_write, read_json
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.commands.launching import (
     Launcher,
@@ -334,8 +333,8 @@ class Supervisor:
         """Append a line to the run's faults.jsonl; a full disk loses only this line."""
         fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
-            with suppress(OSError), appending(self._files.faults) as stream:
-                stream.write(json.dumps(fault) + "\n")
+            with suppress(OSError), opened_to_write(self._files.faults, "a") as stream:
+                stream.write(json_text(fault) + "\n")
 
     # ---- signals ----
 

@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import use_precision
-from nnmpi.base.errors import DivergenceError, UsageError
+from nnmpi.base.errors import DivergenceError, UsageError, counted
 from nnmpi.base.shard import split
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.executor import Executor, PassHandler
@@ -137,6 +137,28 @@ class Inference(PassHandler):
         outputs = Tensor(to_float32(self._backend.xp, expected)).numpy()
         self._outputs[microbatch] = np.array(outputs, order="C")
         return result
+
+
+def nonfinite_rows(outputs: Array) -> int:
+    """Return the number of rows, (rows, ...), with NaN or infinity."""
+    return len(outputs) - int(np.isfinite(outputs.reshape(len(outputs), -1)).all(axis=1).sum())
+
+
+def check_finite(outputs: int, wrong: float) -> None:
+    """Refuse predictions that are not finite: they have no class, no probability, no error.
+
+    Args:
+        outputs: the number of samples.
+        wrong: how many of them have an output with NaN or infinity.
+
+    Raises:
+        DivergenceError: for any.
+    """
+    if wrong:
+        raise DivergenceError(
+            f"the model's outputs for {wrong:.0f} of {counted(outputs, 'sample')} are not finite;"
+            " use other weights, such as an older checkpoint's, or float64"
+        )
 
 
 # ---- text ----

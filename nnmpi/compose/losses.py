@@ -55,7 +55,12 @@ SQUARES = "squares"  # of the gradient
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
 
 YES_OR_NO = "bce"
-ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": huber}
+ERRORS: dict[str, Callable[..., Tensor]] = {
+    "mse": mse,
+    YES_OR_NO: binary_cross_entropy,
+    "mae": mae,
+    "huber": huber,
+}
 
 
 class SumError(Settled, fixed="name"):

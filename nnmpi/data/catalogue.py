@@ -17,9 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
+from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
@@ -34,7 +37,16 @@ from nnmpi.data.images import (
     load_idx,
     locate_cifar,
 )
-from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
+from nnmpi.data.tables import (
+    ENDINGS,
+    TableRules,
+    is_table,
+    load_csv,
+    load_npz,
+    read_csv,
+    refuse_rules,
+    to_dataset,
+)
 from nnmpi.data.text import is_text
 
 TrainAndTest = tuple[Dataset, Dataset]
@@ -48,7 +60,6 @@ BUNDLED = {
     }.items()
 }
 TEXTS = ("paradise-lost",)
-READERS = {".csv": load_csv, ".csv.gz": load_csv, ".npz": load_npz}
 STALL_S = 30.0  # after this silence the download tries the next mirror
 CHUNK_BYTES = 2**16
 
@@ -129,17 +140,28 @@ def load(
     test_fraction: float = 0.2,
     predicts: LabelKind = "classes",
     target: str = "",
+    *,
+    drop: Sequence[str] = (),
+    text_columns: Sequence[str] = (),
+    sample_shape: Sequence[int] = (),
+    encoding: Encoding = (),
+    as_bytes: bool | None = None,
 ) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
     Args:
-        name_or_path: one of NAMES except texts, or the path of a .csv, .csv.gz or .npz file or of a
-            folder.
+        name_or_path: one of NAMES except texts, or the path of a table (.csv, .tsv, .tab or .data,
+            plain or .gz), of an .npz file or of a folder.
         data_dir: the folder with the files of mnist, fashion-mnist or cifar10, or its parent; by
             default the download cache.
         seed, test_fraction: of the split of a set without a test part (iris, digits, .csv, .npz).
         predicts: the kind of labels in a file: "classes", "quantities", or "any" to infer it.
         target: the column of a table's labels, by name or number from 1; empty for the last.
+        drop: columns of a table to leave out, by name or number.
+        text_columns: columns of documents, whose words become features.
+        sample_shape: of a row of a table, such as (28, 28, 1) for pixels.
+        encoding: of the columns, that of a training set for another table; empty to make one.
+        as_bytes: whether samples are bytes as those of the training set; None to find out.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
@@ -152,8 +174,10 @@ def load(
         (1438, 359, (8, 8, 1), 10)
     """
     name = name_or_path
-    if target and name in NAMES:
-        raise UsageError(f"data set {name!r} has its own labels; leave the target out")
+    columns = tuple(drop), tuple(text_columns), tuple(sample_shape)
+    rules = TableRules(target, *columns, encoding, as_bytes)
+    if name in NAMES:
+        refuse_rules(f"data set {name!r}", rules)
     if name in DOWNLOADED:
         path = _place(name, data_dir)
         pair = (
@@ -165,17 +189,18 @@ def load(
         raise UsageError(f"data set {name!r} is a text: see nnmpi.data.load_text")
     with _allowed(f"data set {name!r}"):
         path = BUNDLED[name] if name in BUNDLED else _existing(name)
-        reader = next((reader for end, reader in READERS.items() if path.name.endswith(end)), None)
+        kind: LabelKind = "classes" if name in BUNDLED else predicts
+        stem = path.name.split(".")[0]
         if path.is_dir():
-            train, test = _load_folder(path, predicts, target)
-        elif reader is None:
-            raise UsageError(
-                f"data set {path}: files of this kind cannot be read; give {', '.join(READERS)} or"
-                " a folder, for texts .txt, .jsonl or .csv"
-            )
+            train, test = _load_folder(path, predicts, rules)
+        elif is_table(path):
+            train, test = load_csv(path, stem, kind, rules)
+        elif path.name.endswith(".npz"):
+            train, test = load_npz(path, stem, kind, rules)
         else:
-            train, test = reader(
-                path, path.name.split(".")[0], "classes" if name in BUNDLED else predicts, target
+            raise UsageError(
+                f"data set {path}: files of this kind cannot be read; give {', '.join(ENDINGS)},"
+                " .npz or a folder, for texts .txt, .jsonl or .csv"
             )
     if name == "digits":
         train = replace(train, scale=1 / 16)
@@ -345,18 +370,20 @@ def _existing(text: str) -> Path:
     )
 
 
-def _load_folder(folder: Path, predicts: LabelKind, target: str) -> tuple[Dataset, Dataset | None]:
+def _load_folder(
+    folder: Path, predicts: LabelKind, rules: TableRules
+) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
     tables = [find(folder, f"{part}.csv") for part in ("train", "test")]
     if tables[0] and tables[1]:
-        train = to_dataset(read_csv(tables[0], target), name, predicts=predicts)
+        table = read_csv(tables[0], rules)
+        train = to_dataset(table, name, predicts=predicts)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
-        test = to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
-        if train.columns and test.columns and test.columns != train.columns:
-            raise DataError(
-                f"{tables[1]} and {tables[0]} differ in columns or their order; give both the same"
-            )
+        rules = replace(rules, target=train.target, encoding=train.encoding)
+        rules = replace(rules, as_bytes=train.x.dtype == np.uint8)
+        test = to_dataset(read_csv(tables[1], rules), name, train.class_names, kind)
         return train, test
+    refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
         return load_idx(folder, name)
     if path := locate_cifar(folder):

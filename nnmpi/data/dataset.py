@@ -21,7 +21,25 @@ LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels 
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
 # spellings of a missing value in tables, in lower case
-MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")
+MISSING = frozenset(
+    (
+        "",
+        "?",
+        "-",
+        "--",
+        ".",
+        "na",
+        "n/a",
+        "n.a.",
+        "#n/a",
+        "nan",
+        "<na>",
+        "none",
+        "null",
+        "nil",
+        "nat",
+    )
+)
 
 
 def check_index(name: object, columns: Sequence[str]) -> None:
@@ -195,6 +213,9 @@ class Dataset(Samples):
             floats).
         class_names: one name per class, or empty.
         columns: the names of a table's features, or empty.
+        target: the name or number of a table's label column, or empty.
+        encoding: the rules that made features of a table's columns, or empty; see `data.columns`.
+        notes: sentences about what was left out of a table or replaced in it.
 
     Raises:
         DataError: when the shapes of x and y do not match or a label is out of range.
@@ -213,6 +234,9 @@ class Dataset(Samples):
     scale: float = 1.0
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    target: str = ""
+    encoding: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_int("classes", self.classes, 0)

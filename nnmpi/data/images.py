@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.base.files import foreign, read_bytes
+from nnmpi.base.files import check_unpacked, foreign, read_bytes
 from nnmpi.data.dataset import Dataset
 
 # For each part: the published names of the file of images and the file of labels.
@@ -141,7 +141,8 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
         packed = io.BytesIO(read_bytes(path))
         with (
             foreign(path, DataError, "not a complete tar archive"),
-            tarfile.open(fileobj=packed) as archive,
+            # ":" unpacks nothing more: a gz within the gz would escape the limit of `read_bytes`
+            tarfile.open(fileobj=packed, mode="r:") as archive,
         ):
             for member in archive:
                 match = BATCH.fullmatch(Path(member.name).name)
@@ -179,6 +180,7 @@ SUFFIXES = (
 TRAIN = "train", "training"
 # Names of a held-out part, in any capitals; the first that a folder has is used.
 HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
+PIXEL_BYTES = 8  # of a pixel while it is read, at most
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
 
@@ -187,12 +189,19 @@ def open_image(file: Path) -> Any:
 
     Raises:
         UsageError: without Pillow.
+        DataError: for far more pixels than the file has bytes.
     """
     if importlib.util.find_spec("PIL") is None:
         raise UsageError(
             f"{file}: images are read by Pillow, which is not installed (pip install pillow)"
         )
-    return importlib.import_module("PIL.Image").open(file)
+    image = importlib.import_module("PIL.Image").open(file)
+    try:
+        check_unpacked(file, PIXEL_BYTES * image.width * image.height)
+    except DataError:
+        image.close()
+        raise
+    return image
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
@@ -278,6 +287,10 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     width, height = np.median(sizes, axis=0).astype(int).tolist()
     is_gray = all(mode in ("1", "L") or WIDE.fullmatch(mode) for mode in modes)
     shape = height, width, 1 if is_gray else 3
+    nbytes = len(sizes) * math.prod(shape)
+    check_unpacked(
+        folder, nbytes, sum(file.stat().st_size for files in train.values() for file in files)
+    )
 
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         if strange := classes.keys() - train.keys():

@@ -33,6 +33,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
 from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
 from nnmpi.base.shard import split
+from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
 from nnmpi.data.items import as_samples
 from nnmpi.data.sampler import (
@@ -161,6 +162,7 @@ def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[in
     return tuple(per_row * len(part) for part in split(global_rows, microbatches))
 
 
+@answering
 @dataclass(eq=False, repr=False)
 class Loader(Settled):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.

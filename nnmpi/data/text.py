@@ -34,7 +34,6 @@ Documents are read one by one from a file in UTF-8, plain or .gz:
 """
 
 import csv
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,9 +45,17 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, expect, raised_as
-from nnmpi.base.files import cache_folder, folder_atomically, locked, parse_json, sha256
+from nnmpi.base.files import (
+    cache_folder,
+    folder_atomically,
+    json_text,
+    locked,
+    parse_json,
+    read_lines,
+    sha256,
+)
 from nnmpi.data.dataset import IGNORED, Samples, split_indices
-from nnmpi.data.tables import read_cells, read_lines
+from nnmpi.data.tables import read_cells
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 64
@@ -215,7 +222,7 @@ class TextSource:
             self.sentences,
             CHARACTERS if tokenizer is None else tokenizer.identity,
         ]
-        return hashed(json.dumps(parts).encode()).hexdigest()[:32]
+        return hashed(json_text(parts).encode()).hexdigest()[:32]
 
 
 def prepare_tokens(source: TextSource) -> Path:

@@ -14,22 +14,33 @@ tokenizers back without either library.
 
 import hashlib
 import importlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nnmpi.base.errors import DataError, Settled, UsageError
-from nnmpi.base.files import expand, foreign, read_json
+from nnmpi.base.files import (
+    expand,
+    foreign,
+    json_text,
+    parse_json,
+    read_json,
+    write_atomically,
+    write_json,
+)
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 PAIRS_FILES = ("vocab.json", "merges.txt")
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 MOST_TOKENS = 2**22  # fifteen times the largest vocabularies in use
+MOST_GROWTH = 100.0  # of a text; SentencePiece's forms of compatibility have up to 33 bytes
 BYTES, CHARACTERS = "bytes", "characters"
 
 
@@ -84,14 +95,15 @@ class Tokenizer(Settled, ABC, fixed="name end end_text vocabulary_size"):
         return self._decode([item for item in ids if item != self.end])
 
     def save(self, folder: Path) -> None:
-        """Write LIBRARY_FILE and CONFIG_FILE into an existing folder."""
-        (folder / LIBRARY_FILE).write_text(self.to_json(), encoding="utf-8")
+        """Write LIBRARY_FILE and CONFIG_FILE into an existing folder, which must not be a link."""
+        root = folder.parent
+        write_atomically(folder / LIBRARY_FILE, self.to_json().encode(), root)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.end_text,
             "bos_token": self.end_text,
         }
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / CONFIG_FILE, config, root)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -234,6 +246,10 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.name = inner, type(inner.model).__name__
+        form = parse_json(inner.to_str())
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (times := _growth(form[part])) > MOST_GROWTH:
+                raise ValueError(f"its {part} makes a text up to {times:.3g} times as long")
         inner.no_truncation()
         inner.no_padding()
         self.end_text = next(
@@ -251,20 +267,47 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return the library's tokens."""
-        try:
-            tokens: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the library raises plain Exceptions
-            raise UsageError(
-                f"the tokenizer {self.name} has no tokens for the text ({error})"
-            ) from None
-        return tokens
+        with self._explained("has no tokens for the text"):
+            return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._inner.decode(ids, skip_special_tokens=True)
+        with self._explained("has no text for the tokens"):
+            return str(self._inner.decode(ids, skip_special_tokens=True))
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        # the library raises plain Exceptions, and its panics are not even these
+        except BaseException as error:
+            raise UsageError(f"the tokenizer {self.name} {what} ({error})") from None
 
     def to_json(self) -> str:
         """Return the text of the tokenizer.json."""
         return self._inner.to_str()
+
+
+def _growth(part: Any) -> float:
+    """Return how many times as long a text becomes at most by a part of a tokenizer.json.
+
+    The library would fill the memory with the longer text before it returns.
+    """
+    if isinstance(part, list):
+        return prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        replaced, content = part["pattern"].get("String"), part["content"]
+        # a regular expression may match between any two characters
+        return max(1.0, len(content) / len(replaced) if replaced else len(content) + 1.0)
+    if part.get("type") == "Prepend":
+        return max(1.0, float(len(part["prepend"])))
+    if part.get("type") == "Precompiled":  # a trie with its length, and what it leads to
+        table = b64decode(part["precompiled_charsmap"])
+        return float(max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0"))))
+    return prod(map(_growth, part.values()))
 
 
 def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
@@ -314,7 +357,7 @@ def _library_form(
         "decoder": decoder,
         "model": {**model, "vocab": vocabulary},
     }
-    return json.dumps(form)
+    return json_text(form)
 
 
 def _read_built_in(file: Path) -> Tokenizer | None:
@@ -327,4 +370,4 @@ def _read_built_in(file: Path) -> Tokenizer | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return next((item for item in candidates if json.loads(item.to_json()) == values), None)
+    return next((item for item in candidates if parse_json(item.to_json()) == values), None)

@@ -69,9 +69,11 @@ def image_shape(model: str, sample_shape: Sequence[int]) -> tuple[int, int, int]
         UsageError: when it is no image of at least LEAST x LEAST pixels.
     """
     if len(check_ints("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < LEAST:
+        is_turned = len(sample_shape) == 3 and sample_shape[0] < LEAST <= min(sample_shape[1:])
+        remedy = "turn them: x.transpose(0, 2, 3, 1)" if is_turned else "try model mlp"
         raise UsageError(
             f"model {model} needs images (height, width, channels) of at least {LEAST} x {LEAST}"
-            f" pixels, not samples of shape {tuple(sample_shape)}; try model mlp"
+            f" pixels, not samples of shape {tuple(sample_shape)}; {remedy}"
         )
     height, width, channels = sample_shape
     return height, width, channels

@@ -10,7 +10,6 @@ The published files of OpenAI's weights omit the prefix "transformer." and conta
 attention, which are ignored.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import DataError, counted
-from nnmpi.base.files import foreign, read_json
+from nnmpi.base.files import foreign, make_folder, read_json, write_json
 from nnmpi.models.torch_weights import open_arrays, save_arrays
 from nnmpi.nn.module import Module
 
@@ -184,7 +183,7 @@ def save_pretrained(
         end: the token that ends a text, or None.
 
     Raises:
-        OSError: when it cannot be written.
+        OSError: when it cannot be written, or the folder is a link.
     """
     vocabulary, features = weights["0.tokens.weight"].shape
     context = len(weights["0.positions.weight"])
@@ -200,11 +199,12 @@ def save_pretrained(
         **dict.fromkeys(DROPOUTS, dropout),
         **FIXED,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_arrays(
-        folder / WEIGHTS, {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)}
-    )
+    root = folder.parent
+    root.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, root)
+    arrays = {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)}
+    save_arrays(folder / WEIGHTS, arrays, root=root)
+    write_json(folder / CONFIG, config, root)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

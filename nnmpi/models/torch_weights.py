@@ -28,7 +28,7 @@ from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.errors import CheckpointError, NnmpiError
-from nnmpi.base.files import foreign
+from nnmpi.base.files import foreign, write_atomically
 from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear
@@ -180,14 +180,22 @@ def write_torch(
 
 
 def save_arrays(
-    file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+    file: Path,
+    arrays: Mapping[str, Array],
+    metadata: Mapping[str, str] | None = None,
+    root: Path | None = None,
 ) -> None:
-    """Write arrays as a PyTorch state_dict in safetensors, without pickle."""
+    """Write arrays as a PyTorch state_dict in safetensors, atomically and without pickle.
+
+    Args:
+        file, root: see `files.write_atomically`.
+        arrays, metadata: by name.
+    """
     # safetensors writes arrays in Fortran order scrambled
     in_order = {
         name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()
     }
-    file.write_bytes(save(in_order, {**(metadata or {}), "format": "pt"}))
+    write_atomically(file, save(in_order, {**(metadata or {}), "format": "pt"}), root)
 
 
 @contextmanager

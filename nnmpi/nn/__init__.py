@@ -14,6 +14,9 @@ To add a layer, write a `Module` in its own file and export it here. A layer tha
 also needs a rule in `parallel/sharded`.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.base.words import missing_from
 from nnmpi.nn.activation import (
     GELU,
     BCEWithLogitsLoss,
@@ -120,3 +123,8 @@ __all__ = [
     "training",
     "unfused",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        missing_from(__name__, name)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import ShapeError, UsageError, number
+from nnmpi.base.words import refuse_words
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
@@ -19,7 +21,7 @@ from nnmpi.tensor.tensor import Tensor
 class ReLU(Module):
     """max(x, 0)"""
 
-    forward = staticmethod(relu)
+    forward = staticmethod(relu)  # type: ignore[assignment]
 
 
 class LeakyReLU(Module):
@@ -47,7 +49,7 @@ class GELU(Module):
 class SiLU(Module):
     """x * sigmoid(x)"""
 
-    forward = staticmethod(silu)
+    forward = staticmethod(silu)  # type: ignore[assignment]
 
 
 class Tanh(Module):
@@ -163,12 +165,18 @@ class MSELoss(Module):
     Args:
         reduction: "mean", "sum" or "none".
         options: the operation's other arguments, by name.
+
+    Raises:
+        TypeError: for an argument that the operation does not have.
     """
 
     function: ClassVar[Callable[..., Tensor]] = staticmethod(mse)
 
     def __init__(self, reduction: str = "mean", **options: Any) -> None:
         check_reduction(reduction)
+        known = signature(self.function).parameters
+        if unknown := {name: value for name, value in options.items() if name not in known}:
+            refuse_words(type(self).__name__, unknown)
         self.options = {"reduction": reduction, **options}
 
     def forward(self, x: Tensor, target: Any) -> Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Never, Self, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -41,9 +41,9 @@ from nnmpi.base.errors import (
     Settled,
     UninitializedError,
     UsageError,
-    raise_missing,
 )
 from nnmpi.base.shard import Region
+from nnmpi.base.words import raise_missing, refuse_words
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
 from nnmpi.tensor.parameter import Allocate, FlatStorage
@@ -405,8 +405,10 @@ class Module(Settled):
                     " model.initialize() again, which draws all values anew, and load kept ones"
                 )
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, **words: Never) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
+        if words:
+            refuse_words("zero_grad", words)
         storage = vars(self).get("storage")
         if storage is not None:  # faster: it has a list of all parameters
             storage.zero_grad()

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nnmpi.base.words import missing_from
 from nnmpi.ops.activation import (
     gelu,
     leaky_relu,
@@ -77,4 +78,4 @@ _OF_RANKS = "nnmpi.ops.collectives"
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module(_OF_RANKS), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return missing_from(__name__, name)

@@ -8,13 +8,14 @@ largest element, so that nothing overflows.
 
 from functools import partial
 from math import pi, sqrt
-from typing import Any
+from typing import Any, Never
 
 from nnmpi.backend.array import Array, Dtype, constant
 from nnmpi.backend.kernels import cast, kernels_for, to_float32
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.words import refuse_words
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.ops.planes import flattened, rectify_grad
 from nnmpi.tensor.elementwise import activated
@@ -80,13 +81,17 @@ class SigmoidFunction(Elementwise):
         return ((1 - y) * y * grad,)
 
 
-def relu(x: Tensor) -> Tensor:
+def relu(x: Tensor, **words: Never) -> Tensor:
     """Return max(x, 0), elementwise."""
+    if words:
+        refuse_words("relu", words)
     return activated("relu", ReluFunction(), require_floating("relu", x))
 
 
-def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
+    if words:
+        refuse_words("leaky_relu", words)
     require_floating("leaky_relu", x)
     slope = float(operands("leaky_relu", x, negative_slope)[1])
     return activated("leaky_relu", LeakyReluFunction(slope), x, slope)
@@ -102,8 +107,10 @@ def is_sigmoid(node: Any) -> bool:
     return isinstance(node, SigmoidFunction) or getattr(node, "form", "") == "sigmoid"
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: Tensor, **words: Never) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
+    if words:
+        refuse_words("silu", words)
     return _smooth("silu", require_floating("silu", x))
 
 
@@ -342,23 +349,27 @@ class LogSoftmax(SoftmaxFunction):
         return (grad - self.xp.exp(y) * self._sum(grad),)
 
 
-def softmax(x: Tensor, axis: int = -1) -> Tensor:
+def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
     """Return e^x / sum(e^x) along `axis`: positive numbers that add up to 1.
 
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
+    if words:
+        refuse_words("softmax", words)
     at = _checked_axis("softmax", x, axis)
     apply = partial(with_kernels, "softmax") if at == x.ndim - 1 else in_float32
     return apply(SoftmaxFunction(at), x)
 
 
-def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
     """Return the logarithm of softmax along `axis`, computed without overflow or log of 0.
 
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
+    if words:
+        refuse_words("log_softmax", words)
     return in_float32(LogSoftmax(_checked_axis("log_softmax", x, axis)), x)
 
 

@@ -9,7 +9,7 @@ copied. See `attend` for NaN under a causal mask.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
@@ -17,6 +17,7 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.base.words import refuse_words
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.ops.linear import with_kernels
@@ -302,7 +303,7 @@ def attention(
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **words: Never
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 
@@ -323,6 +324,8 @@ def scaled_dot_product_attention(
         ShapeError: when the shapes do not fit together, or there are no keys or features.
         DtypeError: when the inputs are not floating point, or differ in dtype.
     """
+    if words:
+        refuse_words("scaled_dot_product_attention", words)
     reads = read_as("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from nnmpi.backend.random import least_kept, place_of, random_bits
 from nnmpi.backend.recording import recorded_numbers, to_library
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.shard import Region
+from nnmpi.base.words import refuse_words
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
@@ -92,6 +93,7 @@ def dropout(
     p: float = 0.5,
     key: StreamKey | Callable[[], MaskKey] | None = None,
     first_row: int = 0,
+    **words: Never,
 ) -> Tensor:
     """Return x with each element dropped with probability `p`, the others divided by 1 - p.
 
@@ -107,6 +109,8 @@ def dropout(
     Raises:
         UsageError: for p outside [0, 1), or a missing key.
     """
+    if words:
+        refuse_words("dropout", words)
     require_floating("dropout", x)
     number("dropout's p", p, 1)
     if not callable(key) and not isinstance(key, tuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from numbers import Real
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
+from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import is_sigmoid
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
@@ -281,6 +282,7 @@ def cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
+    **words: Never,
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
 
@@ -307,6 +309,8 @@ def cross_entropy(
         >>> round(ops.cross_entropy(logits, np.array([0, 1])).item(), 4)
         0.41
     """
+    if words:
+        refuse_words("cross_entropy", words)
     require_floating("cross_entropy", logits)
     classes = logits.shape[-1] if logits.ndim else 0
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
@@ -358,7 +362,7 @@ def checked_labels(
     return values
 
 
-def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
     """Return the squared error (x - target)^2: its mean over all elements, its sum, or each one.
 
     Args:
@@ -371,18 +375,24 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
+    if words:
+        refuse_words("mse", words)
     return _error("mse", _squared, x, target, reduction)
 
 
-def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
     """Return the absolute error |x - target|: mean, sum, or each (PyTorch's l1_loss).
 
     Same arguments and errors as `mse`.
     """
+    if words:
+        refuse_words("mae", words)
     return _error("mae", _absolute, x, target, reduction)
 
 
-def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
+def huber(
+    x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0, **words: Never
+) -> Tensor:
     """Return Huber's loss: quadratic for |x - target| <= delta, then linear with slope delta.
 
     Huber, "Robust estimation of a location parameter", 1964.
@@ -394,12 +404,16 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     Raises:
         UsageError: for another delta; see also `mse`.
     """
+    if words:
+        refuse_words("huber", words)
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
     return _error("huber", partial(_huber, float(delta)), x, target, reduction, float(delta))
 
 
-def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+def binary_cross_entropy(
+    logits: Tensor, target: Any, reduction: str = "mean", **words: Never
+) -> Tensor:
     """Return the cross-entropy of sigmoid(logits) and targets in [0, 1], from the logits.
 
     Args:
@@ -414,6 +428,8 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
         UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as PyTorch's
             function of this name takes them (seen where gradients are recorded).
     """
+    if words:
+        refuse_words("binary_cross_entropy", words)
     if isinstance(logits, Tensor) and is_sigmoid(logits.node):
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"

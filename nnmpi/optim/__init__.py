@@ -14,6 +14,9 @@ To add an optimizer, write a subclass of `Optimizer` and add its name in updates
 implement it in backend/jit and backend/cuda, and add it to the table of each.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from nnmpi.base.words import missing_from
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.optim.muon import Muon
@@ -56,3 +59,8 @@ __all__ = [
     "global_norm",
     "linear_scaling",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        missing_from(__name__, name)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -36,9 +35,9 @@ from nnmpi.base.errors import (
     UsageError,
     is_own,
     number,
-    raise_missing,
 )
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.words import raise_missing, refuse_words
 
 ByGroup: TypeAlias = float | Mapping[str, float]
 """A number for all groups of a storage, or a number per group name."""
@@ -152,7 +151,7 @@ class _Followed:
         )
 
 
-class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elementwise"):
+class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwise"):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
@@ -400,8 +399,10 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
             self._slots = copies
         self._hold_arrays()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, **words: Never) -> None:
         """Clear all gradients, as the model's `zero_grad` does."""
+        if words:
+            refuse_words("zero_grad", words)
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:
@@ -421,9 +422,19 @@ class Optimizer(Settled, ABC, fixed="storage rates weight_decay extra_slots elem
         for rate, run in groupby(blocks, attrgetter("rate")):
             self._update(lr * rate, run)
 
-    @abstractmethod
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        """Update every block; `steps` already counts this update."""
+        """Update every block, of one rate; `steps` already counts this update."""
+        for block in blocks:
+            self.update_block(block, lr)
+
+    def update_block(self, block: BufferBlock, lr: float) -> None:
+        """Write new values into `block.data`, and state into `block.slots`; subclasses define it.
+
+        Args:
+            block: elements of any parameters of one group, with their gradients.
+            lr: the group's learning rate. `block.decay` is its weight decay, which this applies.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no update_block(block, lr)")
 
     def cut(
         self,
@@ -550,7 +561,7 @@ HOST_BLOCK_BYTES = 256 * 1024
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class BufferBlock:
     """Contiguous views of the same elements of a buffer, its gradient and its state.
 
@@ -571,6 +582,14 @@ class BufferBlock:
     rate: float
     scratch: tuple[Array, Array]
     is_spent: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, name, value) is not value:  # `block.data -= change` assigns the same array
+            raise UsageError(
+                f"a block's {name} is a view of the optimizer's arrays; write into it:"
+                f" block.{name}[...] = values"
+            )
+        object.__setattr__(self, name, value)
 
 
 def compiled_update(block: BufferBlock, name: str) -> Any:

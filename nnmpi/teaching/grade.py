@@ -53,13 +53,12 @@ file is missing, or a criterion it needs has not passed), or timeout (over its l
 those of simulated clocks, the same on every computer.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -72,7 +71,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.base.command import check_numbers, printable, read_command, require, say
 from nnmpi.base.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.base.files import parse_json, read_text, rebuilt, write_atomically
+from nnmpi.base.files import json_text, parse_json, read_text, rebuilt, write_atomically
 from nnmpi.base.units import Bytes, aligned
 from nnmpi.teaching.exercise.exercise import Exercise, Setting
 from nnmpi.teaching.exercise.exercises import EXERCISES, POWERS, SHAPES, find
@@ -164,11 +163,8 @@ class Grade:
 
     @property
     def public(self) -> list[Outcome]:
-        """The outcomes that students may see, hidden ones without name and reason."""
-        return [
-            replace(item, name=f"hidden {number}", text="", drawing="") if item.hidden else item
-            for number, item in enumerate(self.outcomes, 1)
-        ]
+        """The outcomes that students may see; see `_public`."""
+        return _public(self.outcomes)
 
 
 # ---- the assignment ----
@@ -316,9 +312,22 @@ def grade(assignment: Assignment, submission: Path) -> Grade:
     """Grade a submission."""
     outcomes: list[Outcome] = []
     for criterion in assignment.criteria:
-        passed = {outcome.name for outcome in outcomes if outcome.status == PASSED}
-        outcomes.append(_judge(assignment, criterion, submission, {*criterion.needs} - passed))
+        # as students may read them: a hidden criterion's name is in no sentence of another's
+        missing = [
+            shown.name
+            for outcome, shown in zip(outcomes, _public(outcomes), strict=True)
+            if outcome.name in criterion.needs and outcome.status != PASSED
+        ]
+        outcomes.append(_judge(assignment, criterion, submission, missing))
     return Grade(printable(submission.name), tuple(outcomes))
+
+
+def _public(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes that students may see, hidden ones without name and reason."""
+    return [
+        replace(item, name=f"hidden {number}", text="", drawing="") if item.hidden else item
+        for number, item in enumerate(outcomes, 1)
+    ]
 
 
 def _find_file(submission: Path, name: str) -> Path | None:
@@ -351,13 +360,13 @@ def _outcome(
 
 
 def _judge(
-    assignment: Assignment, criterion: Criterion, submission: Path, missing: set[str]
+    assignment: Assignment, criterion: Criterion, submission: Path, missing: Sequence[str]
 ) -> Outcome:
     exercise, file = EXERCISES[criterion.exercise], _find_file(submission, criterion.file)
     setting = assignment.machines.get(criterion.machine)
     outcome = partial(_outcome, criterion)
     if missing:
-        return outcome(BLOCKED, f"it needs '{min(missing)}', which has not passed")
+        return outcome(BLOCKED, f"it needs '{missing[0]}', which has not passed")
     if file is None:
         return outcome(BLOCKED, f"there is no {criterion.file}")
     folder = submission if submission.is_dir() else None
@@ -388,21 +397,33 @@ def _judge(
 
 
 def grade_class(
-    assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int
+    assignment: Assignment,
+    file: Path,
+    submissions: Sequence[Path],
+    jobs: int,
+    keep: Callable[[Sequence[Grade]], object] = list,
 ) -> list[Grade]:
     """Grade a class: each submission in a process of its own, `jobs` at a time.
 
     A submission whose grading crashes or takes too long has a row that says so.
+
+    Args:
+        assignment: in `file`.
+        file: of the assignment.
+        submissions: files or folders.
+        jobs: processes at a time.
+        keep: called with all grades so far, in the order of the class, after each.
     """
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def grade_in_process(submission: Path) -> Grade:
         problem = "it is neither a folder nor a file whose name ends in .py"
-        if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
+        is_file = submission.is_file() and submission.suffix == ".py"
+        if not submission.is_symlink() and (submission.is_dir() or is_file):
             try:
                 command = [sys.executable, "-c", CHILD, str(file), str(submission)]
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=limit_s, check=True
+                    command, capture_output=True, encoding="utf-8", timeout=limit_s, check=True
                 )
                 (result,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
                 return result
@@ -411,13 +432,24 @@ def grade_class(
         outcomes = (_outcome(criterion, BLOCKED, problem) for criterion in assignment.criteria)
         return Grade(printable(submission.name), tuple(outcomes))
 
-    grades: list[Grade] = []
+    grades: dict[int, Grade] = {}
+
+    def so_far() -> list[Grade]:
+        return [grades[number] for number in sorted(grades)]
+
     with ThreadPoolExecutor(jobs) as pool:
-        for result in pool.map(grade_in_process, submissions):
-            grades.append(result)
-            if (many := len(submissions)) > 1:
-                print(f"{len(grades)} of {many}: {result.submission}", file=sys.stderr)
-    return grades
+        running = {pool.submit(grade_in_process, item): n for n, item in enumerate(submissions)}
+        try:
+            for future in as_completed(running):
+                grades[running[future]] = result = future.result()
+                keep(so_far())
+                if (many := len(submissions)) > 1:
+                    about = f"{result.submission}: {result.total}"
+                    print(f"{len(grades)} of {many}: {about}", file=sys.stderr)
+        except BaseException:  # an unwritable file, or Ctrl-C: nobody waits for the rest
+            pool.shutdown(cancel_futures=True)
+            raise
+    return so_far()
 
 
 def find_submissions(assignment: Assignment, path: Path, kind: str) -> list[Path]:
@@ -433,8 +465,9 @@ def find_submissions(assignment: Assignment, path: Path, kind: str) -> list[Path
     """
     if not path.exists():
         raise UsageError(f"there is no {path}; give a file, a folder, or a folder of these")
-    if path.is_file() or kind == ONE:
+    if path.is_file() or (kind == ONE and path.is_dir()):
         return [path.resolve()]
+    require(path.is_dir(), f"{path} is neither a file nor a folder")
     inside = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith((".", "__"))]
     asked = {item.file for item in assignment.criteria}
     others = [
@@ -462,7 +495,7 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
         for item in assignment.criteria:
             file = folder / item.file
             if not file.exists():
-                file.write_text(EXERCISES[item.exercise].starter(file))
+                file.write_text(EXERCISES[item.exercise].starter(file), encoding="utf-8")
                 written.append(f"{file}")
     return written or [f"nothing is missing in {folder}"]
 
@@ -489,7 +522,7 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
         for item in outcomes
         if item.value is not None and not item.hidden
     ]
-    return json.dumps({"tests": tests, "leaderboard": board}, indent=2)
+    return json_text({"tests": tests, "leaderboard": board}, indent=2)
 
 
 def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
@@ -518,7 +551,7 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
         **{name: sum(test[name] for test in tests) for name in ("score", "max-score")},
         "tests": tests,
     }
-    return json.dumps(result, indent=2)
+    return json_text(result, indent=2)
 
 
 def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
@@ -567,7 +600,7 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
 
 def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return all results as JSON, with sentences and drawings."""
-    return json.dumps([asdict(result) for result in grades], indent=2)
+    return json_text([asdict(result) for result in grades], indent=2)
 
 
 def _only(grades: Sequence[Grade]) -> Grade:
@@ -594,7 +627,7 @@ class GradeConfig:
     starter: bool = False
     """Write starter files into DIR."""
     json: Path | None = None
-    """File for all results, with sentences and drawings."""
+    """File for all results, with sentences and drawings, written after each submission."""
     format: Literal["table", "gradescope", "classroom50", "junit", "json"] = "table"
     """Output format."""
     as_: Literal["one", "class"] | None = None
@@ -620,12 +653,16 @@ def main(words: Sequence[str]) -> str:
     if given.starter:
         return "\n".join(write_starter(assignment, path))
     kind = given.as_ or ONE * (given.format in ("gradescope", "classroom50"))
-    grades = grade_class(assignment, file, find_submissions(assignment, path, kind), given.jobs)
-    text = FORMATS[given.format](assignment, grades)
-    if given.json is not None:
-        with raised_as(UsageError, f"{given.json} cannot be written"):
-            write_atomically(given.json, as_json(assignment, grades).encode())
-    return text
+
+    def keep(grades: Sequence[Grade]) -> None:
+        """Write what there is: if the grading ends early, nothing graded is lost."""
+        if given.json is not None:
+            with raised_as(UsageError, f"{given.json} cannot be written"):
+                write_atomically(given.json, as_json(assignment, grades).encode())
+
+    submissions = find_submissions(assignment, path, kind)
+    grades = grade_class(assignment, file, submissions, given.jobs, keep)
+    return FORMATS[given.format](assignment, grades)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,19 @@ never received, and arrays changed while they are being sent.
 """
 
 import io
+import logging  # noqa: F401 (ranks share it; so its state before the first rank is known)
 import random
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import warnings
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import module_from_spec
+from operator import attrgetter
 from pathlib import Path
-from traceback import print_exception
+from traceback import StackSummary, TracebackException, print_exception
 from types import ModuleType
 from typing import Any
 
@@ -29,10 +34,13 @@ from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
-from nnmpi.comm.simulated.scheduler import Scheduler
+from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Scheduler
 from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
-from nnmpi.teaching.mpi_front import Wire, make_modules
+from nnmpi.comm.world import WARNING_S
+from nnmpi.teaching.mpi_front.handles import Exception as MpiError
+from nnmpi.teaching.mpi_front.messages import Wire
+from nnmpi.teaching.mpi_front.modules import make_modules
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,55 @@ class SimulationConfig:
         check_numbers(self, "ranks seeds", 1, MOST)
 
 
-class RankGlobals:
-    """One simulated rank's global state: modules, random numbers, output.
+STREAMS = "stdin", "stdout", "stderr"
 
-    Ranks are threads of one process, but a program written for MPI takes its modules' variables
-    and NumPy's random state for private.
+
+def _set_folder(module: Any, folder: str) -> None:
+    module.chdir(folder)
+
+
+def _set_streams(module: Any, streams: Any) -> None:
+    module.stdin, module.stdout, module.stderr = streams
+
+
+def _set_warnings(module: Any, state: Any) -> None:
+    filters, module.showwarning, module.formatwarning = state
+    module.filters = [*filters]
+
+
+def _set_root_logger(module: Any, state: Any) -> None:
+    module.root.setLevel(state[0])
+    module.root.handlers[:] = state[1]
+
+
+def _set_torch(module: Any, state: Any) -> None:
+    module.set_rng_state(state[0])
+    module.set_default_dtype(state[1])
+
+
+# What a library keeps once for a process: its module, how to read it, how to write it.
+_SHARED: tuple[tuple[str, Callable[[Any], Any], Callable[[Any, Any], None]], ...] = (
+    ("os", lambda module: module.getcwd(), _set_folder),
+    ("sys", attrgetter(*STREAMS), _set_streams),
+    (
+        "warnings",
+        lambda module: ([*module.filters], module.showwarning, module.formatwarning),
+        _set_warnings,
+    ),
+    ("logging", lambda module: (module.root.level, [*module.root.handlers]), _set_root_logger),
+    (
+        "torch",
+        lambda module: (module.get_rng_state(), module.get_default_dtype()),
+        _set_torch,
+    ),
+)
+
+
+class RankGlobals:
+    """One simulated rank's global state: modules, random numbers, output, libraries' settings.
+
+    Ranks are threads of one process, but a program written for MPI takes its modules' variables,
+    NumPy's random state, the folder and the settings of libraries for private.
     """
 
     def __init__(self, rank: int) -> None:
@@ -68,9 +120,74 @@ class RankGlobals:
         local: Any = module_from_spec(spec)
         spec.loader.exec_module(local)
         local.seed(rank)
-        self.modules: dict[str, ModuleType] = {"random": local}
+        self.rank = rank
+        self.modules: dict[str, ModuleType] = {"random": local, "signal": make_signal(rank)}
         self.bits: Any = np.random.MT19937(rank)
-        self.text = self.line = ""
+        self.shared: dict[str, Any] = {}
+        self.leave()
+        self.shared.pop("torch", None)  # it has a seed for each rank
+        self.text: list[str] = []
+        self.line: list[str] = []
+        self.decode = getincrementaldecoder("utf-8")("replace").decode
+
+    def leave(self) -> None:
+        """Keep what libraries have now."""
+        for name, read, _ in _SHARED:
+            if name in sys.modules:
+                with suppress(OSError):  # the folder is gone
+                    self.shared[name] = read(sys.modules[name])
+
+    def enter(self, before: "RankGlobals") -> None:
+        """Give libraries what this rank has set, instead of another's."""
+        for name, _, write in _SHARED:
+            mine, others = (state.shared.get(name) for state in (self, before))
+            if mine is None and others is not None:  # imported since
+                sys.modules[name].manual_seed(self.rank)
+            elif name == "torch" and mine is not None or mine != others:
+                write(sys.modules[name], mine)
+
+
+def make_signal(rank: int) -> ModuleType:
+    """Return a rank's module `signal`: no signal reaches a thread, so handlers are kept, unused."""
+    local = ModuleType("signal")
+    vars(local).update(vars(signal))
+    handlers: dict[int, Any] = {}
+
+    def handle(number: int, handler: Any) -> Any:
+        if callable(handler):
+            warnings.warn(
+                f"rank {rank} handles signal {int(number)}, which reaches no simulated rank",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        before = find(number)
+        handlers[number] = handler
+        return before
+
+    def find(number: int) -> Any:
+        return handlers.get(number, signal.SIG_DFL)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no signal reaches a simulated rank; run this program under mpirun")
+
+    waits = "alarm pause setitimer set_wakeup_fd sigtimedwait sigwait sigwaitinfo"
+    vars(local).update(dict.fromkeys(waits.split(), refuse), signal=handle, getsignal=find)
+    return local
+
+
+class OutputBytes(io.RawIOBase):
+    """The bytes under `sys.stdout`, which become text at once.
+
+    Args:
+        write: takes bytes.
+    """
+
+    def __init__(self, write: Callable[[Any], int]) -> None:
+        self.write = write  # type: ignore[method-assign]
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
 
 
 class Interpreter(io.TextIOBase):
@@ -82,11 +199,23 @@ class Interpreter(io.TextIOBase):
         stream: the output; None for none.
     """
 
+    encoding = "utf-8"
+
     def __init__(self, folder: str, ranks: int, stream: Any) -> None:
-        # the last one is the caller's
-        self.states = [RankGlobals(rank) for rank in range(ranks + 1)]
         self._folder, self._stream, self._count = folder, stream, 0
-        self._current = self.states[ranks]
+        self._ranks = ranks
+        self.buffer = OutputBytes(self._write_bytes)
+        self.states: list[RankGlobals] = []
+
+    def begin(self) -> None:
+        """Let all ranks begin with what the process has now."""
+        # the last one is the caller's
+        self.states = [RankGlobals(rank) for rank in range(self._ranks + 1)]
+        self._current = self.states[-1]
+        self._current.leave()
+
+    def reconfigure(self, **options: Any) -> None:
+        """Do nothing: lines are printed when they are complete."""
 
     def turn(self, number: int) -> None:
         """Switch to a rank's state.
@@ -97,6 +226,7 @@ class Interpreter(io.TextIOBase):
         """
         before, self._current = self._current, self.states[number]
         before.bits = mtrand.get_bit_generator()
+        before.leave()
         names = (
             [*before.modules]
             if len(sys.modules) == self._count  # nothing was imported: skip the search
@@ -106,6 +236,7 @@ class Interpreter(io.TextIOBase):
         sys.modules.update(self._current.modules)
         self._count = len(sys.modules)
         mtrand.set_bit_generator(self._current.bits)
+        self._current.enter(before)
         half = [
             name
             for name, module in before.modules.items()
@@ -121,21 +252,41 @@ class Interpreter(io.TextIOBase):
         module = sys.modules[name]
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
         here = file.startswith(self._folder) and not file.startswith(sys.prefix)
-        return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "random")
+        return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "mpi4py.rc", "random", "signal")
 
     def write(self, text: str) -> int:
         """Print the complete lines, and keep the rest."""
-        lines, end, self._current.line = (self._current.line + text).rpartition("\n")
-        self._current.text += lines + end
-        if self._stream is not None:
-            self._stream.write(lines + end)
+        state = self._current
+        state.line.append(text)
+        if "\n" in text:
+            lines, end, rest = "".join(state.line).rpartition("\n")
+            state.line = [rest]
+            state.text.append(lines + end)
+            if self._stream is not None:
+                self._stream.write(lines + end)
         return len(text)
+
+    def _write_bytes(self, data: Any) -> int:
+        self.write(self._current.decode(bytes(data)))
+        return len(data)
 
     def finish(self) -> None:
         """Print the ranks' incomplete lines."""
         for state in self.states:
             self._current = state
-            self.write("\n" * bool(state.line))
+            self.write("\n" * any(state.line))
+
+
+def print_error(error: BaseException) -> None:
+    """Print an exception of the program: with its own lines, and those of other libraries."""
+    shown = TracebackException.from_exception(error)
+    part: TracebackException | None = shown
+    while part is not None:
+        part.stack = StackSummary.from_list(
+            frame for frame in part.stack if not frame.filename.startswith(PACKAGE_FOLDER)
+        )
+        part = part.__cause__ or part.__context__
+    sys.stderr.write("".join(shown.format()))
 
 
 def run_program(
@@ -163,6 +314,8 @@ def run_program(
     board.eager_bytes = given.eager
     interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
     scheduler.on_turn = interpreter.turn
+    scheduler.stall_s = WARNING_S
+    scheduler.on_stall = lambda text: print(f"nnmpi: {text}", file=sys.__stderr__, flush=True)
     endings: list[SystemExit] = []
 
     def live(group: Group) -> None:
@@ -175,10 +328,9 @@ def run_program(
             if ending.code:
                 endings.append(ending)
         except Exception as error:
-            if isinstance(error, CommError):
+            if isinstance(error, CommError) and not isinstance(error, MpiError):
                 raise
-            assert error.__traceback__ is not None
-            print_exception(error.with_traceback(error.__traceback__.tb_next))
+            print_error(error)
             print(f"(on rank {group.rank} of {given.ranks}, with seed {seed})", file=sys.stderr)
             raise SystemExit(1) from None
 
@@ -186,14 +338,17 @@ def run_program(
     sys.argv, sys.path = [str(program), *args], [interpreter._folder, *sys.path]
     try:
         with redirect_stdout(interpreter):
-            run = play(live, board, comm_type=Wire)
+            interpreter.begin()
+            try:
+                run = play(live, board, comm_type=Wire)
+            finally:
+                interpreter.turn(given.ranks)
     finally:
-        interpreter.turn(given.ranks)
         sys.argv, sys.path = caller
         interpreter.finish()
         if endings:  # instead of the deadlock of the other ranks, its consequence
             raise endings[0]
-    return run, [state.text for state in interpreter.states]
+    return run, ["".join(state.text) for state in interpreter.states]
 
 
 def main(words: Sequence[str]) -> str:

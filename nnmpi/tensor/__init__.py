@@ -14,6 +14,11 @@ To add an operation, write a `Function` with forward and backward, here or in `o
 function that calls it. `check` compares its gradient with finite differences.
 """
 
+from sys import modules
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from nnmpi.base.words import instead, missing_from
 from nnmpi.tensor.check import GradientError, check_gradients
 from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
@@ -38,3 +43,18 @@ __all__ = [
     "stack",
     "where",
 ]
+
+
+class _Package(ModuleType):
+    """The package, which PyTorch's users call."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"the package nnmpi.tensor is not callable{instead('tensor')}")
+
+
+modules[__name__].__class__ = _Package
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        missing_from(__name__, name)

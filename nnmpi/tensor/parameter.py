@@ -28,9 +28,9 @@ from nnmpi.base.errors import (
     ShapeError,
     UninitializedError,
     UsageError,
-    raise_missing,
 )
 from nnmpi.base.shard import Region
+from nnmpi.base.words import raise_missing
 from nnmpi.tensor.function import Variable, Version
 from nnmpi.tensor.tensor import Tensor
 
@@ -65,12 +65,14 @@ class Parameter(Tensor):
     Args:
         shape: of the values. An array, or a list of numbers not all integers, gives initial values
             instead and replaces `init`.
-        init: draws its initial values; zeros by default.
+        init: draws its initial values. By default a parameter of one axis begins with zeros; one of
+            several needs it, as layers of zeros behind one another learn nothing.
         region: makes the parameter a shard of this region. `shape` is then the shard's; its values
             are the shard of the full parameter's initial values.
         ranks: the group that holds the other shards.
 
     Raises:
+        UsageError: for several axes without initial values.
         ShapeError: when the region has another shape.
     """
 
@@ -95,6 +97,11 @@ class Parameter(Tensor):
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())
             shape, init = values.shape, partial(_given, values)
+        if init is None and len(shape) > 1:
+            raise UsageError(
+                f"a parameter of shape {shape} would begin with zeros, and layers of zeros behind"
+                " one another learn nothing; give init, such as nn.Normal(0.02), or nn.Constant(0)"
+            )
         if region is not None and region.local_shape != shape:
             raise ShapeError(
                 f"a parameter of shape {shape} is not a region of shape {region.local_shape}"
@@ -115,8 +122,8 @@ class Parameter(Tensor):
         """Return the state of a copy, without gradient and storage: a copy gets its own."""
         if self.guard is not None:
             raise GraphError(
-                "a model in a Worker or a strategy cannot be copied or pickled; call its release()"
-                " first, or build the model again and use load_state"
+                "a model in a Worker or a strategy cannot be copied or pickled; keep its values, such"
+                " as the best ones, by model.state() and model.load_state, or call its release()"
             )
         saved = (
             "rank_local",

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Never, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -46,12 +46,12 @@ from nnmpi.base.errors import (
     NnmpiError,
     ShapeError,
     UsageError,
-    add_missing,
     check_int,
     number,
     shortened,
 )
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.words import add_missing, instead, refuse_words
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
 from nnmpi.tensor.function import Function, Variable
@@ -81,6 +81,15 @@ from nnmpi.tensor.shape import (
 )
 
 Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
+
+
+class _Size(int):
+    """A number of elements, which PyTorch's users call."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise TypeError(f"size is a number and not callable{instead('size')}")
 
 
 class Tensor(Variable):
@@ -210,7 +219,7 @@ class Tensor(Variable):
     @property
     def size(self) -> int:
         """The number of elements."""
-        return prod(self.shape)
+        return _Size(prod(self.shape))
 
     @property
     def T(self) -> Tensor:
@@ -223,6 +232,8 @@ class Tensor(Variable):
         return len(self.data)
 
     def __iter__(self) -> Iterator[Tensor]:
+        if advice := getattr(self.node, "unpacked", ""):
+            raise UsageError(f"the outputs are one tensor; to get the state, too, {advice}")
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
@@ -347,20 +358,26 @@ class Tensor(Variable):
     __gt__ = partialmethod(_compare, gt)
     __ge__ = partialmethod(_compare, ge)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def sum(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the sum over axes, by default all; `keepdims` keeps them with length 1."""
+        if words:
+            refuse_words("sum", words)
         return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def mean(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the mean over axes. Same arguments as `sum`.
 
         Raises:
             ShapeError: when there is nothing to average.
         """
+        if words:
+            refuse_words("mean", words)
         function = reduce.Sum(_axes(self, axis, keepdims), keepdims, averages=True)
         return in_float32(function, require_floating("mean", self), narrow=_narrow())
 
-    def var(self, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
+    def var(
+        self, axis: Axis = None, keepdims: bool = False, correction: int = 0, **words: Never
+    ) -> Tensor:
         """Return the variance over axes; the other arguments as for `sum`.
 
         Args:
@@ -370,22 +387,30 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there are not more elements than `correction`.
         """
+        if words:
+            refuse_words("var", words)
         number("correction", correction)
         function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
         return in_float32(function, require_floating("variance", self), narrow=_narrow())
 
-    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def max(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
+        if words:
+            refuse_words("max", words)
         return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True), self)
 
-    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def min(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
+        if words:
+            refuse_words("min", words)
         return in_float32(
             reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self
         )
 
-    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
+    def argmax(self, axis: int | None = None, keepdims: bool = False, **words: Never) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""
+        if words:
+            refuse_words("argmax", words)
         refuse("argmax")
         # not every array library implements argmax of bfloat16
         values: Any = to_float32(namespace(self.data), self.data)
@@ -468,8 +493,10 @@ class Tensor(Variable):
 
     view = reshape  # PyTorch's name
 
-    def flatten(self, start: int = 1) -> Tensor:
+    def flatten(self, start: int = 1, **words: Never) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""
+        if words:
+            refuse_words("flatten", words)
         start = check_int("flatten's start", start, -self.ndim)
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
@@ -560,13 +587,15 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     return in_float32(Where(), values, a, b)
 
 
-def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
     """Return the tensors one after another along an axis.
 
     Raises:
         ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
         DtypeError: for dtypes that differ.
     """
+    if words:
+        refuse_words("concatenate", words)
     _check_items("concatenate", tensors)
     shapes = [x.shape for x in tensors]
     (at,) = checked_axes(len(shapes[0]), axis)
@@ -577,8 +606,10 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     return Concatenate(at)(*tensors)
 
 
-def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+def stack(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
     """Return tensors of one shape along a new axis. Same errors as `concatenate`."""
+    if words:
+        refuse_words("stack", words)
     _check_items("stack", tensors)
     (at,) = checked_axes(len(tensors[0].shape) + 1, axis)
     return concatenate([x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors], at)

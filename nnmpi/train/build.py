@@ -172,6 +172,7 @@ def check_samples(model: str, samples: Samples) -> None:
     raise UsageError(
         f"--model {model} cannot be trained on {samples.name}, whose samples are {what}; give"
         f" --model {' or '.join(others)}"
+        + (", or to learn classes from a table's texts, --target" if samples.is_tokens else "")
     )
 
 

@@ -25,9 +25,7 @@ weight is used. There is no pickle, which could execute code.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -47,9 +45,14 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import CheckpointError, DataError, UsageError, check_int, counted, raised_as
 from nnmpi.base.files import (
     foreign,
+    json_text,
+    make_folder,
+    opened_to_write,
     read_json,
     read_text,
     rebuilt,
+    remove_folder,
+    rename,
     sha256,
     sync_folder,
     write_atomically,
@@ -65,7 +68,7 @@ from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState
+from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState, check_fit
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -187,6 +190,23 @@ class Checkpoint:
         if self.notices and group.is_root:
             warnings.warn_explicit("; ".join(self.notices), UserWarning, "nnmpi", 0)
 
+    def check_model(self, model: Module) -> None:
+        """Refuse a full model of other sizes before it takes memory; only rank 0 knows.
+
+        The sizes of a foreign run's options need not be those of its weights.
+
+        Raises:
+            CheckpointError: with the first parameter that differs.
+        """
+        if self.model is not None:
+            specs = self.model.specs
+            expected = {
+                name: ArraySpec(tuple(item.declared), specs[name].dtype if name in specs else "")
+                for name, item in model.named_parameters()
+            }
+            given = {name: spec for name, spec in specs.items() if name in expected}
+            check_fit(given, expected, self.model.file)
+
     @property
     def mesh(self) -> Mesh:
         """The layout of the run that wrote it."""
@@ -214,6 +234,7 @@ class Saver(AbstractContextManager["Saver"]):
             newer than its metrics.
         group: all ranks of the run.
         keep: the number of newest checkpoints to keep.
+        root: the run's folder, below which no link is followed; None: `folder` itself.
 
     Attributes:
         spent_s, last_s: seconds of all checkpoints and of the last one, background work included;
@@ -221,9 +242,15 @@ class Saver(AbstractContextManager["Saver"]):
     """
 
     def __init__(
-        self, folder: Path, recorder: MetricsRecorder, group: Group, keep: int = KEEP
+        self,
+        folder: Path,
+        recorder: MetricsRecorder,
+        group: Group,
+        keep: int = KEEP,
+        root: Path | None = None,
     ) -> None:
         self._folder, self._recorder, self._group, self._keep = folder, recorder, group, keep
+        self._root = root
         self._work: Future[float] | None = None  # on rank 0
         self.spent_s = self.last_s = 0.0
 
@@ -249,7 +276,7 @@ class Saver(AbstractContextManager["Saver"]):
                 written; older ones are intact.
         """
         began, group = clock.now(), self._group
-        writer = CheckpointWriter(self._folder, step)  # rank 0 alone uses it
+        writer = CheckpointWriter(self._folder, step, self._root)  # rank 0 alone uses it
         what = f"no checkpoint of step {step} can be written into {self._folder}"
         as_error = raised_as(CheckpointError, what, "older ones are intact")
 
@@ -476,7 +503,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
     objects = {name: item for name, item in position.items() if hasattr(item, "load")}
     position |= {name: item.state() for name, item in objects.items()}
     try:
-        json.dumps(position, allow_nan=False)
+        json_text(position)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"give Python's numbers and strings, such as int(epoch): {error}"
@@ -714,7 +741,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def digest(state: Mapping[str, Any]) -> str:
     """Return the SHA-256 of JSON values; the layout of the file does not matter."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(state, sort_keys=True).encode()).hexdigest()
 
 
 def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -772,22 +799,22 @@ class CheckpointWriter:
     Args:
         folder: of the run's checkpoints, created if missing.
         step: the updates done, for the checkpoint's name.
+        root: the folder that the user named, see `files.entered`; None: `folder`.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, step: int, root: Path | None = None) -> None:
+        self._folder, self._root = folder, root
         self._final = folder / f"{PREFIX}{step:08d}"
         self._temporary = folder / f".{self._final.name}.tmp"
         self._streams: dict[str, BinaryIO] = {}
 
     def begin(self) -> None:
         """Create the temporary folder; remove those that killed runs have left."""
-        if not self._folder.is_dir():
-            self._folder.mkdir()  # not its parents: a removed run folder is not recreated
-            sync_folder(self._folder.parent)
+        # not its parents: a removed run folder is not recreated
+        make_folder(self._folder, self._root)
         for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._temporary.mkdir()
+            remove_folder(leftover, self._root)
+        make_folder(self._temporary, self._root)
 
     def open(self, name: str, specs: ArraySpecs, metadata: Mapping[str, str] | None = None) -> None:
         """Open the next file of arrays.
@@ -800,7 +827,7 @@ class CheckpointWriter:
             CheckpointError: for a dtype that the format lacks.
         """
         header = _header(name, specs, metadata or {})
-        self._streams[name] = stream = (self._temporary / name).open("wb")
+        self._streams[name] = stream = opened_to_write(self._temporary / name, root=self._root)
         stream.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, array: Array) -> None:
@@ -825,16 +852,16 @@ class CheckpointWriter:
             name: seal(self._temporary / name, stream) for name, stream in self._streams.items()
         }
         values = {"format": FORMAT, **state, "files": files}
-        text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
-        write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
-        sync_folder(self._temporary)
-        if self._final.exists():  # resumed at an older step, the run has reached this one again
-            shutil.rmtree(self._final)
-        self._temporary.rename(self._final)
-        sync_folder(self._folder)
+        text = json_text({**values, "sha256": digest(values)}, indent=1)
+        write_synced(self._temporary / STATE_FILE, text.encode() + b"\n", self._root)
+        sync_folder(self._temporary, self._root)
+        # resumed at an older step, the run has reached this one again
+        remove_folder(self._final, self._root)
+        rename(self._temporary, self._final.name, self._root)
+        sync_folder(self._folder, self._root)
         for file in (LATEST_FILE, BEST_FILE)[: 1 + best]:
-            write_atomically(self._folder / file, f"{self._final.name}\n".encode())
-        _prune(self._folder, self._final, keep)
+            write_atomically(self._folder / file, f"{self._final.name}\n".encode(), self._root)
+        _prune(self._folder, self._final, keep, self._root)
         return self._final.name
 
     def discard(self) -> None:
@@ -842,7 +869,7 @@ class CheckpointWriter:
         for stream in self._streams.values():
             with suppress(OSError):  # flushing may fail on a full disk, which does not matter
                 stream.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        remove_folder(self._temporary, self._root)
 
 
 def seal(file: Path, stream: BinaryIO) -> dict[str, str | int]:
@@ -858,12 +885,12 @@ def seal(file: Path, stream: BinaryIO) -> dict[str, str | int]:
     return result
 
 
-def _prune(folder: Path, newest: Path, keep: int) -> None:
+def _prune(folder: Path, newest: Path, keep: int, root: Path | None = None) -> None:
     result, best = steps(folder), _named(folder, BEST_FILE)
     past = [item for item in result if item <= newest]
     for entry in result:
         if entry not in past[:keep] and not (entry == best and entry in past):
-            shutil.rmtree(entry, ignore_errors=True)
+            remove_folder(entry, root)
 
 
 # ---- one file of arrays ----
@@ -940,5 +967,5 @@ def _header(file: str, specs: ArraySpecs, metadata: Mapping[str, str]) -> bytes:
             "data_offsets": [at, at + spec.bytes],
         }
         at += spec.bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json_text(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % HEADER_STEP_BYTES)

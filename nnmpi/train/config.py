@@ -389,7 +389,9 @@ class DataConfig:
     --pretrained, the one saved there).
     """
     text_columns: str = ""
-    """Text columns of a .csv or .jsonl, joined by line breaks, such as problem,solution."""
+    """Text columns of a .csv or .jsonl, joined by line breaks, such as problem,solution. With
+    --target, the words of these columns are features, beside the other columns.
+    """
     text_samples: Literal["blocks", "sentences"] = "blocks"
     """Samples of text. blocks: --context tokens each. sentences: one per line or row, in batches of
     similar lengths.
@@ -397,6 +399,11 @@ class DataConfig:
     target: str = ""
     """Column of a .csv to predict, labels or numbers, by name or by number from 1 (default: the
     last).
+    """
+    drop: str = ""
+    """Columns of a .csv to leave out, by names or numbers from 1, separated by commas."""
+    sample_shape: tuple[int, ...] | None = None
+    """Shape of a row of a .csv, such as 28,28,1 for the pixels of an image (default: its features).
     """
     data_dir: Path | None = None
     """Folder of the data set's files. Without it they are downloaded once per node."""
@@ -430,6 +437,10 @@ class DataConfig:
             " commas, or leave it out",
         )
         require(
+            min(self.sample_shape or (), default=1) > 0,
+            f"--sample-shape is {self.sample_shape}; give the lengths of its axes, such as 28,28,1",
+        )
+        require(
             self.tokenizer != "",
             "--tokenizer is empty; give characters, bytes, or the path of a saved one",
         )
@@ -437,7 +448,16 @@ class DataConfig:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names in --text-columns."""
-        return tuple(name.strip() for name in self.text_columns.split(",") if name.strip())
+        return _split_names(self.text_columns)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The names in --drop."""
+        return _split_names(self.drop)
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True)

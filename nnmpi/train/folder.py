@@ -12,18 +12,20 @@ runs/digits-cnn-20260101-120000/
   faults.jsonl        the faults that ended starts, under `nnmpi run`
   flight/             after a stall: each rank's position, last operations and stacks
   checkpoints/        see checkpoint.py
+  trace.json.gz       with --trace
+  report.html         of `nnmpi report`
+  torch.safetensors   of `nnmpi export`
   model/              with --model gpt, at the end: in the format of Hugging Face's transformers
   tokenizer/          with a text: for `nnmpi.data.load_tokenizer`
 """
 
 import errno
-import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ from nnmpi.base.custom import is_foreign, short_name
 from nnmpi.base.errors import CheckpointError, UsageError, raised_as
 from nnmpi.base.files import (
     LOCK_FILE,
-    appending,
     folder_atomically,
     foreign,
+    json_text,
+    opened_to_write,
     read_json,
+    remove_folder,
     sync_folder,
     write_json,
 )
@@ -62,6 +66,23 @@ class RunFolder:
         self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
         self.evaluation = path / "evaluation.json"
         self.tokenizer, self.model = path / "tokenizer", path / "model"
+        self.lock, self.flight = path / LOCK_FILE, path / "flight"
+        self.trace, self.page = path / "trace.json.gz", path / "report.html"
+        self.torch = path / "torch.safetensors"
+
+    def check_links(self) -> None:
+        """Refuse links among the run's files: what is written to one could land anywhere.
+
+        Raises:
+            UsageError: with the link and the remedy.
+        """
+        for entry in {*vars(self).values()} - {self.path}:
+            for file in chain([entry], entry.rglob("*")):
+                if file.is_symlink():
+                    raise UsageError(
+                        f"{file} is a link, which may lead out of the run's folder; put what it"
+                        " leads to in its place, or copy the run by cp -rL"
+                    )
 
     def check_free(self) -> None:
         """Check that a new run may be written here, before any work is done.
@@ -70,6 +91,7 @@ class RunFolder:
             UsageError: for a folder with a run, a file, and a path that the system refuses.
         """
         with self._explain_errors():
+            self.check_links()
             for file in (self.config, self.metrics, self.checkpoints):
                 if file.exists():
                     raise UsageError(
@@ -141,8 +163,8 @@ class RunFolder:
                 "versions": {**versions(), "mpi": library},
                 "facts": facts,
             }
-            with appending(self.starts) as stream:
-                stream.write(json.dumps(start) + "\n")
+            with opened_to_write(self.starts, "a") as stream:
+                stream.write(json_text(start) + "\n")
             if self.path.parent == RUNS and not self.path.is_symlink():
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
                 temporary.symlink_to(self.path.name)
@@ -150,9 +172,9 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Remove a new run's files after its first step was refused, so another can start."""
-        for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
+        for file in (self.config, self.metrics, self.console, self.starts, self.lock):
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.tokenizer, ignore_errors=True)
+        remove_folder(self.tokenizer, self.path)
         with suppress(OSError):  # the folder has other files
             self.path.rmdir()
             if not (RUNS / LATEST_RUN).exists():
@@ -186,6 +208,7 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     with raised_as(UsageError, f"{named} cannot be read", "give a readable run"):
         is_run = file.is_file()
+    RunFolder(folder).check_links()
     if not is_run:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     with foreign(file, UsageError):

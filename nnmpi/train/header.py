@@ -20,7 +20,7 @@ from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
-from nnmpi.train.inputs import Inputs
+from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
 
 LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
@@ -56,6 +56,11 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         (
             f"data: {train.name}, {len(train)} training and {len(test)} test"
             f" {_samples(train)}{partition}"
+        ),
+        *(
+            [f"columns: {with_options('; '.join(train.notes))}"]
+            if isinstance(train, Dataset) and train.notes
+            else []
         ),
         (
             f"batches: {extent.train_batches} of {inputs.batch_size} in each of "

@@ -1,11 +1,14 @@
 """The data of a run: prepared once per node, loaded by every rank, and split into batches."""
 
 import hashlib
+import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TypeGuard
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from nnmpi.backend.random import stream
 from nnmpi.base.command import check_numbers, flag_of, require
 from nnmpi.base.custom import call_custom, custom_file, is_custom
-from nnmpi.base.errors import UsageError, counted
+from nnmpi.base.errors import DataError, UsageError, counted
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
@@ -22,12 +25,13 @@ from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
+from nnmpi.data.tables import is_table
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
-from nnmpi.train.signature import ModelSignature, versions
+from nnmpi.train.signature import BYTES, ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
@@ -70,7 +74,10 @@ class Inputs:
 
 
 def load_samples(
-    config: Config, group: Group, say: Callable[[str], None]
+    config: Config,
+    group: Group,
+    say: Callable[[str], None],
+    signature: ModelSignature | None = None,
 ) -> tuple[Samples, Samples]:
     """Return training and test set; the first rank of each node downloads them. Collective.
 
@@ -78,6 +85,7 @@ def load_samples(
         config: of the run.
         group: all ranks of the run.
         say: called with a sentence when a transfer begins.
+        signature: of a trained model, whose encoding a table gets.
 
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
@@ -103,7 +111,7 @@ def load_samples(
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once(
-                ("data", repr(config)), lambda: _load(config, source)
+                ("data", repr((config, signature))), lambda: _load(config, source, signature)
             )
             train, test = (match_loss(config.optimization.loss, item) for item in (train, test))
         if isinstance(train, Text):
@@ -169,9 +177,7 @@ def load_inputs(
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
-        return Inputs(
-            train, test, batch_size, *loaders, ModelSignature.of(train, normalize, data.target)
-        )
+        return Inputs(train, test, batch_size, *loaders, ModelSignature.of(train, normalize))
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
@@ -302,9 +308,12 @@ def text_source(config: Config) -> TextSource | None:
         UsageError: for a missing text, and for options of texts without a text.
     """
     data, model = config.data, config.model
-    path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
+    is_words = data.target and is_table(Path(data.dataset))  # of --text-columns, as features
+    path = None
+    if not is_custom(data.dataset):
+        path = find_text(data.dataset, () if is_words else data.columns)
     if path is None:
-        if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
+        if model.model in SEQUENCE_MODELS and is_table(Path(data.dataset)):
             raise UsageError(
                 f"--model {model.model} needs a text; name its columns with --text-columns"
             )
@@ -314,7 +323,7 @@ def text_source(config: Config) -> TextSource | None:
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
         return None
-    for name in ("data_dir", "target"):
+    for name in ("data_dir", "target", "drop", "sample_shape"):
         require(
             name not in non_defaults(data),
             "a text names its file itself, and its tokens are the labels; leave"
@@ -338,7 +347,9 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
+def _load(
+    config: Config, source: TextSource | None, signature: ModelSignature | None = None
+) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
     if is_custom(data.dataset):
         pair = call_custom(data.dataset, "--dataset", "()")
@@ -362,7 +373,19 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
             if loss in ERRORS
             else "classes"
         )
-        return load(data.dataset, data.data_dir, seed, data.test_fraction, predicts, data.target)
+        return load(
+            data.dataset,
+            data.data_dir,
+            seed,
+            data.test_fraction,
+            predicts,
+            signature.target if signature else data.target,
+            drop=data.dropped,
+            text_columns=data.columns,
+            sample_shape=data.sample_shape or (),
+            encoding=signature.encoding if signature else (),
+            as_bytes=signature.stored == BYTES if signature else None,
+        )
     context = config.model.context
     if context is None:
         context = (
@@ -373,18 +396,38 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     return load_text(source, context, seed, data.test_fraction)
 
 
+# an argument of `load` with its value, at the end of a sentence
+_ARGUMENT = re.compile(r"\b(target|drop|text_columns|predicts)=('[^']*'|\"[^\"]*\"|\[[^]]*\])")
+_LOSSES = {"quantities": "mse", "classes": "cross-entropy"}
+
+
 @contextmanager
 def _prefixed(options: str) -> Iterator[None]:
-    """Prefix a UsageError's sentence with the options that caused it.
+    """Prefix a UsageError's sentence with the options that caused it, and name options in it.
 
     The package data has no command line: its sentences cannot name options.
     """
     try:
         yield
-    except UsageError as error:
-        if str(error).startswith(options):
-            raise  # the error of a user's function names the option already
-        raise UsageError(f"{options}: {error}") from None
+    except (DataError, UsageError) as error:
+        text = with_options(str(error))
+        if isinstance(error, UsageError) and not text.startswith(options):
+            # (the error of a user's function names the option already)
+            text = f"{options}: {text}"
+        raise type(error)(text).with_traceback(error.__traceback__) from error.__cause__
+
+
+def with_options(text: str) -> str:
+    """Return a sentence of the package data with options in place of arguments."""
+    return _ARGUMENT.sub(_as_option, text)
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    """Return "--drop Name,Ticket" for "drop=['Name', 'Ticket']"."""
+    name, value = argument[1], literal_eval(argument[2])
+    if name == "predicts":
+        name, value = "loss", _LOSSES[value]
+    return f"{flag_of(name)} {quote(value if isinstance(value, str) else ','.join(value))}"
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:

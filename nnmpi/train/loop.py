@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from math import isfinite, isnan, nan
 from shlex import quote
 from types import FrameType
@@ -32,7 +33,7 @@ import numpy as np
 
 import nnmpi.base.clock as clock
 from nnmpi.base.command import Console
-from nnmpi.base.custom import load_custom
+from nnmpi.base.custom import Custom, load_custom
 from nnmpi.base.errors import (
     CheckpointError,
     NnmpiError,
@@ -174,7 +175,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(run.folder.checkpoints, recorder, run.group)
+        self._saver = Saver(run.folder.checkpoints, recorder, run.group, root=run.folder.path)
         self._evaluated: tuple[int, Totals] | None = None  # the last evaluation and its step
         self._tests: list[Batch] = []  # the test data, if small
         self._tracer = Tracer(run, reporter.say)
@@ -450,6 +451,7 @@ def begin(
             if config.run.callback
             else None
         )
+        _check_callback(config.run.callback, callback)
     # The worker raises an error for a loss that overflows. NumPy would warn before, on each rank.
     with explain_errors(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
@@ -513,6 +515,22 @@ def begin(
             if chosen is not None:
                 console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
             console.say(f"curves: nnmpi report {quote(str(folder.path))}")
+
+
+def _check_callback(name: Custom | None, callback: Callable[..., object] | None) -> None:
+    """Refuse a callback that cannot be called with one record, before any work.
+
+    Raises:
+        UsageError: naming the right form.
+    """
+    if name is None or callback is None:
+        return
+    try:
+        signature(callback).bind({})
+    except TypeError as error:
+        raise UsageError(f"--callback {name}: {error}; define {name.function}(record)") from None
+    except ValueError:  # a function in C, which tells nothing of its arguments
+        return
 
 
 def _changed_rate(run: TrainingRun, last: Checkpoint | None, step: int) -> list[str]:

@@ -60,7 +60,6 @@ seconds of the run so far, without the pauses between its starts. On simulated r
 simulated.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -70,12 +69,19 @@ from pathlib import Path
 from typing import Any
 
 import nnmpi.base.clock as clock
+from nnmpi.base.custom import fault
 from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.base.files import appending, foreign, parse_json, read_text, write_atomically
+from nnmpi.base.files import (
+    foreign,
+    json_text,
+    opened_to_write,
+    parse_json,
+    read_text,
+    write_atomically,
+)
 from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
-to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder per call
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
 
@@ -117,7 +123,7 @@ def cut_metrics(file: Path, step: int) -> int:
             for item in records
             if item["global_step"] <= step and item["kind"] not in AT_THE_END
         ]
-        write_atomically(file, "".join(json.dumps(record) + "\n" for record in saved).encode())
+        write_atomically(file, "".join(json_text(record) + "\n" for record in saved).encode())
         return len(records) - len(saved)
 
 
@@ -143,7 +149,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if folder is not None:
             with self._explain_errors():
                 self._identity = os.stat(folder.path)
-                self._stream = appending(folder.metrics, "ab", buffering=0)
+                self._stream = opened_to_write(folder.metrics, "ab", buffering=0)
                 self._length = self._stream.tell()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -154,11 +160,27 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 for k, value in record.items()
             }
             finite["time"] = clock.calendar()
-            self._pending += to_line(finite).encode() + b"\n"
+            self._pending += json_text(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
             if self._callback is not None:
-                self._callback(finite)
+                self._call(self._callback, finite)
+
+    def _call(self, callback: Callable[[dict[str, Any]], object], record: dict[str, Any]) -> None:
+        """Call a user's function; what it raises ends the run, but never with status 0.
+
+        Raises:
+            NnmpiError: for an exception in it, with its line.
+        """
+        try:
+            callback(record)
+        except (NnmpiError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # also SystemExit and GeneratorExit
+            raise NnmpiError(
+                f"--callback: {fault(callback, ['record'], error)}; mend it, and continue with"
+                " --resume"
+            ) from error
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records of the run; none on ranks without a folder.

@@ -13,7 +13,6 @@ ranks, and only the ratio of their time to that of one simulated rank is used.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.base.custom import custom_file
 from nnmpi.base.errors import NnmpiError, UsageError
-from nnmpi.base.files import cache_folder, read_json, rebuilt, write_json
+from nnmpi.base.files import cache_folder, json_text, parse_json, read_json, rebuilt, write_json
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.base.version import VERSION
 from nnmpi.comm.agreement import on_root
@@ -134,7 +133,7 @@ class Workload:
             "ranks": [ranks, group.size],
             "host": [platform.node(), VERSION],
         }
-        return group.share(json.loads(json.dumps(key)))
+        return group.share(parse_json(json_text(key)))
 
 
 # ---- the cache ----
@@ -153,7 +152,7 @@ def find_profile(
         say: called with a sentence before measuring, and if the profile cannot be cached.
     """
     key = workload.key(group, ranks, backend)
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(json_text(key, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def load() -> Any:
         """Return the profile as JSON values; None if it is missing or damaged."""

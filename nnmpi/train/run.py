@@ -29,7 +29,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
-from nnmpi.compose.inference import Inference
+from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
@@ -146,15 +146,18 @@ class Run:
         Args:
             x: (n, *sample_shape).
             rows: per forward pass.
+
+        Raises:
+            DivergenceError: for outputs that are not finite.
         """
         inference = Inference(self.arrangement, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
-        return (
-            np.concatenate(parts)
-            if parts
-            else np.zeros((0, self.signature.outputs), self.config.run.dtype)
-        )
+        if not parts:
+            return np.zeros((0, self.signature.outputs), self.config.run.dtype)
+        outputs = np.concatenate(parts)
+        check_finite(len(x), nonfinite_rows(outputs))
+        return outputs
 
     def __repr__(self) -> str:
         after = "" if self.step is None else f", after {self.step} steps"
@@ -237,6 +240,9 @@ def set_up(
     if cuts is not None and layout.split == AUTO:  # a new measurement might split elsewhere
         layout = replace(layout, split=cuts)
     model = build_full_model(config, inputs.train, backend, group)
+    with agreed(group):
+        if last is not None:
+            last.check_model(model)
     config, kernels = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing(config))
     trainer = build_trainer(config, model, group, inputs, backend, layout)
@@ -350,6 +356,8 @@ def open_run(
             )
             build = partial(build_model, model, signature.sample_shape, signature.outputs)
             full = build()
+            if last is not None:
+                last.check_model(full)
         sample = np.zeros((1, *signature.sample_shape), np.int64 if signature.is_tokens else dtype)
         where = arrange(full, group, layout, sample, dtype, backend)
         with agreed(group):

@@ -10,7 +10,6 @@ A checkpoint's model.safetensors has it in its metadata, as JSON:
 The layout is not here but in state.json: equal weights give equal files under every layout.
 """
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError, shortened
-from nnmpi.base.files import rebuilt
+from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
+from nnmpi.data.columns import Encoding
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 
@@ -44,8 +44,9 @@ class ModelSignature:
         mean, std: of the normalization after the scale; empty for none.
         predicts: "classes"; "quantities"; or "yes-or-no", whose outputs are logits.
         target_shape: of a sample's quantities or yes-or-no targets.
-        target: the predicted column of a table, by name or number; empty for the last.
+        target: the predicted column of a table, by name or number, or empty.
         columns: the names of a table's features, or empty.
+        encoding: the rules that made features of a table's columns, or empty.
     """
 
     data: str
@@ -60,15 +61,15 @@ class ModelSignature:
     target_shape: tuple[int, ...] = ()
     target: str = ""
     columns: tuple[str, ...] = ()
+    encoding: Encoding = ()
 
     @classmethod
-    def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
+    def of(cls, samples: Samples, normalize: Normalize | None) -> Self:
         """Return the signature of a model trained on these samples.
 
         Args:
             samples: the training set.
             normalize: its normalization, or None.
-            target: the predicted column of a table.
         """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
@@ -76,8 +77,9 @@ class ModelSignature:
         last: dict[str, Any] = {
             "predicts": samples.predicts,
             "target_shape": () if samples.predicts == "classes" else samples.target_shape,
-            "target": target,
+            "target": samples.target,
             "columns": samples.columns,
+            "encoding": samples.encoding,
         }
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
@@ -141,7 +143,7 @@ class ModelSignature:
             dtype: of the result; tokens are int64.
 
         Raises:
-            DataError: for samples of another shape or kind.
+            DataError: for samples of another shape or kind, and for NaN and infinity.
         """
         if x.ndim == len(self.sample_shape) and self.sample_shape[-1:] == (1,):
             x = x[..., np.newaxis]
@@ -161,7 +163,13 @@ class ModelSignature:
                 f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
-        result = x.astype(dtype)
+        with np.errstate(over="ignore"):
+            result = x.astype(dtype)
+        for index in np.argwhere(~np.isfinite(result))[:1].tolist():
+            raise DataError(
+                f"samples{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
+                " sample out, or scale it"
+            )
         if x.dtype == np.uint8:
             result *= np.asarray(self.scale, dtype)
         return self.normalized(result)
@@ -193,7 +201,7 @@ def versions() -> dict[str, str]:
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata for a file of weights."""
     values = {"signature": asdict(signature), "model": dict(model), "versions": versions()}
-    return {METADATA: json.dumps(values, allow_nan=False)}
+    return {METADATA: json_text(values)}
 
 
 def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
@@ -203,7 +211,7 @@ def read_metadata(metadata: Mapping[str, str], file: object) -> dict[str, Any]:
         CheckpointError: for missing or damaged metadata.
     """
     try:
-        values: dict[str, Any] = json.loads(metadata[METADATA])
+        values: dict[str, Any] = parse_json(metadata[METADATA])
     except (KeyError, ValueError, RecursionError):
         raise CheckpointError(
             f"{file} lacks the signature of its model's data: another version of nnmpi wrote it;"

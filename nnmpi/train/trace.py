@@ -72,7 +72,6 @@ def write_trace(
     on_root(group, write)
 
 
-TRACE_FILE = "trace.json.gz"
 TRACED = 20  # number of steps in a trace
 
 
@@ -115,7 +114,7 @@ class Tracer:
         names = [f"d{rank}" if plain else str(mesh.coordinates(rank)) for rank in range(group.size)]
         timeline, self._timeline = self._timeline, None
         try:
-            write_trace(self._run.folder.path / TRACE_FILE, timeline, group, names)
+            write_trace(self._run.folder.trace, timeline, group, names)
         except CommError:
             raise
         except NnmpiError as error:

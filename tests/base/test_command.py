@@ -174,6 +174,7 @@ def test_help_has_forms_explanations_and_defaults() -> None:
     assert str(caught.value).splitlines()[4:] == [
         "  -h, --help              Print this help.",
         "  --version               Print the version.",
+        "  --verbose               Print an error's whole traceback.",
         "",
         "What is read here:",
         "  --batch-size INT        Rows (default: 3).",

@@ -2,6 +2,7 @@
 over.
 """
 
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -11,13 +12,21 @@ from typing import Any
 import pytest
 
 from nnmpi.base import clock
+from nnmpi.base.lines import PACKAGE
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world as mpi_world_module
 from nnmpi.comm.mpi import watchdog
 from nnmpi.comm.mpi.mpi_world import LONGEST_S, mpi_world
+from nnmpi.comm.mpi.shutdown import AT_END
 from nnmpi.comm.mpi.watchdog import RankStatus, describe, find_line, is_over
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
+
+
+def test_a_rank_that_has_ended_is_named_and_what_it_should_have_called() -> None:
+    waits = "an all-gather of 2 ranks, the call of save at mine.py:6, which all ranks must make"
+    statuses = {0: RankStatus(12.0, 12.0, waits, None), 1: RankStatus(11.0, 11.0, AT_END, None)}
+    assert describe(statuses, {}, set()) == f"rank 1 has ended; rank 0 waits in {waits}"
 
 
 def test_who_is_missing_comes_first() -> None:
@@ -57,23 +66,24 @@ def test_when_it_is_over(
     assert is_over(statuses, silent, limit_s) == over
 
 
-def test_the_line_of_a_thread_is_outside_of_comm_and_of_pythons_library() -> None:
+def test_the_place_of_a_thread_is_the_users_line_and_its_call() -> None:
     room, library = str(Path(watchdog.__file__).parent), watchdog.LIBRARY
-    other, local = (
-        f"Thread 0x{7:016x} (most recent call first):",
-        f"Current thread 0x{9:016x} (most recent call first):",
-    )
-    lines = [
-        f'  File "{library}/threading.py", line 5 in wait',
-        f'  File "{room}/window.py", line 3 in poll',
-    ]
-    mine = '  File "/home/me/mine.py", line 3 in run'
-    stacks = "\n".join(
-        [other, lines[0], "", local, *lines, mine, '  File "/home/me/mine.py", line 9 in <module>']
-    )
-    assert find_line(stacks, 9) == "mine.py:3 in run"
-    assert find_line(stacks, 7) == "threading.py:5 in wait"  # there is nothing else
-    assert find_line(stacks, 8) == "an unknown line"
+    wait = f'  File "{library}/threading.py", line 5 in wait'
+    poll = f'  File "{room}/window.py", line 3 in poll'
+    save = f'  File "{PACKAGE}/train/checkpoint.py", line 4 in save'
+    mine = [f'  File "/home/me/mine.py", line {number} in run' for number in (6, 9)]
+
+    def place(*lines: str) -> str:
+        other = f"Thread 0x{7:016x} (most recent call first):", save, ""
+        local = f"Current thread 0x{9:016x} (most recent call first):"
+        return find_line("\n".join([*other, local, *lines]), 9)
+
+    assert place(wait, poll, save, *mine) == "the call of save at mine.py:6"
+    assert place(wait, *mine) == "mine.py:6 in run"  # it waits by itself
+    launcher = f'  File "{Path(sys.executable).parent}/nnmpi", line 8 in <module>'
+    assert place(wait, poll, save, launcher) == "checkpoint.py:4 in save"
+    assert place(wait) == "threading.py:5 in wait"  # there is nothing else
+    assert place() == "an unknown line"
 
 
 def test_a_call_of_the_world_says_for_what_it_waits_while_it_does() -> None:

@@ -69,7 +69,22 @@ CASES = {
     "wrong use": Case(
         "if rank == 1: raise LayoutError('no fit')\nwait()", 2, "rank 1 of 3: no fit", "Traceback"
     ),
-    "the same sentence": Case("raise LayoutError('no fit')", 2, "no fit", "rank"),
+    "the same sentence": Case("raise LayoutError('no fit')", 2, "nnmpi: no fit", "rank"),
+    "the user's lines": Case(
+        "def f():\n    raise LayoutError('no fit')\nf()",
+        2,
+        "nnmpi: no fit\n  program.py:14 in <module>: f()\n"
+        "  program.py:13 in f: raise LayoutError('no fit')\n",
+        "in start",
+    ),
+    "the lines of the rank that failed, agreed on": Case(
+        "def f():\n    if rank == 1: raise LayoutError('no fit')\n"
+        "from nnmpi.comm.agreement import agreed\nwith agreed(group): f()",
+        2,
+        "nnmpi: rank 1: no fit\n  program.py:15 in <module>: with agreed(group): f()\n"
+        "  program.py:13 in f: if rank == 1: raise LayoutError('no fit')\n",
+        "Traceback",
+    ),
     "a good end too early": Case(
         "if rank == 1: sys.exit(0)\nwait()", 1, "rank 1 of 3: this rank ended"
     ),
@@ -123,6 +138,7 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
 
 QUICK = (
     "an exception",
+    "the lines of the rank that failed, agreed on",
     "a sentence",
     "a good end too early",
     "a thread",
@@ -146,7 +162,14 @@ def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "once", "never"),
     [
-        ("raise LayoutError('no fit')", 2, "no fit\n", "Traceback"),
+        (
+            "raise LayoutError('no fit')",
+            2,
+            "nnmpi: no fit\n  program.py:12 in <module>: raise LayoutError('no fit')\n",
+            "Traceback",
+        ),
+        ("sys.argv.append('--verbose')\nraise LayoutError('no fit')", 2, "Traceback", "nnmpi: no"),
+        ("open('.')", 2, "nnmpi: . cannot be used (Is a directory); give another\n  pro", "Trace"),
         ("raise ValueError('planted')", 1, "ValueError: planted\n", "rank"),
         ("raise KeyboardInterrupt", 130, "", "Traceback"),
         ("sys.exit(3)", 3, "", "rank"),
@@ -185,7 +208,7 @@ def test_a_launcher_that_mpi_does_not_know_is_refused_once(
     endings = [item.result() for item in work]
     assert [ending.status for ending in endings] == [2, 2, 2]
     assert "started 3 processes" in endings[0].output
-    assert endings[0].output.count("\n") == 1
+    assert endings[0].output.count("nnmpi: ") == 1 and "Traceback" not in endings[0].output
     assert [ending.output for ending in endings[1:]] == ["", ""]
 
 

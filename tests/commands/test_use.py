@@ -13,12 +13,13 @@ import pytest
 
 import nnmpi
 from nnmpi import data
-from nnmpi.base.errors import CheckpointError, DataError, NnmpiError, UsageError
+from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, NnmpiError, UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
-from nnmpi.models.torch_weights import read_torch
+from nnmpi.commands.report import main as report
+from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
@@ -46,7 +47,7 @@ def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Pa
         lambda group: train([*words.split(), "--epochs", "1", "--out", str(folder / "run")], group),
         2,
     )
-    (printed,) = re.findall(r"^test (accuracy.*?\))", capfd.readouterr().out, re.MULTILINE)
+    (printed,) = re.findall(r"^test ((?:accuracy|RMSE).*?\))", capfd.readouterr().out, re.MULTILINE)
     return folder / "run", printed
 
 
@@ -232,27 +233,128 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_a_tables_columns_are_found_by_their_names(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In another order they mean the same; a name at a place of its own says that the table is
-    another one.
+    """In another order they mean the same, the label's, too; a missing one is named; without a
+    header, the order counts.
     """
-    data, moved, other = (
-        files(tmp_path)["table.csv"],
-        tmp_path / "moved.csv",
-        tmp_path / "other.csv",
-    )
+    data = files(tmp_path)["table.csv"]
+    moved, other, bare = (tmp_path / f"{name}.csv" for name in ("moved", "other", "bare"))
     folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
     a, b, c, tree = zip(*(line.split(",") for line in data.read_text().splitlines()), strict=True)
-    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(c, a, b, tree, strict=True)))
+    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(tree, c, a, b, strict=True)))
     other.write_text(
         "".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True))
     )
     for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
         right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
         assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
+        bare.write_text("\n".join(data.read_text().splitlines()[1:]))
+        result = said(main, f"{folder} {words} {bare}", 1, capfd)
+        assert result.replace("bare", "table") == right
         with pytest.raises(
-            DataError, match="has the columns d, a, b, but the model takes a, b, c; give these"
+            DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"
         ):
             said(main, f"{folder} {words} {other}", 1, capfd)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_predictions_that_are_not_finite_are_no_predictions(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], value: float, ranks: int
+) -> None:
+    """NaN in the samples or the weights has no class; ReLU would hide that of infinity."""
+    table = files(tmp_path)["table.csv"]
+    folder, _ = run(tmp_path, f"--dataset {table} --model mlp --hidden 6", capfd)
+    np.savez(tmp_path / "p.npz", x=np.array([[1, 2, 3], [1, value, 3]], "f4"))
+    with pytest.raises(
+        DataError, match=r"p.npz: samples\[1, 1\] is -?(nan|inf), which is no finite"
+    ):
+        said(predict, f"{folder} {tmp_path}/p.npz", ranks, capfd)
+    arrays = to_torch(nnmpi.load(folder).model, np.zeros((1, 3), "f4"))
+    first, *_ = arrays
+    arrays[first] = np.full_like(arrays[first], np.nan)
+    weights = tmp_path / "nan.safetensors"
+    save_arrays(weights, arrays)
+    for main, words in ((evaluate, ""), (predict, f"{table} --format json"), (predict, f"{table}")):
+        with pytest.raises(DivergenceError, match=r"outputs for \d+ of \d+ samples are not finite"):
+            said(main, f"{folder} {words} --weights {weights}", ranks, capfd)
+    assert not (folder / "evaluation.json").exists()
+
+
+def test_a_loss_that_overflows_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The report stays as good as it was."""
+    for name, factor in (("n", 1), ("big", 1e30)):
+        rows = "".join(f"{i},{i * factor}\n" for i in range(1, 31))
+        (tmp_path / f"{name}.csv").write_text(f"a,y\n{rows}")
+    folder, _ = run(
+        tmp_path, f"--dataset {tmp_path}/n.csv --loss mse --model mlp --hidden 4", capfd
+    )
+    with pytest.raises(DivergenceError, match="the loss on big is inf: its targets are too far"):
+        said(evaluate, f"{folder} --dataset {tmp_path}/big.csv", 2, capfd)
+    report([str(folder)])
+
+
+MIXED = "id,kind,size,when,note,leaf,price\n" + "".join(
+    f"{i},{'elm' if i % 3 else 'oak'},{i % 7 or 'NA'},2024-03-{1 + i % 28:02},"
+    f"{'green and tall' if i % 2 else 'dry or dead'} {i},{'TRUE' if i % 2 else 'FALSE'},"
+    f"{'high' if i % 2 else 'low'}\n"
+    for i in range(60)
+)
+
+
+def test_a_run_keeps_the_rules_of_its_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For evaluate, predict and export: of a file in another order, without what nobody needs."""
+    data, other = tmp_path / "mixed.csv", tmp_path / "other.csv"
+    data.write_text(MIXED)
+    words = f"--dataset {data} --model mlp --hidden 6 --text-columns note --target price"
+    folder, printed = run(tmp_path, words, capfd)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder), 2, capfd)
+    rows = [line.split(",") for line in MIXED.splitlines()]
+    other.write_text(
+        "".join(",".join(row[place] for place in (4, 6, 3, 2, 1, 5)) + "\n" for row in rows)
+    )
+    right, moved = (
+        said(evaluate, f"{folder} --part train --dataset {file}", 1, capfd)
+        for file in (data, other)
+    )
+    assert moved == right.replace("mixed", "other")
+    elms = [line for line in MIXED.splitlines() if ",oak," not in line and "NA" not in line]
+    other.write_text("\n".join(elms))  # of which no rules with oaks could be made
+    assert " right on other" in said(evaluate, f"{folder} --dataset {other}", 1, capfd)
+    right = said(predict, f"{folder} {data}", 1, capfd)
+    other.write_text("".join(",".join(row[1:6]) + "\n" for row in rows))
+    assert said(predict, f"{folder} {other}", 2, capfd) == right, "a target is not needed"
+    other.write_text("kind,size,when,note,leaf\nash,1,2024-03-01,green,TRUE\n")
+    said(predict, f"{folder} {other}", 1, capfd)
+    header, first, *_ = right.splitlines()
+    both = said(predict, f"{folder} {data} {other}", 1, capfd).splitlines()
+    assert both[:2] == [f"file,{header}", f"{data},{first}"] and both[-1].startswith(str(other))
+    assert len(both) == 62
+    other.write_text("kind,size,note,leaf\nash,1,green,TRUE\n")
+    with pytest.raises(DataError, match=r"other\.csv has no column 'when'"):
+        said(predict, f"{folder} {other}", 1, capfd)
+
+
+def test_a_table_of_pixels_is_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bytes, as in training, and images themselves may be predicted, a folder of them, too."""
+    from PIL import Image
+
+    x = (np.arange(60)[:, None] * np.arange(16) % 256).astype(np.uint8)
+    rows = (",".join(map(str, [*row, i % 3])) for i, row in enumerate(x))
+    data = tmp_path / "pixels.csv"
+    data.write_text("\n".join([",".join([*(f"p{i}" for i in range(16)), "k"]), *rows]) + "\n")
+    words = f"--dataset {data} --model cnn --hidden 8 --sample-shape 4,4,1"
+    folder, printed = run(tmp_path, words, capfd)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder), 1, capfd)
+    for number in (3, 5):
+        (tmp_path / "digits" / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[number].reshape(4, 4)).save(tmp_path / "digits" / "a" / f"{number}.png")
+    table = said(predict, f"{folder} {data}", 1, capfd).splitlines()
+    images = said(predict, f"{folder} {tmp_path / 'digits'}", 1, capfd).splitlines()
+    assert [line.partition(",")[2] for line in images[1:]] == [table[4], table[6]]
+    with pytest.raises(UsageError, match="has neither tables nor images"):
+        said(predict, f"{folder} {folder / 'checkpoints'}", 1, capfd)
 
 
 def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

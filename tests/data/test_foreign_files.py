@@ -67,9 +67,7 @@ def test_a_folder_in_place_of_a_file_is_a_sentence(tmp_path: Path) -> None:
 def test_a_name_that_the_system_refuses_is_a_sentence(words: str) -> None:
     command = [sys.executable, "-m", "nnmpi", *words.replace("LONG", "a" * 300).split()]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (
-        done.returncode == 2 and "cannot be used (File name too long); give another" in done.stderr
-    )
+    assert done.returncode == 2 and "(File name too long); give a" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -14,17 +14,22 @@ import pytest
 
 from nnmpi.base.errors import DataError
 from nnmpi.data.catalogue import load
+from nnmpi.data.columns import Column
+from nnmpi.data.columns import plain as plain_rules
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_FOLDER,
     RECORD,
     load_cifar,
+    load_classes,
     load_idx,
     locate_cifar,
     read_idx,
+    read_image,
 )
-from nnmpi.data.tables import load_npz, read_csv, read_samples, to_dataset
+from nnmpi.data.tables import TableRules, load_npz, read_csv, read_samples, to_dataset
+from nnmpi.data.text import read_documents
 from tests.data.locked import lock
 
 Damage = Callable[[bytes], bytes]
@@ -87,21 +92,19 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("a,b,c\n", "no rows"),
         ("1\n2\n", "line 1: 1 cell"),
         ("1,2,a\n1,2\n", "line 2: 2 cells, but the first line has 3"),
-        ("1,2,a\n1,oops,a\n", "line 2, column 2: 'oops' is not a finite .*get_dummies"),
-        ("a,b,c\n1,2,a\n\n1,nan,b\n", "line 4, column 2: the value is missing.*dropna"),
-        (",b,c\n0,2,a\n1,3,b\n", r"first column has no name.*to_csv\(path, index=False\)"),
+        (
+            "1,2,a\n1,oops,a\n",
+            r"line 2, column 2: 'oops' is no number, as .*leave the column out: drop=\['2'\]",
+        ),
+        ("a,b,c\n1,2,a\n\n1,inf,b\n", r"line 4, column 2 \(b\): inf is not .*drop=\['b'\]"),
         ("1,2,a\n-inf,inf,b\n", "line 2, column 1"),
         ("1,2,a\n1e39,2,b\n", "line 2, column 1"),
-        ("1,2,a\n1,,b\n", "line 2, column 2: the value is missing"),
-        (
-            "1,100000001,a\n1,100000003,b\n",
-            "column 2: float32 cannot tell its values apart, from 100000001 to 100000003",
-        ),
         ("1,2,a\n1,1_0,b\n", "line 2, column 2"),
         ("oops,2,a\n1,2,b\n", "line 1, column 1"),
-        ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
+        ("1,2,\n1,2,NA\n", "no row has a label in column 'column 3'; .*target='2'"),
+        ("1,2,a\n1,2,a\n", "only one class, 'a', .*target='1', and predicts='quantities'"),
         ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
-        ("1,2,nan\n1,2,2\n", "'nan' is not a whole number"),
+        ("1,2,inf\n1,2,2\n", "'inf' is not a whole number.*predicts='quantities'"),
         ('1,2,"a\n', "not CSV"),
     ],
 )
@@ -123,12 +126,12 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
         ("a,b,c\nx,1,2\ny,3,4\n", "a"),
     ):
         path.write_text(text)
-        assert read_csv(path, target, features=2).features.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(DataError, match="3 cells; needs 5 features"):
-        read_csv(path, features=5)
-    path.write_bytes(b"1,2,caf\xe9\n")
-    with pytest.raises(DataError, match="not UTF-8 text"):
-        read_csv(path)
+        place = 1 if target else 0
+        encoding = tuple(Column(name, place + i, 3) for i, name in enumerate("uv"))
+        rules = TableRules(target, encoding=encoding)
+        assert read_csv(path, rules, labelled=False).features.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(DataError, match="3 columns; the model needs 5: 1, 2, 3, 4, 5"):
+        read_csv(path, TableRules(encoding=plain_rules((), 5)), labelled=False)
 
 
 # ---- npz ----
@@ -272,12 +275,71 @@ def test_a_small_file_does_not_fill_the_memory(
         gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 4) + zeros)
     )
     np.savez_compressed(tmp_path / "b.npz", x=np.zeros((2**20, 2)), y=np.zeros(2**20, int))
-    reads = (lambda: read_csv(tmp_path / "a.csv.gz"), lambda: read_idx(tmp_path / "images.gz", 1))
-    for read in (*reads, lambda: load_npz(tmp_path / "b.npz", "b")):
-        with pytest.raises(DataError, match="unpacks to more than 100 times its size"):
+    monkeypatch.setattr("nnmpi.base.files.TEXT_BYTES", 2**16)
+    for times, read in (
+        (30, lambda: read_csv(tmp_path / "a.csv.gz")),
+        (100, lambda: read_idx(tmp_path / "images.gz", 1)),
+        (100, lambda: load_npz(tmp_path / "b.npz", "b")),
+    ):
+        with pytest.raises(DataError, match=f"unpacks to more than {times} times its size"):
             read()
     np.savez_compressed(tmp_path / "c.npz", x=X, y=Y, junk=np.zeros(2**22))  # of which nobody asks
     assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
+
+
+def test_an_archive_within_the_archive_is_not_unpacked(tmp_path: Path) -> None:
+    """The limit counts the bytes of the outer one."""
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:gz") as archive:
+        for name in ("test_batch.bin", "data_batch_1.bin"):
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = 3073
+            archive.addfile(member, io.BytesIO(bytes(3073)))
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    path.write_bytes(inner.getvalue())
+    assert len(load_cifar(path, "cifar")[0]) == 1
+    path.write_bytes(gzip.compress(inner.getvalue()))
+    with pytest.raises(DataError, match="not a complete tar archive"):
+        load_cifar(path, "cifar")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a.jsonl"])
+def test_heaps_of_nothing_end_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every text is read by the same lines, whatever becomes of them."""
+    monkeypatch.setattr("nnmpi.base.files.BLANK_LINES", 1000)
+    monkeypatch.setattr("nnmpi.base.files.LINE", 1000)
+    file = tmp_path / name
+    good = '{"text": "a"}\n' if name == "a.jsonl" else "1,0\n"
+    read = {"a.csv": lambda: read_csv(file)}.get(name, lambda: [*read_documents(file, (), False)])
+    file.write_text(good + "\n" * 1000 + good)
+    read()
+    file.write_text(good + " \n" * 1001 + good if name == "a.txt" else good + "\n" * 1001 + good)
+    with pytest.raises(DataError, match="more than 1,000 blank lines in a row"):
+        read()
+    file.write_text("1" * 1001 + "\n")
+    with pytest.raises(DataError, match="a line of more than 1,000 characters"):
+        read()
+
+
+def test_images_of_far_more_pixels_than_bytes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One alone by its header, and many of few bytes before they are held together."""
+    images = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr("nnmpi.base.files.UNPACKED_BYTES", 2**16)
+    file = tmp_path / "1.png"
+    images.fromarray(np.zeros((2000, 2000), np.uint8)).save(file)
+    with pytest.raises(DataError, match="unpacks to more than 100 times its size"):
+        read_image(file, (8, 8, 1))
+    monkeypatch.setattr("nnmpi.base.files.UNPACKED", 1)
+    for number in range(9):
+        place = tmp_path / "all" / f"{number % 2}" / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        images.fromarray(np.zeros((90, 90), np.uint8)).save(place)
+    with pytest.raises(DataError, match="all unpacks to more than 1 times its size"):
+        load_classes(tmp_path / "all", "all")
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(

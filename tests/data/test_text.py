@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,7 +227,7 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
         ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
         ("a.txt", b"abc \xff def", (), "not UTF-8 text"),
         ("a.txt", b"abc", ("b",), "has no columns"),
-        ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, but the first line has 2"),
+        ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cell, but the first line has 2"),
         ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
         ("a.csv", b"a,b\n", ("b",), "is empty"),
         ("a.csv", b'a,b\n1,"x', ("b",), "not CSV"),
@@ -433,3 +434,33 @@ def test_without_the_library_there_is_a_sentence(
         UsageError, match=r"not installed; pip install tokenizers, or use bytes or characters"
     ):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_makes_texts_long_is_refused_before_it_does() -> None:
+    """The library fills the memory first. A pattern that tries too long panics in Rust."""
+    library = pytest.importorskip("tokenizers")
+    replace, regex = library.normalizers.Replace, library.Regex
+    doubling = replace("a", "aa")
+
+    def with_parts(**parts: Any) -> Any:
+        model = library.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")
+        result = library.Tokenizer(model)
+        for name, part in parts.items():
+            setattr(result, name, part)
+        return result
+
+    sequence = library.normalizers.Sequence
+    for parts in (
+        {"normalizer": sequence([doubling] * 40)},
+        {"normalizer": sequence([sequence([doubling] * 5), sequence([doubling] * 5)])},
+        {"normalizer": replace(regex(""), "x" * 200)},
+        {"normalizer": library.normalizers.Prepend("x" * 200)},
+        {"decoder": library.decoders.Sequence([library.decoders.Replace("a", "aa")] * 9)},
+    ):
+        with pytest.raises(ValueError, match="makes a text up to .* times as long"):
+            LibraryTokenizer(with_parts(**parts))
+    usual = sequence([library.normalizers.NFKC(), replace(" ", "_")])
+    assert LibraryTokenizer(with_parts(normalizer=usual)).encode("a") == [1]
+    slow = library.pre_tokenizers.Split(regex("(a+)+b"), "isolated")
+    with pytest.raises(UsageError, match="WordLevel has no tokens for the text"):
+        LibraryTokenizer(with_parts(pre_tokenizer=slow)).encode("a" * 40)

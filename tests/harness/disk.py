@@ -113,12 +113,14 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         def guarded(path: Any, *args: Any, **kwargs: Any) -> Any:
             if work == self._fsync:
                 place = os.readlink(f"/proc/self/fd/{path}")
+            elif isinstance(path, str | os.PathLike):
+                number = kwargs.get("dir_fd", kwargs.get("src_dir_fd"))
+                below = "" if number is None else os.readlink(f"/proc/self/fd/{number}")
+                place = os.path.abspath(os.path.join(below, path))
             else:
-                place = os.path.abspath(path) if isinstance(path, str | os.PathLike) else ""
+                place = ""
             inside = (place + os.sep).startswith(self.root + os.sep)
-            if (
-                inside or place == os.path.dirname(self.root) and work == self._fsync
-            ) and "dir_fd" not in kwargs:
+            if inside or place == os.path.dirname(self.root) and work == self._fsync:
                 return work(real, place, path, *args, **kwargs)
             return real(path, *args, **kwargs)
 
@@ -179,10 +181,10 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         else:
             self._safe_bytes.pop(place, None)
 
-    def _rename(self, real: Any, place: str, path: Any, target: Any) -> None:
+    def _rename(self, real: Any, place: str, path: Any, target: Any, **at: int) -> None:
         if not self._begin(writes=False):
             return
-        aim = os.path.abspath(target)
+        aim = os.path.join(os.path.dirname(place), target) if at else os.path.abspath(target)
         before = read_tree(aim)
         real(place, aim)
         self._move(place, aim)
@@ -193,13 +195,13 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             real(path, *args, **kwargs)
             self._acts.append(_Act("create", place))
 
-    def _remove(self, real: Any, place: str, path: Any) -> None:
+    def _remove(self, real: Any, place: str, path: Any, **at: int) -> None:
         if self._begin(writes=False):
             before = read_tree(place)
-            real(path)
+            real(path, **at)
             self._acts.append(_Act("remove", place, before=before))
 
-    def _rmtree(self, real: Any, place: str, path: Any, ignore_errors: bool = False) -> None:
+    def _rmtree(self, real: Any, place: str, path: Any, **how: Any) -> None:
         """Remove file by file, and be killed between two of them."""
         for folder, _, names in os.walk(place, topdown=False):
             for name in names:

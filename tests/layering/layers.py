@@ -125,7 +125,18 @@ FOREIGN_FLAGS = {
 }
 
 # Who pickles all the same: objects of mpi4py's programs travel so, and stay in the process.
-PICKLERS = frozenset({"nnmpi/teaching/mpi_front.py"})
+PICKLERS = frozenset({"nnmpi/teaching/mpi_front/modules.py"})
+
+# Who uses the module json: the writer of files, and messages between ranks and processes.
+WRITE_JSON = frozenset(
+    {
+        "nnmpi/base/files.py",
+        "nnmpi/comm/agreement.py",
+        "nnmpi/comm/mpi/watchdog.py",
+        "nnmpi/parallel/pipeline/boundary.py",
+        "nnmpi/teaching/exercise/wire.py",
+    }
+)
 
 PICKLES = frozenset(
     {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

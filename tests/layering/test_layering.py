@@ -74,6 +74,11 @@ PLANTED = {
         "nn/x.py:3",
         "the package nnmpi.tensor",
     ),
+    "another writer of JSON": (
+        {"nn/x.py": '"""X."""\n\nimport json\n\nTEXT = json.dumps({})\n'},
+        "nn/x.py:5",
+        "json.dumps; base/files.py",
+    ),
     "nnmpi itself": ({"nn/x.py": '"""X."""\n\nimport nnmpi\n'}, "nn/x.py:3", "the package nnmpi;"),
     "an __init__ of others": (
         {

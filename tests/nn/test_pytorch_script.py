@@ -83,7 +83,7 @@ def test_what_is_written_for_pytorch_computes_the_same() -> None:
     )
     assert (Net().initialize().state_dict()["scale"] == 2).all()
     assert nn.Parameter([2.0, 0.5, 0.5]).shape == (3,) and nn.Linear(2, 3).weight.size == 6
-    assert nn.Parameter([2, 3]).shape == nn.Parameter((2, 3)).shape == (2, 3)  # type: ignore[arg-type]
+    assert nn.Parameter([2, 3], nn.Normal(1)).shape == (2, 3)  # type: ignore[arg-type]
     tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
     assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
 
@@ -197,3 +197,11 @@ def test_a_parameter_is_not_replaced_by_values() -> None:
     assert (
         layer(np.ones((1, 2), np.float32)).numpy() == layer.bias.data
     ).all() and not layer.scale.any()
+
+
+def test_a_parameter_of_several_axes_needs_initial_values() -> None:
+    """Two layers of zeros behind one another have no gradients."""
+    with pytest.raises(UsageError, match=r"shape \(64, 32\) would begin with zeros.*give init"):
+        nn.Parameter((64, 32))
+    assert nn.Parameter((32,)).init is not None
+    assert nn.Parameter((2, 2), nn.Constant(0)).shape == nn.Parameter(np.zeros((2, 2))).shape

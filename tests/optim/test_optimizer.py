@@ -10,7 +10,7 @@ from nnmpi import models
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.optim import optimizer
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
-from nnmpi.optim.optimizer import Arrays
+from nnmpi.optim.optimizer import Arrays, Optimizer
 from nnmpi.optim.updates import SGD
 
 CASES = {
@@ -229,3 +229,35 @@ def test_processes_that_train_apart_are_warned(
         optimizer.step()
     assert all(item.filename == __file__ for item in text)
     optimizer.step()
+
+
+class Signed(Optimizer):
+    """The least of an optimizer: the sign of the gradient, and a count in its state."""
+
+    def __init__(self, storage, lr, weight_decay=0.0):
+        super().__init__(storage, lr, weight_decay, slots=("count",))
+
+    def update_block(self, block, lr):
+        block.data -= lr * np.sign(block.grad)
+        (count,) = block.slots
+        count += 1
+
+
+def test_an_optimizer_of_ones_own_updates_blocks():
+    """With the rate of each group; a block's arrays are written, not replaced."""
+    data, grads = [np.zeros(3), np.zeros(2)], [np.array([1.0, -2.0, 0.0]), np.ones(2)]
+    optimizer = Signed(Arrays(data, grads, ["a", "b"]), lr={"a": 0.5, "b": 0.25})
+    optimizer.step()
+    np.testing.assert_array_equal(data[0], [-0.5, 0.5, 0])
+    np.testing.assert_array_equal(data[1], [-0.25, -0.25])
+    assert [slot.tolist() for slot in optimizer.slots()["count"]] == [[1] * 3, [1] * 2]
+    (block, *_) = optimizer.cut()
+    with pytest.raises(UsageError, match=r"write into it: block.data\[...\] = values"):
+        block.data = block.data - 1
+
+    class Empty(Optimizer):
+        def __init__(self, storage):
+            super().__init__(storage, 0.1, 0.0, slots=())
+
+    with pytest.raises(NotImplementedError, match=r"Empty defines no update_block\(block, lr\)"):
+        Empty(Arrays(data, grads)).step()

@@ -357,7 +357,7 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     """Its parameters know the ranks, which cannot be copied."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
-    again = "build (it|the model) again and use load_state"
+    again = r"keep its values, .* by model.state\(\) and model.load_state"
     optimizer = sgd(setting.model)
     for item, how in (
         (setting.model, again),

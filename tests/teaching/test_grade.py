@@ -3,8 +3,10 @@ are.
 """
 
 import json
+import os
 import py_compile
 import re
+import time
 from importlib.util import cache_from_source
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nnmpi.base.errors import UsageError
+from nnmpi.teaching import grade as module
 from nnmpi.teaching.exercise.exercises import EXERCISES
 from nnmpi.teaching.grade import Assignment, Criterion, grade, main, read_assignment
 from tests.teaching.exercise.cheats import CHEATS, Cheat
@@ -194,7 +197,9 @@ def test_a_class_is_graded_and_nobody_touches_another(
         load["submission"]: load["outcomes"]
         for load in json.loads((tmp_path / "all.json").read_text())
     }
-    assert capsys.readouterr().err.endswith("\n6 of 6: kim\n")
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in told] == [f"{n} of 6" for n in range(1, 7)]
+    assert sum(line.endswith("ann: 10 of 10") for line in told) == 1
     assert {name: sum(element["points"] for element in item) for name, item in result.items()} == {
         name: 10 * (name == "ann") for name in submissions
     }
@@ -249,9 +254,95 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     helper.symlink_to(ring)
     assert told() == "helper.py is a link; hand in the file itself"
     helper.unlink()
+    for number in range(9):
+        (mine / f"{number}.py").write_text("#" * 2**16)
+    assert told().endswith("has more than 524,288 bytes of code; hand in only your own")
+    for number in range(9):
+        (mine / f"{number}.py").unlink()
     for number in range(200):
         (mine / f"{number}.txt").write_text("")
     assert told().endswith("has more than 200 files; hand in only your own")
+
+
+def test_what_is_graded_is_kept_when_the_grading_ends(
+    assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each submission, in the order of the class."""
+    folder, out = tmp_path / "class", tmp_path / "all.json"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.py").write_text(RIGHT)
+    seen: list[list[str]] = []
+    real = module.write_atomically
+
+    def killed(file: Path, content: bytes) -> None:
+        real(file, content)
+        seen.append([item["submission"] for item in json.loads(out.read_text())])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_atomically", killed)
+    monkeypatch.setattr(module, "CHILD", "print('no')")
+    with pytest.raises(KeyboardInterrupt):
+        main([str(assignment), str(folder), "--json", str(out), "--jobs", "1"])
+    assert [len(names) for names in seen] == [1, 2] and seen[1] == sorted(seen[1])
+
+
+def test_a_hidden_criterions_name_is_nobodys(tmp_path: Path) -> None:
+    """Also where another criterion needs it."""
+    file, mine = tmp_path / "assignment.toml", tmp_path / "mine.py"
+    file.write_text(
+        '[[criteria]]\nexercise = "data-split"\nname = "SECRET"\nhidden = true\n'
+        '[[criteria]]\nexercise = "ring-cost"\nneeds = ["SECRET"]\n'
+    )
+    mine.write_text("def data_split(*_): ...\n")
+    result = grade(read_assignment(file), mine)
+    assert "SECRET" not in repr(result.public)
+    assert result.outcomes[1].text == "it needs 'hidden 1', which has not passed"
+
+
+def test_what_has_no_end_is_not_opened(assignment: Path, tmp_path: Path) -> None:
+    """Pipes, in a class, in a folder and alone."""
+    folder = tmp_path / "class"
+    (folder / "ann").mkdir(parents=True)
+    (folder / "ann" / "ring_all_reduce.py").write_text(RIGHT)
+    for pipe in ("ann/helper.py", "bob.py", "eve"):
+        os.mkfifo(folder / pipe)
+    only = Assignment(criteria=read_assignment(assignment).criteria[:1])
+    (outcome,) = grade(only, folder / "ann").outcomes
+    assert outcome.text.startswith("helper.py is no ordinary file")
+    (outcome,) = grade(only, folder / "bob.py").outcomes
+    assert outcome.text.startswith("bob.py is no ordinary file")
+    for name in ("bob.py", "eve"):
+        with pytest.raises(UsageError, match="is neither a file nor a folder"):
+            main([str(assignment), str(folder / name)])
+    text = main([str(assignment), str(folder), "--as", "class"])
+    assert re.search(r"bob.py +blocked", text) and re.search(r"eve +blocked", text)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("x = " + "a." * 3000 + "b\n", "is nested too deeply to be read"),
+        ("x = [" + "1," * 70_000 + "]\n", "has more than 131,072 bytes"),
+        (
+            "".join(f"{' ' * n}def f{n}():\n" for n in range(90))
+            + f"{' ' * 90}return [{'1,' * 6000}]\n",
+            "is nnmpi's",
+        ),
+    ],
+    ids=["deep", "long", "nested"],
+)
+def test_what_is_hard_to_read_hides_no_copy_and_takes_no_time(
+    assignment: Path, tmp_path: Path, more: str, told: str
+) -> None:
+    file = tmp_path / "mine.py"
+    ring = (ROOT / "nnmpi/comm/algorithms/ring.py").read_text()
+    file.write_text(f"{more}\n{ring}")
+    only = Assignment(criteria=read_assignment(assignment).criteria[:1])
+    began = time.monotonic()
+    (outcome,) = grade(only, file).outcomes
+    assert told in outcome.text and time.monotonic() - began < 10
 
 
 @pytest.mark.slow("a process for each entry of a class")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
+from nnmpi.base import files
 from nnmpi.base.errors import CheckpointError
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train import checkpoint as module
@@ -126,7 +127,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
             return super().write(content)
 
     save(tmp_path, make(1), keep=1)
-    monkeypatch.setattr(Path, "open", lambda file, mode: Disk(file, mode))
+    for place in (files, module):
+        monkeypatch.setattr(place, "opened_to_write", lambda file, root: Disk(file, "wb"))
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, make(2), keep=1)
     assert names(tmp_path) == ["latest", "step-00000001"]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.base.custom import is_custom, short_name
-from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
+from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
+from nnmpi.base.errors import CheckpointError, NnmpiError, ScheduleError, UsageError
+from nnmpi.base.files import read_json, write_json
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import evaluate, export, predict
@@ -216,6 +217,45 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
     use("--trust")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "nnmpi.run:1/evil.py",
+        "nnmpi.a:b.c",
+        "nnmpi./tmp/evil",
+        "nnmpi.x/evil",
+        "nnmpix.y",
+        "nnmpi.py",
+    ],
+)
+def test_a_source_that_only_looks_like_nnmpis_is_foreign(source: str) -> None:
+    """A folder may have any name; what decides is the part that would be loaded."""
+    assert is_foreign(f"{source}:build")
+    assert not is_foreign("nnmpi.optim.muon:Muon")
+    custom = as_custom(f"{source}:build")
+    assert custom is not None and (custom.source, custom.function) == (source, "build")
+
+
+def test_a_folder_with_a_colon_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's name passes for a module of nnmpi up to the first colon."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("nnmpi.run:1")
+    words = f"--dataset iris --model mlp --hidden 4 --epochs 1 --quiet --out {run}"
+    simulate(lambda group: train(words.split(), group), 1)
+    values = read_json(run / "config.json") | {"model": f"{run}/evil.py:build"}
+    write_json(run / "config.json", values)
+    (run / "evil.py").write_text("raise AssertionError('executed')")
+    for act in (
+        lambda: nnmpi.load(run),
+        lambda: simulate(lambda group: train(["--resume", str(run)], group), 1),
+        lambda: simulate(lambda group: evaluate.main([str(run)], group), 1),
+    ):
+        with pytest.raises(UsageError, match=r"names code outside of nnmpi"):
+            act()
+
+
 def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
     words = f"--resume {trained} --model {trained.parent / 'net.py'}:build --epochs 2"
     simulate(lambda group: train(words.split(), group), 1)
@@ -340,3 +380,29 @@ def test_names(tmp_path: Path) -> None:
     assert short_name("a/mine.py:build") == "mine-build"
     assert short_name("nets.mine:build") == "mine-build"
     assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), tmp_path).name
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            "(record):\n    raise KeyError('x')",
+            r"f\(record\) raised KeyError in line 2 of cb.py: 'x'",
+        ),
+        ("(record):\n    raise SystemExit(0)", "f.record. raised SystemExit in line 2 of cb.py: 0"),
+        ("(record):\n    raise GeneratorExit", "f.record. raised GeneratorExit in line 2"),
+        ("(a, b): ...", r"missing a required argument: 'b'; define f\(record\)"),
+        ("(): ...", r"too many positional arguments; define f\(record\)"),
+    ],
+)
+def test_a_callback_of_the_wrong_form_is_a_sentence(
+    tmp_path: Path, body: str, sentence: str
+) -> None:
+    """Also one that leaves by status 0: the run has not come to its end."""
+    (tmp_path / "cb.py").write_text(f"def f{body}\n")
+    words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet"
+    words += f" --callback {tmp_path}/cb.py:f --out {tmp_path}/run"
+    with pytest.raises(NnmpiError, match=sentence) as raised:
+        simulate(lambda group: train(words.split(), group), 2)
+    assert raised.value.exit_status != 0
+    assert not (tmp_path / "run" / "finished.json").exists()

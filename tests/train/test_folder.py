@@ -81,7 +81,7 @@ def test_a_run_that_is_refused_leaves_no_folder(
 
 
 def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path: Path) -> None:
-    def killed(file: Path, content: bytes) -> None:
+    def killed(file: Path, content: bytes, root: Path | None = None) -> None:
         file.write_bytes(content[:3])
         os._exit(9)
 

@@ -142,17 +142,17 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number"),
         (
             "--dataset one.npz",
-            "y is float64; .*, or predict numbers: by the loss mse",
+            "y is float64; .*; to predict numbers, give --loss mse",
         ),
         (
             "--dataset houses.csv --target price",
-            "is not a whole number; .*, or predict numbers: by the loss mse",
+            "is not a whole number; to predict numbers, give --loss mse",
         ),
         (
             "--dataset houses.csv --target cost --loss mse",
             "has no column 'cost'; its first line is price, a, b",
         ),
-        ("--dataset iris --target 3", "has its own labels; leave the target out"),
+        ("--dataset iris --target 3", "is no table with columns to choose; leave target out"),
         ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
         (
             "--dataset one.npz --loss bce",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import nnmpi
-from nnmpi.base.errors import CheckpointError
-from nnmpi.base.files import sha256
+from nnmpi.base.errors import CheckpointError, NnmpiError
+from nnmpi.base.files import read_json, sha256, write_json
 from nnmpi.comm.group import Group
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
@@ -58,7 +58,7 @@ def into_link(checkpoints: Path) -> None:
             into_file,
             "checkpoints is not a folder; put the run's checkpoints there, or move it away",
         ),
-        (into_link, "checkpoints is not a folder; put"),
+        (into_link, "checkpoints is a link, which may lead out of the run's folder; put"),
     ],
 )
 def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
@@ -71,7 +71,7 @@ def test_a_place_that_takes_no_checkpoint_is_found_before_any_work(
     damage(run / "checkpoints")
     before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
     monkeypatch.setattr("nnmpi.train.loop.set_up", lambda *_: pytest.fail("the run has begun"))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(NnmpiError, match=words):
         main(f"--resume {run} --max-steps 4".split(), group)
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
@@ -195,3 +195,16 @@ def test_the_last_weights_are_used_without_a_word(run: Path, group: Group) -> No
     assert nnmpi.load(run).step == 4
     (run / "checkpoints" / "latest").unlink()  # it is written last, and a kill may come before
     assert nnmpi.load(run).step == 4
+
+
+def test_options_of_a_far_larger_model_take_no_memory(
+    run: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A foreign run's options need not fit its weights; found out before any array is made."""
+    values = read_json(run / "config.json")
+    write_json(run / "config.json", values | {"hidden": [10**5, 10**5]})
+    refuse = lambda *_, **__: pytest.fail("the model takes memory")  # noqa: E731
+    monkeypatch.setattr("nnmpi.nn.module.Module.initialize", refuse)
+    for act in (lambda: main(["--resume", str(run)], group), lambda: nnmpi.load(run)):
+        with pytest.raises(CheckpointError, match=r"with shape .*, but this model needs shape"):
+            act()

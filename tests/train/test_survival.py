@@ -64,7 +64,7 @@ def seal_unsynced(file: Path, stream: Any) -> dict[str, str | int]:
     return {"bytes": file.stat().st_size, "sha256": files.sha256(file)}
 
 
-def write_unsynced(file: Path, content: bytes) -> None:
+def write_unsynced(file: Path, content: bytes, root: Path | None = None) -> None:
     with file.open("wb") as stream:
         stream.write(content)
 
@@ -78,7 +78,7 @@ def begin_in_place(writer: CheckpointWriter) -> None:
 def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
     sealed = {name: checkpoint.seal(writer._final / name, s) for name, s in writer._streams.items()}
     values = {"format": checkpoint.FORMAT, **state, "files": sealed}
-    text = checkpoint.json.dumps({**values, "sha256": checkpoint.digest(values)})
+    text = checkpoint.json_text({**values, "sha256": checkpoint.digest(values)})
     files.write_synced(writer._final / "state.json", text.encode())
     files.write_atomically(writer._folder / "latest", writer._final.name.encode())
     writer._temporary = writer._folder / ".none"
@@ -114,8 +114,8 @@ def load_no_scalars(trainer: Trainer, values: Any) -> None:
 PRUNE, RELEASE, REPLACE = checkpoint._prune, ParameterServer.release, checkpoint.write_atomically
 
 
-def prune_newest(place: Path, newest: Path, keep: int) -> None:
-    PRUNE(place, newest, keep)
+def prune_newest(place: Path, newest: Path, keep: int, root: Path | None) -> None:
+    PRUNE(place, newest, keep, root)
     result = checkpoint.steps(place)
     if len(result) > 1:
         shutil.rmtree(result[0])
@@ -127,9 +127,9 @@ def release_all_but_one(server: ParameterServer) -> list[Any]:
     return replies[:1] if len(replies) > 1 and server.version > 1 else replies
 
 
-def replace_all_but_latest(file: Path, content: bytes) -> None:
+def replace_all_but_latest(file: Path, content: bytes, root: Path | None) -> None:
     if file.name != "latest" or not file.exists():
-        REPLACE(file, content)
+        REPLACE(file, content, root)
 
 
 def proves_the_end_by_its_status(seen: Supervisor) -> bool:
@@ -166,7 +166,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
         (checkpoint, "write_synced", write_unsynced),
         (files, "write_synced", write_unsynced),
     ],
-    "the folder is not synced after a rename": [(checkpoint, "sync_folder", lambda place: None)],
+    "the folder is not synced after a rename": [(checkpoint, "sync_folder", lambda *_: None)],
     "the older checkpoints are removed first": [(CheckpointWriter, "begin", begin_by_removing)],
     "written in place, one is kept": [
         (CheckpointWriter, "begin", begin_in_place),

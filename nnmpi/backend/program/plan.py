@@ -36,7 +36,8 @@ def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
         for ref in call.refs():
             allocation = ref.allocation
             first.setdefault(allocation, i)
-            end = bisect_right(numbers, allocation.freed) if call.keeps else i
+            # the call during which it was freed may have used it, as a wait does
+            end = bisect_right(numbers, allocation.freed) - 1 if call.keeps else i
             last[allocation] = max(i, end, last.get(allocation, i))
     places: dict[Allocation, int] = {}
     size = 0

@@ -1,7 +1,6 @@
 """One page: the frame, the script of its kind, and its data as JSON."""
 
 import html
-import json
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.files import json_text, write_atomically
 
 
 def preformat(text: str) -> str:
@@ -25,11 +25,13 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
         data: JSON values for the script.
     """
     parts = {
-        name: (files("nnmpi.base.pages") / name).read_text()
+        name: (files("nnmpi.base.pages") / name).read_text("utf-8")
         for name in ("frame.html", "frame.css", "common.js")
     }
-    script = f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text()}"
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    script = (
+        f"{parts['common.js']}\n{(files('nnmpi.base.pages') / f'{kind}.js').read_text('utf-8')}"
+    )
+    text = json_text(data, separators=(",", ":"))
     # Escape "<": a name such as "</script>" or "<!--<script>" would end the data early.
     text = text.replace("<", "\\u003c")
     values = {
@@ -48,8 +50,12 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> No
         file, kind, title, data: see `make_page`.
 
     Raises:
-        UsageError: when the file cannot be written.
+        UsageError: when the file cannot be written, and for values that a page cannot show.
     """
+    try:
+        page = make_page(kind, title, data)
+    except ValueError as error:  # of a number with thousands of digits, for one
+        raise UsageError(f"{file} cannot show a value of the run: {error}") from None
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
         # "replace", since names of folders may be any bytes
-        file.write_text(make_page(kind, title, data), "utf-8", "replace")
+        write_atomically(file, page.encode("utf-8", "replace"))

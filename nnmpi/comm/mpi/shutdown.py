@@ -30,6 +30,7 @@ import nnmpi.base.clock as clock
 from nnmpi.base.command import complain, describe_uncaught
 from nnmpi.base.errors import name_ranks
 
+AT_END = "MPI's end, for the other ranks"
 GRACE_S = 1.0
 # The launcher forwards printed text only while the job lives: text was lost on a busy machine.
 DRAIN_S = 0.2
@@ -122,7 +123,7 @@ class Shutdown:
         Return None if not all ranks end in time.
         """
         self._announced, self._world.waiter = True, None
-        self._world.operations.append((time.monotonic(), "MPI's end, for the other ranks"))
+        self._world.operations.append((time.monotonic(), AT_END))
         local = hashlib.blake2b(
             f"{status} {text}".encode(errors="backslashreplace"), digest_size=16
         ).digest()
@@ -135,14 +136,14 @@ class Shutdown:
         return [rank for rank, digest in enumerate(digests) if digest == local]
 
     def _print(self, text: str, ranks: list[int]) -> None:
-        """Write the text to stderr; name the ranks unless all ranks share a one-line text."""
+        """Write the text to stderr; name the ranks unless all ranks share a sentence."""
         if not text:
             return
         size = self._comm.Get_size()
-        if size > 1 and ("\n" in text or len(ranks) < size):
+        if size > 1 and ("Traceback" in text or len(ranks) < size):
             step = (
                 ""
-                if self._world.step is None or "\n" not in text
+                if self._world.step is None or "Traceback" not in text
                 else f", in step {self._world.step}"
             )
             text = f"{name_ranks(ranks)} of {size}{step}: {text}"

@@ -165,7 +165,8 @@ def start(exit_limit_s: float | None = None) -> Group:
     (see `nnmpi.base.launcher`).
 
     An uncaught exception on one rank then ends the job, and that rank's traceback (of nnmpi's
-    errors only the sentence) is printed once. `sys.exit(status)` on one rank does not end the job:
+    errors the sentence and your lines, unless the program has --verbose) is printed once.
+    `sys.exit(status)` on one rank does not end the job:
     raise an exception instead. See `nnmpi.comm.mpi.shutdown`.
 
     Args:

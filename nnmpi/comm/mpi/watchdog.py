@@ -36,7 +36,9 @@ from mpi4py import MPI
 
 from nnmpi.base.command import complain, printable
 from nnmpi.base.errors import group_ranks, name_ranks
-from nnmpi.comm.mpi.shutdown import STALLED, abort
+from nnmpi.base.files import json_text, make_folder, opened_to_write
+from nnmpi.base.lines import PACKAGE, is_users
+from nnmpi.comm.mpi.shutdown import AT_END, STALLED, abort
 from nnmpi.comm.world import WARNING_S
 
 PERIOD_S = 0.5
@@ -53,6 +55,7 @@ MOST_BYTES, MOST_LETTERS = 1 << 14, 1000
 COMM_FOLDER = str(Path(__file__).parents[1])
 LIBRARY = os.path.dirname(os.__file__)
 ENDED = "the job is ended: it has waited {}"
+CALL = "the call of "
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,10 @@ class Watchdog:
         # without this thread's own time, up to 6 ms in a period on a slow host
         before_s, self._worked_s = self._worked_s, time.process_time() - time.thread_time()
         wait = _describe_wait(waiter) or (waiting[1] if waiting else "")
-        activity = f"{wait}, called at {self._line()}" if wait else f"at {self._line()}"
+        line = self._line() if wait != AT_END else ""
+        activity = f"{wait}, {line}".removesuffix(", ") if wait else f"at {line}"
+        if wait.endswith(" ranks") and line.startswith(CALL):
+            activity += ", which all ranks must make"
         activity = activity[:MOST_LETTERS]
         # what polls during a wait is at another line each time
         mark = waiting and waiting[0], wait or activity, self._world.step
@@ -160,7 +166,7 @@ class Watchdog:
         return RankStatus(waits_s, still_s, activity, self._world.step)
 
     def _line(self) -> str:
-        """Return the main thread's innermost line outside `nnmpi.comm` and Python's library.
+        """Return the main thread's place; see `find_line`.
 
         By faulthandler, which creates no objects: `sys._current_frames` made Python 3.11 overwrite
         memory when a garbage collection began meanwhile.
@@ -242,7 +248,8 @@ class Watchdog:
         if self.folder is None:
             return
         folder = self.folder / "flight"
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, self.folder)
         now = time.monotonic()
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         facts = {
@@ -251,11 +258,11 @@ class Watchdog:
             "pid": os.getpid(),
             "peak_bytes": peak_bytes,
         }
-        with (folder / f"rank-{self.rank}.txt").open("w") as stream:
+        with opened_to_write(folder / f"rank-{self.rank}.txt", "w", root=self.folder) as stream:
             if text:
                 stream.write(printable(text) + "\n")
             stream.write(
-                json.dumps(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
+                json_text(facts | asdict(self.status())) + "\n\nthe last calls, seconds ago:\n"
             )
             stream.writelines(
                 f"{now - at:12.6f}  {name}\n" for at, name in list(self._world.operations)
@@ -266,17 +273,24 @@ class Watchdog:
 
 
 def find_line(stacks: str, thread: int) -> str:
-    """Return a thread's innermost user line in a faulthandler dump."""
+    """Return a thread's place in a faulthandler dump.
+
+    It is the innermost line of the user's code, with the call that it makes of nnmpi, if any:
+    "the call of save at mine.py:6". Without a user's line it is nnmpi's, outside `nnmpi.comm`.
+    """
     _, _, stack = stacks.partition(f"hread 0x{thread:016x}")
-    lines = [line for line in stack.partition("\n\n")[0].splitlines() if line.startswith("  File ")]
-    others = [
-        line
-        for line in lines
-        if not line.startswith((f'  File "{COMM_FOLDER}', f'  File "{LIBRARY}'))
-    ]
-    for line in others or lines:
-        _, path, rest = line.split('"', 2)
-        number, _, function = rest.removeprefix(", line ").partition(" in ")
+    places = list[tuple[str, str, str]]()
+    for line in stack.partition("\n\n")[0].splitlines():
+        if line.startswith('  File "'):
+            _, path, rest = line.split('"', 2)
+            number, _, function = rest.removeprefix(", line ").partition(" in ")
+            if is_users(path):
+                at = f"{os.path.basename(path)}:{number}"
+                within = places and places[-1][0].startswith(PACKAGE)
+                return f"{CALL}{places[-1][2]} at {at}" if within else f"{at} in {function}"
+            places.append((path, number, function))
+    others = [place for place in places if not place[0].startswith((COMM_FOLDER, LIBRARY))]
+    for path, number, function in others or places:
         return f"{os.path.basename(path)}:{number} in {function}"
     return "an unknown line"
 
@@ -300,6 +314,8 @@ def describe(
     busy = {rank: status for rank, status in statuses.items() if not status.waits_s}
     parts += [f"{_plural(ranks, 'is', 'are')} {what}" for what, ranks in _by_activity(busy).items()]
     waiting = {rank: status for rank, status in statuses.items() if status.waits_s}
+    if ended := [rank for rank, status in waiting.items() if status.activity == AT_END]:
+        parts.append(f"{_plural(ended, 'has', 'have')} ended")
     if not parts:
         parts = [
             "all ranks wait for one another; if none continues, they are not in the same"
@@ -308,6 +324,7 @@ def describe(
     parts += [
         f"{_plural(ranks, 'waits', 'wait')} in {what}"
         for what, ranks in _by_activity(waiting).items()
+        if not what.startswith(AT_END)
     ]
     return "; ".join(parts)
 

@@ -29,7 +29,7 @@ import heapq
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
@@ -39,7 +39,7 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeAlias
 
-from nnmpi.base.errors import CommError
+from nnmpi.base.errors import CommError, UsageError
 
 # Injected faults: ranks that die, stop or are slow, and messages that are late.
 #
@@ -80,15 +80,19 @@ class Faults:
 # The seconds of a poll for messages when computing takes none. With 0, a rank that polls would keep
 # the earliest clock and the turn for ever.
 POLL_S = 1e-7
-FRUITLESS_POLLS = 20_000  # polls of one rank with an empty agenda until a deadlock is reported
+# Polls until a deadlock is reported, while all ranks poll or wait, and no message is under way. Each
+# of them takes longer than the one before, minutes in all: a loop with a time limit comes to it.
+FRUITLESS_POLLS = 20_000
+LONGER = 1.0007
+MOST_RANKS = 10_000  # threads of one process
+SWALLOWED = 10  # calls of a rank that goes on after another's failure, until it is held for ever
+LOOKS = 4  # at the running rank, until it is named
 INTERRUPTED_S = 2.0  # for the ranks to end after an interrupt from outside
 LAUNCHER_TURNS = 8  # turns of each rank, at most, between a kill and the launcher's end of the job
 SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
-CALLERS_LINES = (
-    "CALLERS_LINES"  # a module that has this name stands for mpi4py in a program's lines
-)
+FRONT_FOLDER = f"{PACKAGE_FOLDER}/teaching/mpi_front"  # stands for mpi4py in a program's lines
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
 """(file, line) of a call in the source, innermost first."""
@@ -119,6 +123,7 @@ class SimulatedRank:
             may succeed.
         calls: number of calls so far.
         world: its view of the world, with its step of training.
+        held: whether its thread stays in a call for ever.
     """
 
     number: int
@@ -129,10 +134,13 @@ class SimulatedRank:
     completions: int = 0
     calls: int = 0
     world: Any = None
+    held: bool = False
+    _abandoned: int = 0
     _awaits: set[Any] | None = None
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
     _polls: int = 0
+    _since_s: float = 0.0
     _gate: threading.Lock = field(default_factory=_closed_gate)
 
 
@@ -154,6 +162,8 @@ class Scheduler:
             ranks run.
         turns: number of changes of the turn.
         on_turn: called with the rank's number on its thread, when it gets the turn.
+        on_stall: called with a sentence when a rank computes for `stall_s` without a call.
+        stall_s: seconds; infinite for no such calls.
         failure: the rank that failed first (-1 for none in particular), and its exception; None
             without a failure.
         halted: descriptions of the killed and stopped ranks, by number.
@@ -162,17 +172,26 @@ class Scheduler:
     def __init__(
         self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None
     ) -> None:
+        if size > MOST_RANKS:
+            raise UsageError(
+                f"{size} ranks are threads of one process, which has {MOST_RANKS} at most; give"
+                " fewer ranks"
+            )
         self.ranks = [SimulatedRank(number) for number in range(size)]
         self.seed, self.random = seed, Random(seed)
         self.by_time = cpu_factor == 0
         self.turns = 0
         self.on_turn: Callable[[int], object] = str
+        self.on_stall: Callable[[str], object] = str
+        self.stall_s = inf
         self.failure: tuple[int, BaseException] | None = None
         self.halted: dict[int, str] = {}
         self._faults, self._last_turn = faults, inf
         self._factor = cpu_factor
-        self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
-        self._planned = 0
+        # (position, draw, number, whether something may happen then, event)
+        self._agenda: list[tuple[float, float, int, bool, SimulatedRank | Callable[[], None]]] = []
+        self._planned, self._coming, self._fruitless = 0, 0, 0
+        self._running: SimulatedRank | None = None
         self._over = threading.Event()
 
     # ---- the agenda ----
@@ -189,7 +208,9 @@ class Scheduler:
         key = (
             (at_s, draw) if self.by_time else (self._planned + draw * SPREAD * len(self.ranks), 0.0)
         )
-        heapq.heappush(self._agenda, (*key, self._planned, event))
+        live = not (isinstance(event, SimulatedRank) and event._polls)
+        self._coming += live
+        heapq.heappush(self._agenda, (*key, self._planned, live, event))
 
     def begin_call(self, rank: SimulatedRank) -> None:
         """Begin a call: charge the computation since the last one to the rank's clock.
@@ -198,7 +219,7 @@ class Scheduler:
             Abandoned: when another rank has failed.
         """
         if self.failure is not None:
-            raise Abandoned
+            self._abandon(rank)
         rank.calls += 1
         if self._faults is not None:
             if rank.calls == self._faults.kill.get(rank.number):
@@ -208,6 +229,21 @@ class Scheduler:
         self._charge(rank)
         if self.by_time and self._agenda and self._agenda[0][0] < rank.clock_s:
             self.yield_turn(rank)
+
+    def _abandon(self, rank: SimulatedRank) -> None:
+        """End this thread's rank after another's failure.
+
+        A program that catches everything would go on for ever, so its thread is held in the end.
+
+        Raises:
+            Abandoned: always.
+        """
+        rank._abandoned += 1
+        if rank._abandoned > SWALLOWED:
+            rank.held = rank.ended = True
+            self._hand_over(None)
+            _closed_gate().acquire()
+        raise Abandoned
 
     def halt(self, rank: SimulatedRank, fate: str, alone: bool = False) -> None:
         """Halt this thread's rank for ever.
@@ -239,16 +275,30 @@ class Scheduler:
             self.plan(rank.clock_s, rank)
             self._pass_on(rank)
 
-    def count_fruitless_poll(self, rank: SimulatedRank) -> None:
-        """Count a poll that found an incomplete request.
+    def note_progress(self, rank: SimulatedRank) -> None:
+        """Note that a rank does more than poll."""
+        rank._polls = self._fruitless = 0
+
+    def count_fruitless_poll(
+        self, rank: SimulatedRank, waits_for: str, blames: Callable[[], Sequence[int]]
+    ) -> None:
+        """Count a poll of this thread's rank that found nothing.
+
+        Args:
+            rank, waits_for, blames: see `block`.
 
         Raises:
-            CommError: for a loop of polls with an empty agenda, which can never succeed.
+            CommError: when all ranks poll or wait for so long that nobody can end it.
         """
-        rank.clock_s += POLL_S if self.by_time else 0.0
-        rank._polls = 0 if self._agenda else rank._polls + 1
-        if rank._polls > (FRUITLESS_POLLS if not self.halted else len(self.ranks)):
-            rank.waits_for, rank.lines = "a loop that looks for messages", find_lines()
+        rank._since_s = rank._since_s if rank._polls else rank.clock_s
+        rank._polls += 1
+        self._fruitless = 0 if self._coming else self._fruitless + 1
+        if self.by_time or self._fruitless:
+            rank.clock_s += POLL_S * LONGER**self._fruitless
+        limit = FRUITLESS_POLLS if not self.halted else len(self.ranks) ** 2
+        if self._fruitless > limit // 2:
+            rank.waits_for, rank.lines, rank._blames = f"{waits_for}, polling", find_lines(), blames
+        if self._fruitless > limit:
             raise self._deadlock()
 
     def block(
@@ -271,6 +321,7 @@ class Scheduler:
             until_s: the limit, in simulated seconds.
         """
         rank.waits_for, rank.lines, rank._awaits, rank._blames = waits_for, lines, awaits, blames
+        rank._since_s = rank.clock_s
         if until_s < inf:
             self.plan(until_s, partial(self._end_wait, rank, awaits, until_s))
         self._pass_on(rank)
@@ -278,7 +329,7 @@ class Scheduler:
     def notify(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
         """Count a completed request; plan its rank's turn if the rank waited for no other."""
         rank.completions += 1
-        rank._polls = 0
+        self.note_progress(rank)
         if rank._awaits is None:
             return
         rank._awaits.discard(request)
@@ -327,21 +378,63 @@ class Scheduler:
         ]
         for rank, thread in zip(self.ranks, threads, strict=True):
             self.plan(0.0, rank)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system's limit
+                rank.ended = rank.held = True
+                self.failure = self.failure or (
+                    -1,
+                    UsageError(
+                        f"this machine has no thread for rank {rank.number} of {len(self.ranks)};"
+                        " give fewer ranks"
+                    ),
+                )
         self._hand_over(None)
         try:
-            self._over.wait()
+            self._watch({thread.name: thread for thread in threads})
         except BaseException as error:
             # Ctrl-C, or a test's time limit, reaches the thread that waits here
             self.failure = self.failure or (-1, error)
             # do not join the threads: one may be stuck in the program's own code
             self._over.wait(INTERRUPTED_S)
             return
-        for thread in threads:
-            thread.join()
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            if not rank.held:
+                thread.join()
+
+    def _watch(self, threads: Mapping[str, threading.Thread]) -> None:
+        """Return when all ranks have ended; name one that computes for too long.
+
+        Raises:
+            TimeoutError: for one that computes on, for that long, after another's failure.
+        """
+        before: tuple[object, ...] = ()
+        timeout_s = None if self.stall_s == inf else self.stall_s / LOOKS
+        stalls = 0
+        while not self._over.wait(timeout_s):
+            rank = self._running
+            now = self.turns, rank, rank and rank.calls
+            stalls = stalls + 1 if now == before else 0
+            before = now
+            if rank is None or stalls < LOOKS:
+                continue
+            if self.failure is not None:
+                rank.held = True
+                raise TimeoutError
+            if stalls == LOOKS:
+                frame = sys._current_frames().get(threads[f"rank {rank.number}"].ident or 0)
+                others = [
+                    f"  rank {item.number} waits for {item.waits_for}{_at(item.lines)}"
+                    for item in self.ranks
+                    if item._awaits is not None
+                ]
+                head = f"rank {rank.number} has made no call for {self.stall_s:.0f} s"
+                at = _at(tuple(_frames(frame))[:1])
+                self.on_stall("\n".join([f"{head}{at}", *others]))
 
     def _live(self, rank: SimulatedRank, program: Callable[[int], None]) -> None:
         rank._gate.acquire()
+        self._running = rank
         try:
             if self.failure is None:
                 self.on_turn(rank.number)
@@ -361,9 +454,10 @@ class Scheduler:
         if self._hand_over(rank):
             return
         rank._gate.acquire()
+        self._running = rank
         self.on_turn(rank.number)
         if self.failure is not None:
-            raise Abandoned
+            self._abandon(rank)
 
     def _hand_over(self, local: SimulatedRank | None) -> bool:
         """Run the agenda's events up to the next rank's turn, and wake that rank.
@@ -374,7 +468,8 @@ class Scheduler:
             if self.turns >= self._last_turn:
                 self.failure = (-1, self._deadlock())
                 break
-            event = heapq.heappop(self._agenda)[-1]
+            *_, live, event = heapq.heappop(self._agenda)
+            self._coming -= live
             if not isinstance(event, SimulatedRank):
                 try:
                     event()
@@ -420,7 +515,7 @@ class Scheduler:
 
 def _since(rank: SimulatedRank) -> str:
     step = getattr(rank.world, "step", None)
-    return f"since {rank.clock_s:.6g} s{'' if step is None else f', in step {step}'}"
+    return f"since {rank._since_s:.6g} s{'' if step is None else f', in step {step}'}"
 
 
 def _at(lines: Lines) -> str:
@@ -434,16 +529,22 @@ def describe_lines(lines: Lines) -> str:
 
 def find_lines() -> Lines:
     """Return the lines of the present call: nnmpi's, and the program's that called it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (
-        _lies_in(OWN_FOLDER, frame.f_code.co_filename) or CALLERS_LINES in frame.f_globals
-    ):
+    frames = _frames(sys._getframe(1))
+    within = next(frames, None)
+    if within is None:
+        return ()
+    if not within[0].startswith(PACKAGE_FOLDER):
+        return (within,)
+    return (within, *[line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])][:1])
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    """Yield the lines of a call, innermost first, without the simulation's own."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (_lies_in(OWN_FOLDER, file) or _lies_in(FRONT_FOLDER, file)):
+            yield file, frame.f_lineno
         frame = frame.f_back
-    within = frame
-    while frame is not None and _lies_in(PACKAGE_FOLDER, frame.f_code.co_filename):
-        frame = frame.f_back
-    frames = [within, frame] if within is not frame else [frame]
-    return tuple((item.f_code.co_filename, item.f_lineno) for item in frames if item is not None)
 
 
 @cache  # called for every frame around every message

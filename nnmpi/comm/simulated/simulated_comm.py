@@ -12,11 +12,13 @@ last rank to arrive completes it for all.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, partialmethod
 from itertools import count
+from math import inf
 from mmap import mmap
 from types import SimpleNamespace
 from typing import Any, Self, TypeAlias, cast
@@ -82,12 +84,14 @@ class SimulatedRequest:
         missing: returns the numbers of the ranks whose calls it still needs.
         memory: the bytes that it reads or writes.
         writes: whether it writes them.
-        checksum: of `memory` at the start, if it reads that; else None.
+        reads: bytes that it reads besides, as a collective that writes others.
+        checksum: of what it reads, at the start; None to allow changes.
         envelope: (sender's number in its communicator, tag, dtype). A receive's is what it accepts,
             and after its message has arrived, the message's.
         complete: whether it is complete.
         complete_s: the simulated time of completion.
         result: this rank's result of a collective that returns one.
+        sees: for one that looks for a message: called with it, returns whether it takes it.
     """
 
     owner: SimulatedRank
@@ -96,11 +100,18 @@ class SimulatedRequest:
     missing: Callable[[], Sequence[int]] = tuple
     memory: ByteArray | None = None
     writes: bool = False
+    reads: ByteArray | None = None
     checksum: int | None = None
     envelope: tuple[int, int, Any] = (0, 0, None)
     complete: bool = False
     complete_s: float = 0.0
     result: Any = None
+    sees: Callable[[SimulatedMessage], bool] | None = None
+
+    @property
+    def source(self) -> ByteArray | None:
+        """The bytes that it reads."""
+        return self.reads if self.writes else self.memory
 
 
 def checksum(memory: ByteArray | None) -> int:
@@ -113,8 +124,40 @@ def checksum(memory: ByteArray | None) -> int:
     )
 
 
-class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
+Range: TypeAlias = tuple[int, int, int, SimulatedRequest]
+"""The addresses of a request's memory, a number of its own, and the request."""
+
+
+class Ranges(list[Range]):
+    """Ranges of memory in the order of their beginnings.
+
+    A search looks back by the longest one, so it is quick among many requests of one size.
+    """
+
+    longest = 0
+
+    def insert_range(self, item: Range) -> None:
+        """Add a range."""
+        self.longest = max(self.longest, item[1] - item[0])
+        insort(self, item)
+
+    def find(self, begin: int, end: int) -> SimulatedRequest | None:
+        """Return a request whose range overlaps another one, or None."""
+        at = bisect_left(self, (end,)) - 1
+        while at >= 0 and self[at][0] > begin - self.longest:
+            if self[at][1] > begin:
+                return self[at][3]
+            at -= 1
+        return None
+
+
+class OpenRequests(dict[SimulatedRequest, list[tuple[Ranges, Range]]]):
     """A rank's unfinished requests, with the address ranges they read or write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read, self._written, self._numbers = Ranges(), Ranges(), count()
+        self.writers = 0
 
     def add(self, request: SimulatedRequest) -> None:
         """Add a request.
@@ -122,18 +165,23 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
         Raises:
             CommError: when another open request uses the same memory, and one of the two writes.
         """
-        memory = request.memory
-        begin = 0 if memory is None else memory.__array_interface__["data"][0]
-        end = begin + (0 if memory is None else memory.nbytes)
-        for other, (low, high) in self.items() if begin < end else ():
-            if begin < high and low < end and (request.writes or other.writes):
-                use = "writes" if other.writes else "reads"
-                raise CommError(
-                    f"rank {request.owner.number} gives its {request.what} memory"
-                    f" ({describe_lines(request.lines)}) that its {other.what} still {use}"
-                    f" ({describe_lines(other.lines)}); wait for that one first"
-                )
-        self[request] = begin, end
+        self[request] = kept = []
+        self.writers += request.writes
+        uses = (request.source, False), (request.memory if request.writes else None, True)
+        for memory, writes in uses:
+            if memory is None or not memory.nbytes:
+                continue
+            begin = memory.__array_interface__["data"][0]
+            end = begin + memory.nbytes
+            for ranges in (self._written, self._read) if writes else (self._written,):
+                other = ranges.find(begin, end)
+                if other is not None:
+                    del self[request]
+                    raise CommError(_describe_overlap(request, other, ranges is self._written))
+            ranges = self._written if writes else self._read
+            item = begin, end, next(self._numbers), request
+            ranges.insert_range(item)
+            kept.append((ranges, item))
 
     def close(self, request: SimulatedRequest) -> None:
         """Remove an awaited request.
@@ -141,15 +189,34 @@ class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
         Raises:
             CommError: when the array was changed while it was being sent.
         """
-        if self.pop(request, None) is None:
+        kept = self.pop(request, None)
+        if kept is None:
             return
-        if request.checksum is not None and request.checksum != checksum(request.memory):
+        self.writers -= request.writes
+        for ranges, item in kept:
+            del ranges[bisect_left(ranges, item)]
+        if request.checksum is not None and request.checksum != checksum(request.source):
             raise CommError(
                 f"rank {request.owner.number} changed an array while its {request.what} read it"
                 f" ({describe_lines(request.lines)}); wait for the request before the array is"
                 " written"
             )
-        request.memory = None  # a caller that keeps the request keeps no array alive
+        # a caller that keeps the request keeps no array alive
+        request.memory = request.reads = None
+
+
+def _describe_overlap(request: SimulatedRequest, other: SimulatedRequest, written: bool) -> str:
+    rank, begin = request.owner.number, describe_lines(request.lines)
+    if request is other:
+        return (
+            f"rank {rank} gives its {request.what} memory to read and to write ({begin}); give it"
+            " two arrays, or MPI.IN_PLACE for the first"
+        )
+    return (
+        f"rank {rank} gives its {request.what} memory ({begin}) that its {other.what} still"
+        f" {'writes' if written else 'reads'} ({describe_lines(other.lines)}); wait for that one"
+        " first, or give another array"
+    )
 
 
 @dataclass(eq=False)
@@ -164,6 +231,7 @@ class SimulatedMessage:
         ready_s: the time of its start, later of its arrival.
         both_ways: whether its sender was receiving at the start.
         arrived: whether it has arrived at its target, received or not.
+        arrives_s: the time of its arrival; infinite before it has left.
         receive: the paired receive, or None so far.
     """
 
@@ -173,6 +241,7 @@ class SimulatedMessage:
     ready_s: float
     both_ways: bool
     arrived: bool = False
+    arrives_s: float = inf
     receive: SimulatedRequest | None = None
 
 
@@ -191,13 +260,21 @@ class MessageQueue:
     receives: deque[SimulatedRequest] = field(default_factory=deque)
     last_s: float = 0.0
 
-    def find_receive(self, message: SimulatedMessage) -> SimulatedRequest | None:
-        """Return the receive that matches a message."""
-        return self.receives[0] if self.receives else None
+    def add_send(self, message: SimulatedMessage) -> None:
+        """Keep a message until its receive is posted."""
+        self.sends.append(message)
 
-    def find_send(self, receive: SimulatedRequest) -> SimulatedMessage | None:
-        """Return the message that matches a receive."""
-        return self.sends[0] if self.sends else None
+    def add_receive(self, receive: SimulatedRequest) -> None:
+        """Keep a receive until its message is sent."""
+        self.receives.append(receive)
+
+    def take_receive(self, message: SimulatedMessage) -> SimulatedRequest | None:
+        """Remove and return the receive that matches a message, or None."""
+        return self.receives.popleft() if self.receives else None
+
+    def take_send(self, receive: SimulatedRequest) -> SimulatedMessage | None:
+        """Remove and return the message that matches a receive, or None."""
+        return self.sends.popleft() if self.sends else None
 
 
 # If the seed decides the order, the share of short messages whose send completes at once; other
@@ -277,6 +354,10 @@ class MessageBoard:
         self.received[target] += nbytes
         return self._links.carry(source, target, ready_s, (nbytes,), both_ways)
 
+    def find_latency(self, source: int, target: int) -> float:
+        """Return the seconds of a message without bytes, on free links."""
+        return self.machine.message(self.nodes[source] != self.nodes[target], False, (0,))[0]
+
     def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return the predicted seconds from the last rank's arrival to a native collective's end.
 
@@ -287,6 +368,8 @@ class MessageBoard:
             ranks: its ranks.
             nbytes: of the complete array.
         """
+        if len(ranks) == 1:
+            return 0.0
         (machine,) = self.machine.parts([ranks], len(self.nodes))
         algorithms = native_algorithms(_OPERATIONS.get(name, "broadcast"))
         call = len(ranks), nbytes or 1, machine
@@ -347,9 +430,13 @@ class SimulatedComm:
     # ---- messages between two ranks ----
 
     def isend(
-        self, data: CommBuffer, to: int, tag: int, synchronous: bool = False
+        self, data: CommBuffer, to: int, tag: int, eager_bytes: float | None = None
     ) -> SimulatedRequest:
-        """Start sending; see `comm.world.Comm`."""
+        """Start sending; see `comm.world.Comm`.
+
+        Args:
+            eager_bytes: the length of the longest message that leaves at once; the board's if None.
+        """
         local, board = self._local, self._board
         self._scheduler.begin_call(local)
         memory = as_bytes(data)
@@ -357,8 +444,8 @@ class SimulatedComm:
             f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to]
         )
         request.envelope = self.rank, tag, data.dtype
-        leaves = not synchronous and memory.nbytes <= board.eager_bytes
-        receiving = any(request.writes for request in board.open[local.number])
+        leaves = memory.nbytes <= (board.eager_bytes if eager_bytes is None else eager_bytes)
+        receiving = board.open[local.number].writers > 0
         message = SimulatedMessage(
             request, memory.nbytes, memory.copy() if leaves else None, local.clock_s, receiving
         )
@@ -367,16 +454,15 @@ class SimulatedComm:
             if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
                 board.complete(request, local.clock_s)
             self._depart(message, queue, self.members[to], local.clock_s)
-        receive = queue.find_receive(message)
+        receive = queue.take_receive(message)
         if receive is not None:
-            queue.receives.remove(receive)
             self._pair(message, receive, queue)
         else:
-            queue.sends.append(message)
+            queue.add_send(message)
         self._scheduler.end_call(local)
         return request
 
-    issend = partialmethod(isend, synchronous=True)
+    issend = partialmethod(isend, eager_bytes=-1)
 
     def _queue(self, source: int, target: int, tag: int) -> MessageQueue:
         return self._board.queues[self._number, source, target, tag]
@@ -389,32 +475,47 @@ class SimulatedComm:
         )
 
     def _receive(
-        self, senders: str, memory: ByteArray | None, envelope: tuple[int, int, Any], *partners: int
+        self,
+        senders: str,
+        memory: ByteArray | None,
+        envelope: tuple[int, int, Any],
+        *partners: int,
+        message: SimulatedMessage | None = None,
     ) -> SimulatedRequest:
-        """Start receiving from one of several ranks; `senders` describes them."""
+        """Start receiving from one of several ranks; `senders` describes them.
+
+        Args:
+            message: the one to receive, if it was taken from its queue before.
+        """
         local = self._local
         self._scheduler.begin_call(local)
         request = self._open(f"receive from {senders}", memory, True, *partners)
         request.envelope = envelope
         queue = self._queue(partners[0], local.number, envelope[1])
-        message = queue.find_send(request)
+        message = message or queue.take_send(request)
         if message is not None:
-            queue.sends.remove(message)
             self._pair(message, request, queue)
         else:
-            queue.receives.append(request)
+            queue.add_receive(request)
         self._scheduler.end_call(local)
         return request
 
     def _open(
-        self, what: str, memory: ByteArray | None, writes: bool, *missing: int
+        self,
+        what: str,
+        memory: ByteArray | None,
+        writes: bool,
+        *missing: int,
+        reads: ByteArray | None = None,
     ) -> SimulatedRequest:
         """Return a new open request of this rank."""
-        read = None if memory is None or writes else checksum(memory)
         request = SimulatedRequest(
-            self._local, what, find_lines(), lambda: missing, memory, writes, read
+            self._local, what, find_lines(), lambda: missing, memory, writes, reads
         )
+        if request.source is not None:
+            request.checksum = checksum(request.source)
         self._board.open[self._local.number].add(request)
+        self._scheduler.note_progress(self._local)
         return request
 
     def _pair(
@@ -443,7 +544,7 @@ class SimulatedComm:
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
         at_s = self._board.carry(sender, target, message.nbytes, ready_s, message.both_ways)
-        at_s = queue.last_s = max(at_s, queue.last_s)
+        at_s = queue.last_s = message.arrives_s = max(at_s, queue.last_s)
         self._scheduler.plan(at_s, partial(self._arrive, message, at_s))
 
     def _arrive(self, message: SimulatedMessage, at_s: float) -> None:
@@ -478,7 +579,9 @@ class SimulatedComm:
         if complete:
             self._close(requests)
         else:
-            self._scheduler.count_fruitless_poll(local)
+            self._scheduler.count_fruitless_poll(
+                local, _describe_all(requests), partial(_missing, requests)
+            )
         self._scheduler.end_call(local)
         return complete
 
@@ -488,11 +591,8 @@ class SimulatedComm:
         self._scheduler.begin_call(local)
         awaited = {request for request in requests if not request.complete}
         if awaited:
-            texts = [request.what for request in requests if request in awaited]
-            texts[NAMED:] = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
-            pending = list(awaited)
             self._scheduler.block(
-                local, awaited, ", ".join(texts), find_lines(), lambda: _missing(pending)
+                local, awaited, _describe_all(requests), find_lines(), partial(_missing, requests)
             )
         self._close(requests)
         self._scheduler.end_call(local)
@@ -598,6 +698,8 @@ class SimulatedComm:
         nbytes: int,
         combine: Callable[[list[Any]], Any],
         writes: CommBuffer | None = None,
+        reads: ByteArray | None = None,
+        name: str = "",
     ) -> SimulatedRequest:
         """Enter this communicator's next collective.
 
@@ -608,6 +710,8 @@ class SimulatedComm:
             combine: called by the last rank with all arguments in rank order; writes the results,
                 or returns one for each rank.
             writes: the array written on this rank.
+            reads: bytes read on this rank until it is complete; another array.
+            name: of the collective, for its time; the signature's if empty.
         """
         local, board, scheduler = self._local, self._board, self._scheduler
         scheduler.begin_call(local)
@@ -615,7 +719,10 @@ class SimulatedComm:
         self._collectives += 1
         memory = None if writes is None else as_bytes(writes)
         request = self._open(
-            f"{signature[0]} (collective {number + 1} of its communicator)", memory, writes=True
+            f"{signature[0]} (collective {number + 1} of its communicator)",
+            memory,
+            True,
+            reads=reads,
         )
         call = board.calls.setdefault(
             (self._number, number), CollectiveCall(signature, (local.number, request.lines))
@@ -634,9 +741,13 @@ class SimulatedComm:
         call.last_s, call.nbytes = max(call.last_s, local.clock_s), max(call.nbytes, nbytes)
         if len(call.arguments) == self.size:
             del board.calls[self._number, number]
-            name = signature[0].removeprefix("i").removesuffix("v").lower()
+            name = name or signature[0].removeprefix("i").removesuffix("v")
             end_s = call.last_s + board.price_collective(name, self.members, call.nbytes)
-            scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
+            finish = partial(self._finish, call, combine, end_s)
+            if self.size == 1:  # nobody to wait for
+                finish()
+            else:
+                scheduler.plan(end_s, finish)
         scheduler.end_call(local)
         return request
 
@@ -651,10 +762,11 @@ class SimulatedComm:
         call.arguments.clear()  # a kept request does not keep the arrays alive
         for rank, request in call.requests.items():
             request.result = results and results[rank]
-            if self._scheduler.by_time:
+            if self._scheduler.by_time or self.size == 1:
                 self._board.complete(request, end_s)
             else:
                 self._scheduler.plan(end_s, partial(self._board.complete, request, end_s))
+        call.requests.clear()
 
     # ---- other communicators ----
 
@@ -709,6 +821,13 @@ class SimulatedComm:
 
         parts = self._exchange("share_pages", own_bytes, make)
         return cast(SharedPages, SimpleNamespace(parts=parts, sync=lambda: None, free=lambda: None))
+
+
+def _describe_all(requests: Sequence[SimulatedRequest]) -> str:
+    """Return the incomplete requests as text."""
+    texts = [request.what for request in requests if not request.complete]
+    texts[NAMED:] = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
+    return ", ".join(texts)
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:

@@ -2,10 +2,12 @@
 
 The process has only the parts of nnmpi that solutions are written with. Before it loads the
 solution, it closes imports to all but the solution's own source files. An audit hook refuses what
-no solution needs: other files, processes, the network, ctypes, machine code. The hook is not a
-sandbox; docs/grading.md names its gaps.
+no solution needs: other files, processes, the network, ctypes, machine code. The hook tells students
+what they may not do, and is no sandbox: that is `exercise.wall`. docs/grading.md says what holds
+where.
 """
 
+import _imp
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ import numpy as np
 
 from nnmpi.base.custom import fault, load_file, raised
 from nnmpi.base.errors import NnmpiError
+from nnmpi.teaching.exercise.wall import WRITES, raise_wall
 from nnmpi.teaching.exercise.wire import Frames, WireError
 
 try:
@@ -31,15 +34,17 @@ REFUSED = (  # prefixes of audit events
     "os. subprocess. socket. ctypes. shutil. pty. winreg. _posixsubprocess. _winapi. signal."
     " resource. fcntl. syslog. sqlite3. mmap. gc. marshal. code. cpython.PyInt"
 )
-# functions of os that raise no audit event, so they are deleted
-SILENT = "mkfifo mknod setpriority sched_setaffinity sched_setscheduler pidfd_open"
+# functions that raise no audit event, so they are deleted; create_builtin makes modules anew, with
+# all functions again
+SILENT = "mkfifo mknod setpriority sched_setaffinity sched_setscheduler pidfd_open create_builtin"
+PACKAGES = "site-packages", "dist-packages"  # in Python's library, perhaps with nnmpi
+SPARE_S = 5  # from the judge's limit of time to the process's own, if the judge is gone
 MAY = (  # modules that a solution may import
     "__future__ abc array bisect cmath collections contextlib copy dataclasses decimal enum"
     " fractions functools heapq itertools json math numbers numpy numpy.fft numpy.linalg"
     " numpy.random operator pathlib random re statistics string textwrap time types typing warnings"
 )
 LOOKS = ("open", "os.listdir", "os.scandir")
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def main() -> None:
@@ -57,13 +62,17 @@ def main() -> None:
     for module in MAY.split():  # before the hook, which would refuse the modules that these import
         import_module(module)
     for silent in SILENT.split():
-        for system in (os, sys.modules[os.name]):
+        for system in (os, sys.modules[os.name], _imp):
             vars(system).pop(silent, None)
     local = [entry.partition(".")[0] for folder in path for entry in os.listdir(folder)]
     # a .pyc file could differ from the source that the judge has read
     sys.implementation.cache_tag = None  # type: ignore[assignment]
+    library, *others = roots
+    others += [entry for entry in sys.path if entry != library]
+    others += [entry.path for entry in os.scandir(library) if entry.name not in PACKAGES]
     roots += sys.path
     sys.path.extend(path)
+    raise_wall(others, [library], seconds + SPARE_S)
     sys.addaudithook(_guard(roots, hidden, local))
     function, problem = _load(Path(file), name)
     if problem:
@@ -91,18 +100,33 @@ def _guard(
 ) -> Callable[[str, tuple[Any, ...]], None]:
     """Return the audit hook: a solution may read files in `roots` but not in `hidden`.
 
-    The hook reads only its closure and calls only C functions, because a solution could replace
-    globals and Python functions. An import that reaches it is a file still to load: modules that
-    are loaded already, such as those of MAY, raise no event.
+    The hook reads only its arguments' defaults and calls only C functions, because a solution
+    could replace globals and Python functions, and since Python 3.13 also change a closure, by the
+    frame in the traceback of a refusal. An import that reaches it is a file still to load: modules
+    that are loaded already, such as those of MAY, raise no event.
     """
-    sep, up, kind, text, number, forbidden = os.sep, os.pardir, type, str, int, PermissionError
-    may = frozenset({*local} - sys.stdlib_module_names | {"encodings", "numpy"})
-    absent, looks, writing = ModuleNotFoundError, LOOKS, WRITES
-    refused = tuple(REFUSED.split())
-    inside, hides = tuple(f"{root}{sep}" for root in roots), f"{hidden}{sep}"
-    ends = frozenset(roots)
 
-    def hook(event: str, values: tuple[Any, ...]) -> None:
+    def hook(
+        event: str,
+        values: tuple[Any, ...],
+        *,
+        sep: str = os.sep,
+        up: str = os.pardir,
+        kind: Any = type,
+        text: type = str,
+        number: type = int,
+        forbidden: type[Exception] = PermissionError,
+        absent: type[Exception] = ModuleNotFoundError,
+        may: frozenset[str] = frozenset(
+            {*local} - sys.stdlib_module_names | {"encodings", "numpy"}
+        ),
+        looks: tuple[str, ...] = LOOKS,
+        writing: int = WRITES,
+        refused: tuple[str, ...] = tuple(REFUSED.split()),
+        inside: tuple[str, ...] = tuple(f"{root}{os.sep}" for root in roots),
+        hides: str = f"{hidden}{os.sep}",
+        ends: frozenset[str] = frozenset(roots),
+    ) -> None:
         if event == "import":
             name = values[0]
             if kind(name) is not text or values[1] or name.partition(".")[0] not in may:

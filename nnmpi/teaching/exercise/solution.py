@@ -24,7 +24,8 @@ A check calls it like any function and judges the result. These rules hold:
 - An error in a process is a `WrongAnswer` with a sentence, or `TimedOut`.
 
 Limits: wall-clock seconds for the full check (by a timer), and with `resource` also CPU time,
-memory, no new processes and no files. docs/grading.md names the gaps.
+memory, no new processes and no files; on Linux the wall of `exercise.wall`. docs/grading.md says
+what holds where.
 """
 
 import ast
@@ -77,7 +78,8 @@ ANSWERS = """comm/algorithms schedule comm/synchrony parallel teaching/exercise 
 base/shard.py"""
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
 LEAST = 60  # nodes of a body; shorter ones, such as GPipe's, may be equal without copying
-MOST_BYTES, MOST_FILES = 1 << 20, 200
+MOST = 4000  # nodes of a body; nnmpi's longest function has a sixth
+MOST_BYTES, MOST_BYTES_OF_ALL, MOST_FILES = 1 << 17, 1 << 19, 200
 
 
 class TimedOut(WrongAnswer):
@@ -128,10 +130,21 @@ class Solution:
             raise WrongAnswer(
                 f"{self.folder} has more than {MOST_FILES} files; hand in only your own"
             )
+        code = sum(file.lstat().st_size for file in files if file.suffix == ".py")
+        if code > MOST_BYTES_OF_ALL:
+            raise WrongAnswer(
+                f"{self.folder} has more than {MOST_BYTES_OF_ALL:,} bytes of code; hand in only"
+                " your own"
+            )
         for file in files:
             if self.folder and file.is_symlink():
                 raise WrongAnswer(f"{file.name} is a link; hand in the file itself")
-            if file.suffix == ".py" and not file.is_dir():
+            if not (file.is_file() or (self.folder and file.is_dir())):
+                raise WrongAnswer(
+                    f"{file.name} is no ordinary file: to open a pipe or a device might take for"
+                    " ever"
+                )
+            if file.suffix == ".py" and file.is_file():
                 _refuse_own_text(file)
         self.file = self.file.resolve()
         return self
@@ -258,12 +271,18 @@ def _refuse_own_text(file: Path) -> None:
         text = stream.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in only your code")
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # its import reports these
+    try:
         for shape, name in _functions(text):
             if shape in _answers():
                 raise WrongAnswer(
                     f"apart from names, {name} is nnmpi's {_answers()[shape]}; write your own"
                 )
+    except (RecursionError, MemoryError):
+        raise WrongAnswer(
+            f"{file.name} is nested too deeply to be read; write it flatter"
+        ) from None
+    except (SyntaxError, ValueError):  # its import reports these
+        return
 
 
 @cache
@@ -278,9 +297,10 @@ def _answers() -> dict[str, str]:
 
 
 def _functions(text: bytes) -> Iterator[tuple[str, str]]:
-    """Yield body (without names) and name of each function of at least LEAST nodes."""
+    """Yield body (without names) and name of each function of LEAST to MOST nodes."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
+        # counted before it is written out: nested functions are, at every level
+        if isinstance(node, ast.FunctionDef) and len([*islice(ast.walk(node), MOST + 1)]) <= MOST:
             body = node.body[ast.get_docstring(node) is not None :]
             shape = NAMES.sub("", "".join(map(ast.dump, body)))
             if shape.count("(") >= LEAST:

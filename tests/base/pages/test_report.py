@@ -231,9 +231,10 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert charts == 4 and fills == 5
 
 
-def test_an_evaluation_that_is_none_is_refused(run: Path) -> None:
-    (run / "evaluation.json").write_text('{"confusion": 5}')
-    with pytest.raises(UsageError, match="the evaluation of the run cannot be read"):
+@pytest.mark.parametrize("text", ['{"confusion": 5}', '{"loss": Infinity}', '{"loss": 1e999}'])
+def test_an_evaluation_that_is_none_is_refused(run: Path, text: str) -> None:
+    (run / "evaluation.json").write_text(text)
+    with pytest.raises(UsageError, match="not what nnmpi evaluate writes; call it again"):
         main([str(run)])
 
 

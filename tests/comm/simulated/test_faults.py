@@ -132,6 +132,12 @@ def a_loop_that_looks_for_ever(comm: Any) -> None:
             pass
 
 
+def loops_that_look_for_one_another(comm: Any) -> None:
+    request = comm.irecv(np.zeros(4), (comm.rank + 1) % comm.size, 0)
+    while not comm.test_all([request]):
+        pass
+
+
 FAULTS: dict[str, tuple[Fault, str]] = {
     "wrong tag": (
         two(send(), receive(tag=8)),
@@ -218,7 +224,11 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     ),
     "a loop that looks for ever": (
         a_loop_that_looks_for_ever,
-        r"deadlock: .*rank 0 waits for a loop that looks for messages",
+        r"deadlock: .*rank 0 waits for receive from rank 1 with tag 0, polling",
+    ),
+    "loops that look for one another": (
+        loops_that_look_for_one_another,
+        r"deadlock: .*(rank \d -> ){3}.*rank 0 waits for receive from rank 1 with tag 0, polling",
     ),
     "a wait for what never happens": (
         lambda comm: comm.rank or comm.world.wait_until(lambda: False),

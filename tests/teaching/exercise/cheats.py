@@ -92,9 +92,10 @@ def _ending() -> Iterator[Cheat]:
         ("a loop at import", "while True: pass\ndef f(): ..."),
         ("sleep", "import time\ntime.sleep(100)"),
         ("a loop of a rank", f"while group.rank: pass\n{SUM}"),
-        ("waits for input that never comes", "os.read(os.pipe()[0], 1)"),
     ):
         yield Cheat(what, ROW if "group" in text else RING, text, TOO_LONG, "timeout")
+    pipe = "os.read(os.pipe()[0], 1)"  # behind the wall there are no new pipes
+    yield Cheat("waits for what never comes", RING, pipe, f"not permitted|{TOO_LONG}", "*")
     yield Cheat(
         "much memory",
         RING,
@@ -165,7 +166,7 @@ def _hostile() -> Iterator[Cheat]:
         "*",
     )
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "returned no value|limit")
-    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 1,048,576 bytes")
+    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 131,072 bytes")
     yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6")
     yield Cheat(
         "lists in lists",
@@ -260,11 +261,6 @@ def _looking() -> Iterator[Cheat]:
     for what, text, name in (
         ("modules that compute nothing", "import gc", "gc"),
         (
-            "a built-in by another way",
-            "import _imp\n_imp.create_builtin(type('S', (), {'name': 'gc'})).get_objects()",
-            "",
-        ),
-        (
             "interpreters",
             "import _xxsubinterpreters as s\ns.run_string(s.create(), 'import os; os.fork()')",
             "_xxsub",
@@ -306,6 +302,13 @@ def _looking() -> Iterator[Cheat]:
     yield Cheat(
         "adds to what the hook lets pass", RING, frame, "'frozenset' object has no attribute 'add'"
     )
+    switched = frame.replace("['may'].add('gc')", ".update(looks=(), refused=())")
+    switched += "\nopen('OTHER')"
+    yield Cheat("switches the hook off by its frame", RING, switched, f"{MAY_NOT}read")
+    anew = (
+        "import _imp\n_imp.create_builtin(type('S', (), {'name': 'posix'})).kill(os.getppid(), 9)"
+    )
+    yield Cheat("makes a built-in anew", RING, anew, "has no attribute 'create_builtin'")
     up = "open(os.path.dirname(os.__file__) + '/..' * 9 + 'OTHER')"
     yield Cheat("goes up", RING, up, f"{MAY_NOT}read")
     for name in ("mkfifo", "mknod"):

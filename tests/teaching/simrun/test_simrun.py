@@ -4,6 +4,7 @@ what mpirun prints.
 
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -11,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 from nnmpi.base.errors import CommError, UsageError
+from nnmpi.teaching import simrun
 from nnmpi.teaching.simrun import main
 from tests.harness.job import mpirun, run
 
@@ -41,7 +43,7 @@ DEFECTS = {
     "a rank leaves a collective out": (
         "if rank:\n    comm.Barrier()",
         CommError,
-        r"deadlock.*rank 1 waits for barrier.*p\.py:7.*ended: rank 0",
+        r"deadlock.*rank 1 waits for Barrier.*p\.py:7.*ended: rank 0",
     ),
     "different collectives": (
         "if rank == 1:\n    comm.gather(1)\nelse:\n    comm.bcast(1)",
@@ -69,9 +71,9 @@ DEFECTS = {
         r"bcast\(root [01]\).*p\.py:6.*bcast\(root",
     ),
     "different lengths": (
-        "comm.Allreduce(np.zeros(3 + (rank == 1)), np.zeros(4))",
+        "n = 3 + (rank == 1)\ncomm.Allreduce(np.zeros(n), np.zeros(n))",
         CommError,
-        r"different collectives.*Allreduce\(SUM, [34], float64\) \(p\.py:6\)",
+        r"different collectives.*Allreduce\(SUM, [34], float64\) \(p\.py:7\)",
     ),
     "different operations": (
         "comm.reduce(1, [MPI.MAX, MPI.MIN][rank % 2])",
@@ -85,8 +87,8 @@ DEFECTS = {
     ),
     "a sum that does not fit": (
         "comm.Allreduce(np.zeros(3), np.zeros(3, 'f4'))",
-        CommError,
-        r"Allreduce: 3 float64 are sent \(p\.py:6\) .* room for 3 float32 \(p\.py:6\)",
+        SystemExit,
+        r"line 6.*Allreduce sends float64 and receives float32; give both one datatype",
     ),
     "a buffer that is read-only": (
         "if rank == 0:\n    comm.Send(np.zeros(2), 1)\nif rank == 1:\n    comm.Recv(bytes(16), 0)",
@@ -132,6 +134,79 @@ DEFECTS = {
         CommError,
         r"memory \(p\.py:7\) that its receive from rank 0 .* still writes",
     ),
+    "a sum of an array into itself": (
+        "x = np.zeros(3)\ncomm.Allreduce(x, x)",
+        CommError,
+        r"Allreduce .* memory to read and to write \(p\.py:7\); .*MPI\.IN_PLACE",
+    ),
+    "a part gathered into its own array": (
+        "x = np.zeros(size)\ncomm.Iallgather(x[rank:][:1], x).Wait()",
+        CommError,
+        r"Iallgather .* memory to read and to write \(p\.py:7\)",
+    ),
+    "an exchange of an array with itself": (
+        "x = np.zeros(3)\ncomm.Sendrecv(x, (rank + 1) % size, 0, x, (rank - 1) % size, 0)",
+        CommError,
+        r"its send to rank \d .* that its receive .* still writes .*or give another array",
+    ),
+    "changed during a sum": (
+        "x = np.zeros(3)\nr = comm.Iallreduce(x, np.zeros(3))\nx += 1\nr.Wait()",
+        CommError,
+        r"changed an array while its Iallreduce .* read it \(p\.py:7\)",
+    ),
+    "ranks that poll for one another": (
+        "q = comm.irecv(source=(rank + 1) % size)\nwhile not q.test()[0]: pass",
+        CommError,
+        r"deadlock: .*(rank \d -> ){3}.* rank 1 waits for receive from rank 2 .*polling.*p\.py:7",
+    ),
+    "ranks that look for messages": (
+        "while not comm.Iprobe(tag=3): MPI.Wtime()",
+        CommError,
+        r"deadlock: .*rank 0 waits for a message from any rank with tag 3, polling.*p\.py:6",
+    ),
+    "a message that nobody sends": (
+        "comm.Probe(source=(rank + 1) % size)",
+        CommError,
+        r"deadlock: .*(rank \d -> ){3}.*waits for a message from rank 1 with any tag",
+    ),
+    "a rank that catches everything": (
+        "if rank == 1:\n    1 / 0\nwhile True:\n    try: comm.recv(source=1)\n    except: pass",
+        SystemExit,
+        r"line 7.*ZeroDivisionError",
+    ),
+    "the program's lines alone": (
+        "try:\n    comm.send(lambda: 0, 0)\nexcept Exception as e:\n    raise ValueError from e",
+        SystemExit,
+        (
+            r'^1\nTraceback[^\n]*\n  File "p\.py", line 7[^/]*PicklingError[^/]*direct cause[^/]*'
+            r"line 9[^/]*ValueError"
+        ),
+    ),
+    "a wait for a signal": (
+        "import signal\nsignal.alarm(1)",
+        SystemExit,
+        r"line 7.*no signal reaches a simulated rank",
+    ),
+    "a reduction of several objects": (
+        "comm.Allreduce(np.zeros(2), np.zeros(2), lambda x, y: x)",
+        SystemExit,
+        r"<lambda> reduces objects; make one for arrays by MPI\.Op\.Create",
+    ),
+    "a group's rank": (
+        "comm.Get_group().Incl([7])",
+        SystemExit,
+        r"there is no rank 7 in a group of 3",
+    ),
+    "counts as a pair": (
+        "comm.Allgatherv(np.zeros(1), [np.zeros(3), (1, 1, 1)])",
+        SystemExit,
+        r"\(1, 1, 1\) is no pair of counts and offsets; give a count for each rank as a list",
+    ),
+    "elements of a buffer that has fewer": (
+        "comm.Send([np.zeros(3), 4, MPI.DOUBLE], 0)",
+        SystemExit,
+        r"a buffer of 24 bytes is too short for bytes 0 to 32",
+    ),
     "nobody receives": (
         "if rank == 2:\n    comm.send('hello', 0)",
         CommError,
@@ -151,12 +226,12 @@ DEFECTS = {
     "windows": (
         "MPI.Win",
         SystemExit,
-        r"line 6.*has no mpi4py.MPI.Win; mpi4py.MPI has ANY_SOURCE",
+        r"line 6.*has no mpi4py.MPI.Win; .*docs/reference/mpi4py.md lists its calls",
     ),
-    "persistent requests": (
-        "comm.Send_init(np.zeros(1), 0)",
+    "two groups": (
+        "comm.Create_intercom(0, comm, 1)",
         SystemExit,
-        r"has no Intracomm.Send_init; .*Bcast",
+        r"has no Intracomm.Create_intercom; ",
     ),
     "a module that talks": ("import talks", UsageError, "talks communicates while it is imported"),
 }
@@ -213,10 +288,16 @@ RIGHT = {
         """\
         right, left, status, request = (rank + 1) % size, (rank - 1) % size, MPI.Status(), MPI.Request()
         request.Wait(); print(request.Test(), request == MPI.REQUEST_NULL)
+        x = np.zeros(1)
+        comm.Sendrecv(np.ones(1), right, 4, x, left, 4, status)
+        print(rank, x, status.tag)
+        comm.Sendrecv_replace(x, right, 5, left, 5, status)
+        print(rank, status.Get_tag(), status.Get_count(MPI.DOUBLE))
         request = comm.isend(obj=None, dest=right, tag=3)
         print(rank, comm.recv(source=left, tag=3, status=status), MPI.SUCCESS)
         request.wait()
-        request = comm.irecv(source=left); comm.Barrier(); comm.send(dest=right, obj=rank); print(rank, request.wait())
+        request = comm.irecv(source=left); comm.Barrier(); comm.send(dest=right, obj=rank)
+        print(rank, request.wait())
         data = np.zeros(1, int); request = comm.Irecv(data, left); comm.Barrier()
         comm.Rsend(np.full(1, rank), dest=right); request.Wait(); print(rank, data)
         print(rank, comm.sendrecv(sendobj=rank, dest=right, source=left), comm.bcast(obj=rank, root=1))
@@ -245,6 +326,142 @@ RIGHT = {
         comm.Alltoallv([np.arange(size) + rank, [1] * size], [whole, ([1] * size, range(0, 2 * size, 2))])
         print(rank, whole.tolist(), comm.bcast(rank, 1), comm.scatter([[i] for i in range(size)]), comm.gather(rank))
         print(rank, comm.allgather("a" * rank), comm.alltoall([(rank, i) for i in range(size)]))
+        """
+    ),
+    "operations that are started": (
+        """\
+        x, y = np.arange(4.0) + rank, np.zeros(4)
+        comm.Iallreduce(x, y).Wait(); print(rank, y)
+        request = comm.Ireduce(x, y, MPI.MAX, root=1); request.Wait()
+        print(rank, y if rank == 1 else "", not request)
+        request = comm.Ibcast(x, 2); comm.Ibarrier().Wait(); request.Wait(); print(rank, x)
+        parts = np.zeros((size, 4)); comm.Igather(y, parts if rank == 0 else None).Wait()
+        comm.Iallgather(x, parts).Wait()
+        print(rank, parts.tolist())
+        comm.Iscatter(parts if rank == 0 else None, y).Wait(); comm.Iexscan(x, y).Wait()
+        print(rank, y if rank else "")
+        send, receive = comm.Send_init(x, (rank + 1) % size, 3), comm.Recv_init(y, (rank - 1) % size, 3)
+        for i in range(3):
+            x[:] = rank * 10 + i
+            MPI.Prequest.Startall([receive, send]); MPI.Request.Waitall([send, receive]); print(rank, y, bool(send))
+        send.Free(); receive.Free()
+        total = comm.Allreduce_init(x, y)
+        for i in range(2): total.Start(); total.Wait(); x += 1; print(rank, y)
+        total.Free()
+        requests = [comm.Irecv(np.zeros(1), (rank - 1) % size, tag) for tag in range(4)]
+        for tag in range(4): comm.Send(np.ones(1), (rank + 1) % size, tag)
+        done = []
+        while len(done) < 4: done += MPI.Request.Waitsome(requests)
+        print(rank, sorted(done), MPI.Request.Waitsome(requests), MPI.Request.Testall(requests))
+        a, b = np.zeros(2), np.ones(2); comm.Isendrecv(b, (rank + 1) % size, 0, a, (rank - 1) % size, 0).Wait()
+        comm.Sendrecv_replace(x, (rank + 1) % size, 0, (rank - 1) % size, 0); print(rank, a, x)
+        """
+    ),
+    "messages that are looked at": (
+        """\
+        right, left, status = (rank + 1) % size, (rank - 1) % size, MPI.Status()
+        request = comm.Isend(np.arange(rank + 1.0), right, 5)
+        comm.Probe(left, MPI.ANY_TAG, status); x = np.zeros(status.Get_count(MPI.DOUBLE))
+        comm.Recv(x, left, 5); request.Wait()
+        print(rank, x, status.Get_source() == left, status.tag)
+        request = comm.issend({"rank": rank}, right, 6)
+        while not comm.iprobe(left, 6): pass
+        message = comm.mprobe(left, 6)
+        print(rank, bool(message), message.recv(), bool(message), comm.improbe(left)); request.wait()
+        comm.send("a", rank, 1); comm.send("b", rank, 2)
+        first = comm.mprobe(rank); print(rank, comm.recv(source=rank, tag=MPI.ANY_TAG), first.recv())
+        """
+    ),
+    "parts of arrays": (
+        """\
+        x, y = np.arange(24.0).reshape(4, 6) + 100 * rank, np.zeros((4, 6))
+        column = MPI.DOUBLE.Create_vector(4, 1, 6).Commit(); right, left = (rank + 1) % size, (rank - 1) % size
+        requests = [comm.Irecv([y.reshape(-1)[1:], 1, column], left), comm.Isend([x, 1, column], right)]
+        requests += [comm.Irecv([y.reshape(-1)[3:], 1, column], left)]
+        requests += [comm.Isend([x.reshape(-1)[2:], 1, column], right)]
+        MPI.Request.Waitall(requests); print(rank, y.tolist(), column.Get_size(), column.Get_extent())
+        two, z = comm.Split(min(rank, 1)), np.zeros(3)
+        if two.size == 2: two.Allgatherv(np.full(two.rank + 1, float(rank)), [z, [1, 2]])
+        if two.size == 2: two.Allgatherv([np.full(3, float(rank)), 1], [z, ([1, 1], [2, 0]), "d"])
+        print(rank, z)
+        block = MPI.DOUBLE.Create_subarray([4, 6], [2, 3], [1, 2]).Commit(); y[:] = 0
+        comm.Sendrecv([x, 1, block], right, 0, [y, 1, block], left, 0); print(rank, y.tolist())
+        comm.Bcast([x, 1, block], 1); print(rank, x[1:3, 2:5].tolist())
+        kind = MPI.Datatype.Create_struct([1, 2], [0, 4], [MPI.INT, MPI.SHORT]).Commit()
+        print(kind.size, kind.extent)
+        z = np.zeros(5, "f8")
+        ones, kinds = [1] * size, [MPI.DOUBLE] * size
+        comm.Alltoallw([x, (ones, [0] * size), kinds], [z, (ones, [8 * i for i in range(size)]), kinds])
+        print(rank, z.tolist())
+        """
+    ),
+    "reductions": (
+        """\
+        pair = np.zeros(1, np.dtype("f8,i4", align=True)); pair["f0"], pair["f1"] = -abs(rank - 1), rank
+        best = np.zeros_like(pair)
+        comm.Allreduce([pair, MPI.DOUBLE_INT], [best, MPI.DOUBLE_INT], MPI.MAXLOC); print(rank, best)
+        print(comm.allreduce((rank % 2, rank), MPI.MINLOC))
+        print(comm.allreduce((rank % 2, rank), op=MPI.MAXLOC), comm.exscan(rank + 1))
+        print(comm.allreduce([rank], MPI.SUM), comm.allreduce(rank % 2, MPI.LXOR))
+        print(comm.allreduce(rank, MPI.BXOR), comm.scan("abc"[rank]))
+        def longest(a, b, kind): b_, a_ = np.frombuffer(b, "i"), np.frombuffer(a, "i"); b_[...] = np.maximum(a_, b_)
+        op = MPI.Op.Create(longest, commute=True); y = np.zeros(2, "i")
+        comm.Allreduce(np.array([rank, -rank], "i"), y, op); print(rank, y); op.Free()
+        x = np.array([1, 2], "i"); MPI.SUM.Reduce_local(x, y); print(rank, y, MPI.PROD(3, 4))
+        comm.Allreduce(MPI.IN_PLACE, x)
+        comm.Reduce(MPI.IN_PLACE if rank == 1 else x, x if rank == 1 else None, root=1); print(rank, x)
+        comm.Exscan(x.copy(), y); print(rank, y if rank else "")
+        """
+    ),
+    "groups and neighbours": (
+        """\
+        group = comm.Get_group(); some = group.Incl([2, 0])
+        print(rank, some.rank == MPI.UNDEFINED, some.Translate_ranks([0, 1], group), group.Excl([1]).size)
+        new = comm.Create(some)
+        print(rank, new.rank if new != MPI.COMM_NULL else "none", MPI.Group.Compare(some, group) == MPI.UNEQUAL)
+        if rank != 1: print(rank, comm.Create_group(some).allgather(rank))
+        print(MPI.Comm.Compare(comm, comm.Dup()) == MPI.CONGRUENT, MPI.Compute_dims(12, 3), MPI.Compute_dims(6, [0, 3]))
+        print(comm.Split_type(MPI.COMM_TYPE_SHARED).size)
+        ring = comm.Create_cart([size], periods=True); y = np.zeros(2, int)
+        ring.Neighbor_allgather(np.array([rank]), y); print(rank, y, ring.neighbor_alltoall(["l", "r"]))
+        line = comm.Create_cart([size]); y[:] = -1; line.Ineighbor_allgather(np.array([rank]), y).Wait()
+        print(rank, y, line.neighbor_allgather(rank), line.inedges)
+        grid = comm.Create_cart([size, 1], [True, False]); sub = grid.Sub([True, False])
+        print(rank, sub.dims, sub.coords, sub.periods, grid.topo, grid.Get_topology() == MPI.CART)
+        graph = comm.Create_dist_graph_adjacent([(rank - 1) % size], [(rank + 1) % size])
+        print(rank, graph.neighbor_allgather(rank), graph.Get_dist_neighbors_count())
+        web = comm.Create_graph([1, 3, 4], [1, 0, 2, 1])
+        print(rank, web.neighbors, web.neighbor_alltoall([rank] * web.nneighbors))
+        print(MPI.Is_initialized(), MPI.Is_finalized(), MPI.Query_thread() >= 0)
+        print(len(MPI.Get_library_version()) > 3, comm.Get_name(), MPI.Get_version()[0] >= 3)
+        """
+    ),
+    "a communicator of its own class": (
+        """\
+        class Ours(MPI.Intracomm):
+            def __new__(cls, comm=None): return super().__new__(cls, comm)
+            def everything(self): return self.allgather(rank)
+        print(Ours(comm).everything(), type(Ours(comm)).__module__, Ours() == MPI.COMM_NULL)
+        """
+    ),
+    "output": (
+        """\
+        sys.stdout.reconfigure(line_buffering=True); sys.stdout.buffer.write(f"rank {rank} é\\n".encode())
+        sys.stdout.buffer.flush()
+        print("x" * rank, end=""); sys.stdout.write(""); print()
+        """
+    ),
+    "what a process has once": (
+        """\
+        import os, logging, warnings, tempfile
+        os.chdir(sys.path[0] if rank else os.sep); comm.Barrier(); print(rank, os.getcwd() == os.sep)
+        logging.basicConfig(force=True, stream=sys.stdout, format=f"{rank} %(message)s")
+        logging.root.setLevel([10, 40, 20][rank]); comm.Barrier()
+        logging.info("info"); logging.error("error"); comm.Barrier()
+        warnings.simplefilter(["error", "ignore", "ignore"][rank]); comm.Barrier()
+        try: warnings.warn("x"); print(rank, "ignored")
+        except UserWarning: print(rank, "raised")
+        np.set_printoptions(precision=rank + 1); comm.Barrier(); print(np.array([1 / 3]))
         """
     ),
     "communicators": (
@@ -337,6 +554,94 @@ def test_seeds_find_a_race_and_the_clock_is_exact(
     swap = programs("comm.Alltoall(np.zeros(50_000), np.zeros(50_000))")  # half goes to itself
     text = main(["-n", "2", "--network", "alpha_us=50,gbit=1", swap])
     assert "1.65 ms of simulated time" in text
+
+
+def test_prices_of_what_is_started(programs: Callable[[str], str]) -> None:
+    network = ["-n", "4", "--network", "alpha_us=50,gbit=1"]
+    x = "x, y = np.zeros(50_000), np.zeros(50_000)\n"
+    seconds = {}
+    for call in (
+        "Allreduce(x, y)",
+        "Iallreduce(x, y).Wait()",
+        "Reduce(x, y)",
+        "Barrier()",
+        "Create_cart([4], True).Neighbor_alltoall(x, y)",
+    ):
+        text = main([*network, programs(f"{x}comm.{call}")])
+        seconds[call] = re.search(r"gbit=1: (\S+ \S+) of simulated", text)[1]  # type: ignore[index]
+    assert seconds["Allreduce(x, y)"] == seconds["Iallreduce(x, y).Wait()"] == "5 ms"
+    assert len({*seconds.values()}) == 4
+    # 200 kB to each side and from each: 1.6 ms a message, and links are taken in order of the calls
+    neighbors = seconds["Create_cart([4], True).Neighbor_alltoall(x, y)"]
+    assert 3.2 < float(neighbors.removesuffix(" ms")) < 6.6
+    overlap = "r = comm.Iallreduce(x, y)\nt = MPI.Wtime()\nprint(MPI.Wtime() - t < 1e-3)\nr.Wait()"
+    assert "5 ms" in main([*network, programs(x + overlap)])
+
+
+def test_a_loop_with_a_time_limit_is_no_deadlock(
+    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait = "begin = MPI.Wtime()\nwhile MPI.Wtime() < begin + 5 and not comm.Iprobe(): pass\n"
+    for options in ([], ["--network", "alpha_us=50,gbit=1"]):
+        main(["-n", "3", *options, programs(f"{wait}print(rank, comm.allreduce(1))")])
+        assert "2 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for _ in range({0}): print('x' * 99)",
+        "for _ in range({0}): print('x', end='')",
+        """\
+        if rank == 0: [comm.send(i, 1, i % 3) for i in range({0})]; comm.send(0, 2)
+        if rank == 2: comm.recv(); comm.send(0, 1, 9)
+        if rank == 1: comm.recv(source=2)
+        if rank == 1: [comm.recv(source=0, tag=tag) for tag in (2, 1, 0) for i in range(tag, {0}, 3)]
+        """,
+        """\
+        if rank == 0: MPI.Request.Waitall([comm.Isend(np.ones(1), 1, i) for i in range({0})])
+        if rank == 1: MPI.Request.Waitall([comm.Irecv(np.ones(1), 0, i) for i in reversed(range({0}))])
+        """,
+    ],
+)
+def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], str]) -> None:
+    def seconds(number: int) -> float:
+        begin = time.process_time()
+        main(["-n", "3", programs(dedent(text).format(number))])
+        return time.process_time() - begin
+
+    seconds(300)
+    few = min(seconds(3_000) for _ in range(2))
+    assert seconds(24_000) < 8 * 3 * few + 0.5
+
+
+def test_a_rank_without_end_is_named(
+    programs: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert simrun.WARNING_S == 10
+    monkeypatch.setattr(simrun, "WARNING_S", 0.4)
+    text = "import time\nend = time.time() + 2\nif rank == 1:\n    while time.time() < end: pass\n"
+    main(["-n", "2", programs(f"{text}comm.barrier()")])
+    assert re.search(
+        r"nnmpi: rank 1 has made no call for 0 s\n      at p\.py:9\n  rank 0 waits for barrier.*\n"
+        r"      at p\.py:10",
+        capfd.readouterr().err,
+    )
+
+
+def test_a_handler_of_signals_is_warned_about(programs: Callable[[str], str]) -> None:
+    text = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    assert main([programs(f"{text}assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL")]) == ""
+    with pytest.warns(RuntimeWarning, match="rank 0 handles signal 15, which reaches no"):
+        main(["-n", "1", programs(f"{text}signal.signal(signal.SIGTERM, print)")])
+
+
+@pytest.mark.parametrize("ranks", ["10001", "1000000000"])
+def test_too_many_ranks_are_refused(ranks: str, programs: Callable[[str], str]) -> None:
+    with pytest.raises(UsageError, match=f"{ranks} ranks are threads.*10000 at most; give fewer"):
+        main(["-n", ranks, programs("")])
 
 
 def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str]) -> None:

@@ -1,0 +1,46 @@
+"""The user's lines: which frames of an error or a stack lie in code that is not nnmpi's."""
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parents[1])
+# the folder of the command `nnmpi`, whose few lines call nnmpi
+_OTHERS = tuple(
+    folder + os.sep
+    for folder in (PACKAGE, os.path.dirname(os.__file__), sysconfig.get_path("scripts"))
+)
+_INSTALLED = "site-packages"  # below Python's library unless there is an environment
+MOST = 12  # lines of an error: a recursion has thousands
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither nnmpi's nor of Python's library; packages are users'."""
+    return not file.startswith("<frozen") and (
+        not file.startswith(_OTHERS) or (_INSTALLED in file and not file.startswith(_OTHERS[0]))
+    )
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """Return the frames of users' code in an error: "net.py:12 in forward: x = ...", innermost last.
+
+    An error that ranks agreed on has the lines of the rank that failed.
+    """
+    own = [
+        f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}"
+        + (f": {frame.line}" if frame.line else "")
+        for frame in traceback.extract_tb(error.__traceback__)
+        if is_users(frame.filename)
+    ]
+    inner = getattr(error, "lines", ()) or (lines_of(error.__cause__) if error.__cause__ else ())
+    lines = list(dict.fromkeys([*own, *inner]))
+    return lines if len(lines) <= MOST else [*lines[: MOST // 2], "...", *lines[-MOST // 2 :]]
+
+
+def _shown(file: str) -> str:
+    """Return a file's path, from the current folder if it lies below it."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # OSError: the current folder is removed
+        return file

@@ -1,0 +1,143 @@
+"""What to write instead of names of PyTorch and Horovod, in the errors about them.
+
+The table is `names.md` beside this file, which the documentation shows. It is read at the first
+such error.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+TABLE = Path(__file__).with_name("names.md")
+PAGE = "docs/reference/names.md"
+# variables and Python's words in a row's code
+_OTHERS = {
+    *("torch", "nn", "hvd", "self", "model", "optimizer", "layer", "layers", "loss", "pred"),
+    *("values", "places", "mask", "value", "parameter", "worker", "scheduler", "schedule"),
+    *("lstm", "key", "for", "in", "py", "python", "np", "print", "False", "True", "None"),
+}
+_SUBJECT = re.compile(r"(?:[\w.]+\.)?([A-Za-z_]\w*)(?=\(|$|=)")
+
+
+@cache
+def rows() -> dict[str, str]:
+    """Return what to write instead of each name; of an argument "name=".
+
+    A row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
+    """
+    subjects, others = dict[str, str](), dict[str, str]()
+    for line in _lines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[1].removesuffix(" |")).replace("`", "")
+        for code in re.findall(r"`([^`]+)`", cells[0]):
+            if argument := re.fullmatch(r"(\w+)(=\w+)?", code):
+                subjects.setdefault(f"{argument[1]}=", text)
+            names = re.findall(r"[A-Za-z_]\w+", re.sub(r'"[^"]*"', "", code))
+            for name in (*names, *re.findall(r"\w+=", code)):
+                others.setdefault(name, text)
+            if subject := _SUBJECT.match(code):
+                subjects.setdefault(subject[1], text)
+    return {name: text for name, text in {**others, **subjects}.items() if name not in _OTHERS}
+
+
+def _lines() -> list[str]:
+    """Return the table's rows."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ") and "`" in line]
+
+
+def _subjects(owners: str) -> set[str]:
+    """Return the names of these owners, such as "x|pred"."""
+    return {*re.findall(rf"`(?:{owners})\.(\w+)", "".join(_lines()))}
+
+
+@cache
+def _of_tensors_only() -> set[str]:
+    """Return names that a module of a user's may have, too, and lack by mistake."""
+    return _subjects("x|pred|loss|torch|F") - _subjects("model|layers|optimizer|parameter")
+
+
+def instead(name: str) -> str:
+    """Return the end of a sentence: what to write instead of a name, or nothing."""
+    text = rows().get(name)
+    return f"; in nnmpi: {text} ({PAGE})" if text else ""
+
+
+def _instead_of_argument(name: str) -> str:
+    return instead(f"{name}=" if f"{name}=" in rows() else name)
+
+
+def raise_missing(owner: object, name: str) -> Any:
+    """Raise the error of a missing attribute: a class's `__getattr__`, or its end."""
+    kind = type(owner)
+    if hasattr(kind, name):  # a property, which raises its own error again
+        return object.__getattribute__(owner, name)
+    return _raise_missing(owner, name, instead(name) if name not in _of_tensors_only() else "")
+
+
+def _raise_missing(owner: object, name: str, more: str | None = None) -> NoReturn:
+    more = instead(name) if more is None else more
+    raise AttributeError(
+        f"{type(owner).__name__!r} object has no attribute {name!r}{more}",
+        name=name,
+        obj=owner,
+    )
+
+
+def missing_from(package: str, name: str, hint: str = "") -> NoReturn:
+    """Raise the error of a missing name: a package's `__getattr__`, or its end.
+
+    Args:
+        package: its name.
+        name: the missing one.
+        hint: the end of the sentence without a better one.
+    """
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{instead(name) or hint}")
+
+
+def add_missing(kind: type) -> None:
+    """Let a tensor's class answer to the names; `__getattr__` would slow down all attributes."""
+    for name in _subjects("x|pred|parameter"):
+        if not hasattr(kind, name):
+            setattr(kind, name, property(partial(_raise_missing, name=name)))
+
+
+def refuse_words(function: str, words: Mapping[str, Any]) -> NoReturn:
+    """Refuse arguments that a function does not have.
+
+    Args:
+        function: its name.
+        words: the arguments, by name.
+
+    Raises:
+        TypeError: as Python's, with what to write instead.
+    """
+    name = next(iter(words))
+    raise TypeError(
+        f"{function}() got an unexpected keyword argument {name!r}{_instead_of_argument(name)}"
+    )
+
+
+def answering(kind: type[T]) -> type[T]:
+    """Let a class say what to write instead of an argument that its constructor does not have."""
+    make = kind.__init__
+
+    @wraps(make)
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        try:
+            make(self, *args, **named)
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
+            name = found[1] if found else next(iter(named), "")
+            more = _instead_of_argument(name)
+            if more and (found or make is object.__init__):
+                raise TypeError(
+                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}{more}"
+                ) from None
+            raise
+
+    kind.__init__ = __init__  # type: ignore[method-assign]
+    return kind

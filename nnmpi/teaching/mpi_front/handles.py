@@ -1,0 +1,255 @@
+"""What all of mpi4py's objects have in common: handles, constants, errors, groups of ranks.
+
+A handle names something that MPI keeps: a communicator, a group, a request. Copies of a handle are
+equal; a handle that is null, because nothing was made or it was freed, is false.
+"""
+
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from nnmpi.base.errors import CommError, is_own
+
+MODULE = "mpi4py.MPI"
+ANY_SOURCE = ANY_TAG = ANY = -1  # Open MPI's values
+PROC_NULL, ROOT, UNDEFINED = -2, -4, -32766
+IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
+
+# MPI's classes of errors, numbered from 0.
+_NAMES = """
+    SUCCESS ERR_BUFFER ERR_COUNT ERR_TYPE ERR_TAG ERR_COMM ERR_RANK ERR_REQUEST ERR_ROOT ERR_GROUP
+    ERR_OP ERR_TOPOLOGY ERR_DIMS ERR_ARG ERR_UNKNOWN ERR_TRUNCATE ERR_OTHER ERR_INTERN
+    ERR_IN_STATUS ERR_PENDING ERR_INFO ERR_UNSUPPORTED_OPERATION
+"""
+ERRORS = _NAMES.split()
+
+
+class Exception(CommError, RuntimeError):  # noqa: A001 (mpi4py's name)
+    """A call with an impossible argument; MPI.Exception.
+
+    Args:
+        name: of the class of errors, such as "ERR_RANK".
+        text: what is wrong.
+    """
+
+    def __init__(self, name="SUCCESS", text=""):
+        super().__init__(text or name)
+        self.error_class = self.error_code = name if isinstance(name, int) else ERRORS.index(name)
+        self.error_string = text or f"MPI_{ERRORS[self.error_class]}"
+
+    def Get_error_class(self):
+        """Return the number of the class of errors."""
+        return self.error_class
+
+    Get_error_code = Get_error_class
+    __int__ = Get_error_class
+
+    def Get_error_string(self):
+        """Return what is wrong."""
+        return self.error_string
+
+
+def refuse(self, name):
+    """Refuse an attribute that the simulated MPI lacks, and name those that are like it."""
+    whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
+    close = get_close_matches(name, [item for item in dir(self) if item[0] != "_"], cutoff=0.75)
+    like = f"; {whose} has {', '.join(close)}" if close else ""
+    raise AttributeError(
+        f"the simulated MPI has no {whose}.{name}{like}; docs/reference/mpi4py.md lists its calls"
+    )
+
+
+def local():
+    """Return the module `mpi4py.MPI` of the rank that runs: what a process has once lies there."""
+    return sys.modules[MODULE]
+
+
+class FrontHandle:
+    """A name of something; see the module."""
+
+    __getattr__ = refuse
+    _value: Any = None
+
+    def __init_subclass__(cls):
+        if is_own(cls):  # not a program's: where pickle finds it, under mpi4py's name
+            cls.__module__, cls.__name__ = MODULE, cls.__name__.removeprefix("Front")
+            cls.__qualname__ = cls.__name__
+
+    def __new__(cls, other=None):
+        """Return a copy of a handle, or a null one."""
+        if other is not None and not isinstance(other, cls._kind()):
+            raise TypeError(f"{cls.__name__} of {other!r}")
+        result = object.__new__(cls)
+        result._value = getattr(other, "_value", None)
+        return result
+
+    @classmethod
+    def _kind(cls):  # the most general class of handles of this kind
+        return cls.__mro__[-3]
+
+    @classmethod
+    def _of(cls, value):
+        result = object.__new__(cls)
+        result._value = value
+        return result
+
+    def __bool__(self):
+        return self._value is not None
+
+    def __eq__(self, other):
+        return isinstance(other, self._kind()) and self._value is other._value
+
+    def __hash__(self):
+        return id(self._value)
+
+    def __reduce__(self):
+        for name, item in vars(local()).items():
+            if item is self:
+                return name
+        for item in vars(local()).values():
+            if isinstance(item, self._kind()) and self == item:
+                return type(self), (item,)
+        raise ValueError(f"a {type(self).__name__} is this process's own: it cannot be pickled")
+
+    def Free(self):
+        """Make it null."""
+        self._value = None
+
+    free = Free
+
+    @property
+    def handle(self):
+        """Its number; `fromhandle` finds it again."""
+        handles = local()._handles
+        return next(
+            (number for number, item in enumerate(handles) if item is self._value), None
+        ) or (handles.append(self._value) or len(handles) - 1)
+
+    @classmethod
+    def fromhandle(cls, number):
+        """Return the handle of this number."""
+        return cls._of(local()._handles[number])
+
+    def toint(self):
+        """Return its number."""
+        return self.handle
+
+    py2f = toint
+    fromint = f2py = fromhandle
+
+
+class FrontGroup(FrontHandle):
+    """Ranks in order, as their numbers in the world."""
+
+    def _ranks(self):
+        if self._value is None:
+            raise Exception("ERR_GROUP", "this group is GROUP_NULL; give another")
+        return self._value
+
+    @classmethod
+    def _made(cls, ranks: Iterable[int]):
+        return cls._of(tuple(ranks))
+
+    def _at(self, ranks):
+        mine = self._ranks()
+        for rank in ranks:
+            if not 0 <= rank < len(mine):
+                raise Exception("ERR_RANK", f"there is no rank {rank} in a group of {len(mine)}")
+        return [mine[rank] for rank in ranks]
+
+    def Get_size(self):
+        """Return the number of ranks."""
+        return len(self._ranks())
+
+    def Get_rank(self):
+        """Return this rank's number in it, or UNDEFINED."""
+        return self._find(local().COMM_WORLD.rank)
+
+    size, rank = property(Get_size), property(Get_rank)
+
+    def _find(self, number):
+        return self._ranks().index(number) if number in self._ranks() else UNDEFINED
+
+    def Compare(self, other):
+        """Return IDENT, SIMILAR for another order, or UNEQUAL."""
+        mine, others = self._ranks(), other._ranks()
+        return IDENT if mine == others else SIMILAR if {*mine} == {*others} else UNEQUAL
+
+    def Translate_ranks(self, ranks=None, group=None):
+        """Return the numbers that ranks of this group have in another."""
+        ranks = range(self.size) if ranks is None else ranks
+        group = local().COMM_WORLD.group if group is None else group
+        return [
+            PROC_NULL if rank == PROC_NULL else group._find(self._at([rank])[0]) for rank in ranks
+        ]
+
+    def Dup(self):
+        """Return a copy."""
+        return self._made(list(self._ranks()))
+
+    def Union(self, other):
+        """Return the ranks of both, this group's first."""
+        return self._made(dict.fromkeys(self._ranks() + other._ranks()))
+
+    def Intersection(self, other):
+        """Return this group's ranks that are in the other, too."""
+        return self._made(rank for rank in self._ranks() if rank in other._ranks())
+
+    def Difference(self, other):
+        """Return this group's ranks that are not in the other."""
+        return self._made(rank for rank in self._ranks() if rank not in other._ranks())
+
+    def Incl(self, ranks):
+        """Return some ranks, in the given order."""
+        return self._made(self._at(ranks))
+
+    def Excl(self, ranks):
+        """Return all ranks but some."""
+        left = {*self._at(ranks)}
+        return self._made(rank for rank in self._ranks() if rank not in left)
+
+    @staticmethod
+    def _spread(ranks):
+        return [
+            rank
+            for first, last, *step in ranks
+            for stride in [step[0] if step else 1]
+            for rank in range(first, last + (1 if stride > 0 else -1), stride)
+        ]
+
+    def Range_incl(self, ranks):
+        """Return the ranks of (first, last, step)."""
+        return self.Incl(self._spread(ranks))
+
+    def Range_excl(self, ranks):
+        """Return all ranks but those of (first, last, step)."""
+        return self.Excl(self._spread(ranks))
+
+
+class Info(FrontHandle):
+    """Hints by name, which a simulation has no use for."""
+
+    @classmethod
+    def Create(cls, items=()):
+        """Return hints."""
+        return cls._of(dict(items))
+
+    def Set(self, key, value):
+        """Set a hint."""
+        self._value[key] = value
+
+    def Get(self, key):
+        """Return a hint, or None."""
+        return self._value.get(key)
+
+    def Get_nkeys(self):
+        """Return the number of hints."""
+        return len(self._value)
+
+    def Dup(self):
+        """Return a copy."""
+        return self.Create(self._value)
+
+    __setitem__, __getitem__, __len__ = Set, Get, Get_nkeys

@@ -1,0 +1,166 @@
+"""The modules `mpi4py` and `mpi4py.MPI` of a simulated rank."""
+
+import pickle
+import platform
+import threading
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from nnmpi.teaching.mpi_front import (
+    communicators,
+    datatypes,
+    handles,
+    messages,
+    reductions,
+    requests,
+)
+from nnmpi.teaching.mpi_front.communicators import Intracomm
+from nnmpi.teaching.mpi_front.datatypes import DATATYPES, Datatype, buffer
+from nnmpi.teaching.mpi_front.handles import ERRORS, FrontGroup, Info, refuse
+from nnmpi.teaching.mpi_front.messages import Wire
+from nnmpi.teaching.mpi_front.reductions import OPS, Op
+from nnmpi.teaching.mpi_front.requests import Message, Request
+
+TICK_S = 1e-7  # simulated seconds of a call of Wtime, so that no two times are equal
+VERSION, LIBRARY = (4, 1), "nnmpi, simulated ranks"
+_LEVELS = ["THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE"]
+_KEYS = {"TAG_UB": 2**31 - 1, "HOST": handles.PROC_NULL, "IO": handles.ANY, "WTIME_IS_GLOBAL": 1}
+_SAME = {
+    handles: "ANY_SOURCE ANY_TAG PROC_NULL ROOT UNDEFINED IDENT CONGRUENT SIMILAR UNEQUAL Group"
+    " Info Exception",
+    datatypes: "Datatype buffer",
+    reductions: "Op",
+    messages: "BOTTOM IN_PLACE",
+    requests: "Status Request Prequest Grequest Message",
+    communicators: "Comm Intracomm Intercomm Topocomm Cartcomm Graphcomm Distgraphcomm GRAPH CART"
+    " DIST_GRAPH UNWEIGHTED WEIGHTS_EMPTY BUFFER_AUTOMATIC",
+}
+
+
+class Pickle:
+    """How objects become bytes: `dumps`, `loads`."""
+
+    def __init__(self, dumps=None, loads=None, protocol=None):
+        given = pickle.dumps if dumps is None else dumps
+        if dumps is None and protocol is None:
+            protocol = pickle.HIGHEST_PROTOCOL
+        self.PROTOCOL = protocol
+        self.dumps = given if protocol is None else lambda value: given(value, protocol)
+        self.loads = pickle.loads if loads is None else loads
+
+
+def find_dims(nnodes, dims):
+    """Return the lengths of a grid of ranks, as equal as possible; those above 0 are kept."""
+    dims = [0] * dims if isinstance(dims, int) else [*dims]
+    left = nnodes
+    for length in dims:
+        left //= length or 1
+    free, made = dims.count(0), []
+    for axis in range(free, 0, -1):
+        least = next(n for n in range(1, left + 1) if left % n == 0 and n**axis >= left)
+        made.append(least)
+        left //= least
+    made.sort(reverse=True)
+    return [length or made.pop(0) for length in dims]
+
+
+class Settings:
+    """mpi4py.rc: settings that a simulation has no use for."""
+
+    def __call__(self, **settings):
+        vars(self).update(settings)
+
+
+def make_modules(wire: Any) -> dict[str, ModuleType]:
+    """Return a rank's replacements for mpi4py's modules, by name."""
+
+    def wtime():
+        wire.world.sleep(TICK_S)
+        return wire.world.now()
+
+    def is_main():
+        return threading.current_thread() is main
+
+    rank, main = wire._local, threading.current_thread()
+    alone = Wire(wire._board, wire.world, rank, [rank.number], -1 - 2 * rank.number)
+    wire.name, alone.name = "MPI_COMM_WORLD", "MPI_COMM_SELF"
+    mpi, package, settings = (ModuleType(f"mpi4py{end}") for end in (".MPI", "", ".rc"))
+    rc = Settings()
+    settings.__class__ = type("rc", (ModuleType,), {"__call__": lambda self, **all_: rc(**all_)})
+    vars(package).update(
+        MPI=mpi,
+        rc=settings,
+        __path__=[],
+        __version__="4.1.2",
+        __getattr__=partial(refuse, package),
+    )
+    levels = {name: number for number, name in enumerate(_LEVELS)}
+    vars(mpi).update(
+        {
+            name: getattr(module, name if hasattr(module, name) else f"Front{name}")
+            for module, all_ in _SAME.items()
+            for name in all_.split()
+        },
+        **DATATYPES,
+        **OPS,
+        **{name: number for number, name in enumerate(ERRORS)},
+        **levels,
+        **{name: number for number, name in enumerate([*_KEYS, "APPNUM", "UNIVERSE_SIZE"])},
+        _attributes=dict(enumerate([*_KEYS.values(), None, wire.size])),
+        _handles=[None],
+        _attached=None,
+        memory=buffer,
+        pickle=Pickle(),
+        COMM_WORLD=Intracomm._of(wire),
+        COMM_SELF=Intracomm._of(alone),
+        COMM_NULL=Intracomm(),
+        REQUEST_NULL=Request(),
+        MESSAGE_NULL=Message(),
+        MESSAGE_NO_PROC=Message._of((wire, None)),
+        GROUP_NULL=FrontGroup(),
+        GROUP_EMPTY=FrontGroup._made(()),
+        INFO_NULL=Info(),
+        OP_NULL=Op(),
+        DATATYPE_NULL=Datatype(),
+        ERRORS_RETURN="ERRORS_RETURN",
+        ERRORS_ARE_FATAL="ERRORS_ARE_FATAL",
+        KEYVAL_INVALID=-1,
+        ORDER_C=0,
+        ORDER_FORTRAN=1,
+        ORDER_F=1,
+        COMM_TYPE_SHARED=communicators.SHARED,
+        COMM_TYPE_HW_UNGUIDED=communicators.HW_UNGUIDED,
+        COMM_TYPE_HW_GUIDED=communicators.HW_GUIDED,
+        COMM_TYPE_RESOURCE_GUIDED=communicators.RESOURCE_GUIDED,
+        BSEND_OVERHEAD=128,
+        MAX_PROCESSOR_NAME=256,
+        VERSION=VERSION[0],
+        SUBVERSION=VERSION[1],
+        Wtime=wtime,
+        Wtick=lambda: TICK_S,
+        Get_version=lambda: VERSION,
+        Get_library_version=lambda: LIBRARY,
+        get_vendor=lambda: ("nnmpi", (0, 0, 0)),
+        Get_processor_name=platform.node,
+        Init=lambda: None,
+        Init_thread=lambda required=0: levels["THREAD_FUNNELED"],
+        Query_thread=lambda: levels["THREAD_FUNNELED"],
+        Is_thread_main=is_main,
+        Is_initialized=lambda: True,
+        Is_finalized=lambda: False,
+        Finalize=wire.barrier,
+        Get_address=lambda buf: datatypes.find_bytes(buf)[0].__array_interface__["data"][0],
+        Get_error_string=lambda code: f"MPI_{ERRORS[code]}",
+        Get_error_class=lambda code: code,
+        Alloc_mem=lambda size, info=None: buffer.allocate(size, True),
+        Free_mem=buffer.release,
+        Attach_buffer=communicators.attach,
+        Detach_buffer=communicators.detach,
+        Flush_buffer=lambda: None,
+        Iflush_buffer=lambda: mpi.COMM_SELF.Iflush_buffer(),
+        Compute_dims=find_dims,
+        Pcontrol=lambda level: None,
+        __getattr__=partial(refuse, mpi),
+    )
+    return {"mpi4py": package, "mpi4py.MPI": mpi, "mpi4py.rc": settings}

@@ -1,0 +1,155 @@
+"""Every name on the left of docs/reference/names.md is answered with what stands on the right."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import Tensor, data, models, nn, ops, optim, tensor
+from nnmpi.base.words import TABLE
+
+typed: Any = nnmpi
+PACKAGES: dict[str, Any] = {
+    "torch": nnmpi, "nn": nn, "F": ops, "optim": optim, "hvd": nnmpi, "transforms": data
+}  # fmt: skip
+# what is no name that could be looked for
+EXPRESSIONS = {
+    *("x[0, :, i]", "x == y", "x, y", "for x, y in loader", "self.drop(x)", "print(model)"),
+    *("h, (last, c) = self.lstm(x)", "self.decoder.weight = self.encoder.weight"),
+    *('group["betas"] = ...', 'group["weight_decay"] = ...', "copy.deepcopy(model)"),
+    *("pickle.dumps(model)", "horovodrun -np 4 -H a:2,b:2 python train.py"),
+}
+LAYERS = {"LSTM": (3, 4), "LayerNorm": (4,), "Embedding": (3, 4), "CrossEntropyLoss": ()}
+
+
+def table() -> Iterator[tuple[str, str]]:
+    """Yield each piece of code on the left, and the plain text on the right."""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("| ") and "`" in line:
+            left, right = line.strip("| ").split(" | ")
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", right).replace("`", "")
+            for code in re.findall(r"`([^`]+)`", left):
+                yield code, text
+
+
+def told(call: Callable[[], Any]) -> str:
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+X = Tensor(np.ones((2, 3), np.float32))
+MODEL = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0)
+OWNERS: dict[str, Any] = {
+    **PACKAGES,
+    "x": X,
+    "model": MODEL,
+    "layers": MODEL,
+    "parameter": MODEL[0].weight,
+    "pred": X,
+    "loss": X,
+    "optimizer": optim.SGD(MODEL.storage, lr=0.1),
+}
+
+
+def names_in(code: str) -> set[str]:
+    return {*re.findall(r"[A-Za-z_]\w*", code)}
+
+
+def answers_about(code: str) -> list[str]:
+    """Return what is said of a piece of code: of its attribute at the owner, of its last name in
+    each package, and of its arguments.
+    """
+    found = list[str]()
+    code = re.sub(r"^[\w, ]+ = ", "", code)
+    owner, *path = re.findall(r"[A-Za-z_]\w*", code.partition("(")[0].partition("=")[0]) or [""]
+    at = OWNERS.get(owner)
+    for name in path:
+        if at is not None and not hasattr(at, name):
+            found.append(told(lambda at=at, name=name: getattr(at, name)))  # type: ignore[misc]
+        at = getattr(at, name, None)
+    last = path[-1] if path else owner
+    for package in (nnmpi, nn, ops, optim, data, tensor):
+        if last and not hasattr(package, last) and (not path or owner not in OWNERS):
+            found.append(told(lambda package=package: getattr(package, last)))  # type: ignore[misc]
+    for argument in re.findall(r"(\w+)=(?!=)", code):
+        if last in LAYERS:
+            make = partial(getattr(nn, last), *LAYERS[last], **{argument: 1})
+            found.append(told(make))
+    is_argument = re.fullmatch(r"\w+(=\w+)?", code) and code.partition("=")[0].islower()
+    if is_argument:
+        found.append(told(lambda: typed.Tensor.sum(X, **{code.partition("=")[0]: 1})))
+    return found
+
+
+@pytest.mark.parametrize("code", sorted({*dict(table())} - EXPRESSIONS))
+def test_a_name_is_answered_with_what_stands_beside_it(code: str) -> None:
+    """Of several rows with a name, that of one of them."""
+    answers = answers_about(code)
+    names = names_in(code)
+    rights = [right for other, right in table() if names & names_in(other)]
+    for answer in answers:
+        assert any(f"; in nnmpi: {right} (docs/reference" in answer for right in rights), answer
+    works = any(hasattr(owner, name) for owner in OWNERS.values() for name in names)
+    assert answers or works
+
+
+def test_what_is_no_name_is_in_the_table() -> None:
+    assert {*dict(table())} >= EXPRESSIONS
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda: typed.Tensor.sum(X, dim=1), "axis"),
+        (lambda: typed.Tensor.max(X, 1, keepdim=True), "keepdims"),
+        (lambda: typed.Tensor.var(X, unbiased=False), "correction"),
+        (lambda: typed.Tensor.flatten(X, start_dim=1), "start"),
+        (lambda: typed.ops.softmax(X, dim=1), "axis"),
+        (lambda: typed.ops.relu(X, inplace=True), "leave it out"),
+        (
+            lambda: typed.ops.cross_entropy(X, [0, 1], weight=1),
+            "losses = ops.cross_entropy(x, y, reduction=",
+        ),
+        (lambda: typed.tensor.stack([X], dim=0), "axis"),
+        (lambda: typed.nn.ReLU(inplace=True), "leave it out"),
+        (lambda: typed.nn.LSTM(3, 4, batch_first=True), "leave batch_first out"),
+        (lambda: typed.data.Loader(data.load("iris")[0], 9, num_workers=2), "workers"),
+        (lambda: typed.optim.SGD(MODEL.storage, 0.1, set_to_none=True), "leave it out"),
+        (lambda: MODEL.zero_grad(set_to_none=True), "leave it out"),  # type: ignore[arg-type]
+        (lambda: typed.tensor([1.0]), "nnmpi.Tensor, nnmpi.Tensor(values)"),
+        (lambda: typed.Tensor.size.fget(X)(0), "x.shape[0], x.size"),
+    ],
+)
+def test_what_is_called_and_is_no_function_of_that_form(
+    call: Callable[[], Any], right: str
+) -> None:
+    assert f"; in nnmpi: {right}" in told(call)
+
+
+def test_arguments_that_nobody_has_are_pythons_error() -> None:
+    assert told(lambda: typed.nn.Linear(3, 4, lost=1)).endswith("keyword argument 'lost'")
+    assert told(lambda: typed.nn.MSELoss(lost=1)).endswith("keyword argument 'lost'")
+    assert told(lambda: typed.Tensor.sum(X, lost=1)).endswith("keyword argument 'lost'")
+    assert told(lambda: typed.nn.Lost).endswith("no attribute 'Lost'")
+    assert not hasattr(X, "unsqueeze") and X.size * 2 == 12
+
+
+def test_outputs_are_not_unpacked_as_outputs_and_state() -> None:
+    """With a batch of two, they would be the rows."""
+    x = np.ones((2, 5, 3), np.float32)
+    for layer in (nn.LSTM(3, 4), nn.LSTM(3, 4, num_layers=2), nn.GRU(3, 4)):
+        with pytest.raises(nnmpi.NnmpiError, match=r"to get the state, too, call .*with_state"):
+            _, _ = layer.initialize(seed=0)(x)
+
+
+def test_images_with_channels_first_are_to_be_turned() -> None:
+    for shape in ((3, 32, 32), (1, 28, 28)):
+        with pytest.raises(nnmpi.NnmpiError, match=r"turn them: x.transpose\(0, 2, 3, 1\)"):
+            models.cnn(shape, 10)
+    with pytest.raises(nnmpi.NnmpiError, match="try model mlp"):
+        models.cnn((5,), 10)

@@ -1,0 +1,54 @@
+"""A few hundred of the corpus; `python -m tests.corpus 5000` runs more."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nnmpi.base.errors import UsageError
+from tests.corpus.bad import Bad, failures, run
+
+CASES = 300
+pytestmark = pytest.mark.host_only("files and words, not arrays")
+
+
+def test_no_bad_input_has_a_traceback_takes_long_or_succeeds(tmp_path: Path) -> None:
+    """The number that fails is told; `python -m tests.corpus 1 --first NUMBER` repeats it."""
+    assert not [*failures(0, CASES, 0, tmp_path)]
+
+
+def refused() -> None:
+    raise UsageError("give another")
+
+
+def left() -> None:
+    raise SystemExit(0)
+
+
+def fails() -> None:
+    raise KeyError("x")
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("act", "must_fail", "wrong"),
+    [
+        (refused, True, ""),
+        (int, False, ""),
+        (int, True, "success"),
+        (left, False, "leaves with 0"),
+        (fails, False, "KeyError: 'x'"),
+        (loops, False, "longer than 1 s"),
+    ],
+)
+def test_the_corpus_sees_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], must_fail: bool, wrong: str
+) -> None:
+    monkeypatch.setattr("tests.corpus.bad.SECONDS", 1)
+    assert wrong in run(Bad("planted", act, must_fail)) and bool(wrong) == bool(
+        run(Bad("planted", act, must_fail))
+    )

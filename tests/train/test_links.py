@@ -1,0 +1,132 @@
+"""A run's folder may come from somebody else: no link in it leads what is written elsewhere."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi.base import files
+from nnmpi.base.errors import UsageError
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands import doctor, evaluate, export, report
+from nnmpi.data.tokenizer import ByteTokenizer
+from nnmpi.models.pretrained import save_pretrained
+from nnmpi.models.torch_weights import save_arrays
+from nnmpi.train.checkpoint import CheckpointWriter
+from nnmpi.train.cli import main as train
+from nnmpi.train.folder import RunFolder
+
+OPTIONS = "--model gpt --features 8 --heads 2 --layers 1 --context 8 --max-steps 2 --quiet --trace"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run with every file that a run has."""
+    place = tmp_path_factory.mktemp("links")
+    (place / "text.txt").write_text("the quick brown fox\n" * 20)
+    run = place / "run"
+    words = f"--dataset {place}/text.txt {OPTIONS} --keep-best --out {run}".split()
+    simulate(lambda group: train(words, group), 1)
+    simulate(lambda group: evaluate.main([str(run)], group), 1)
+    report.main([str(run)])
+    simulate(lambda group: export.main([str(run)], group), 1)
+    return run
+
+
+ACTS: dict[str, Callable[[Path], object]] = {
+    "resume": lambda run: simulate(
+        lambda group: train(["--resume", str(run), "--max-steps", "4"], group), 1
+    ),
+    "evaluate": lambda run: simulate(lambda group: evaluate.main([str(run)], group), 1),
+    "export": lambda run: simulate(lambda group: export.main([str(run)], group), 1),
+    "report": lambda run: report.main([str(run)]),
+    "doctor": lambda run: doctor.main([str(run)]),
+    "load": nnmpi.load,
+}
+WRITTEN_LATER = ("flight", "faults.jsonl", "flight/rank-0.txt", "checkpoints/step-00000009")
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_run_with_a_link_is_refused_and_nothing_is_changed(
+    base: Path, tmp_path: Path, act: str
+) -> None:
+    """Every file and folder of a run, also those of a stall and of a supervisor."""
+    names = sorted(f"{path.relative_to(base)}" for path in base.rglob("*"))
+    assert len(names) > 20
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (*names, *WRITTEN_LATER):
+        run = tmp_path / "run"
+        shutil.copytree(base, run)
+        entry = run / name
+        entry.parent.mkdir(exist_ok=True)
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+        entry.symlink_to(precious)
+        with pytest.raises(UsageError, match="is (missing|a link)|cannot be read"):
+            ACTS[act](run)
+        assert precious.read_text() == "mine"
+        shutil.rmtree(run)
+
+
+def test_a_new_run_begins_in_no_folder_with_a_link(tmp_path: Path) -> None:
+    (tmp_path / "flight").symlink_to("/tmp")
+    with pytest.raises(UsageError, match="flight is a link"):
+        RunFolder(tmp_path).check_free()
+
+
+def write_checkpoint(run: Path) -> None:
+    CheckpointWriter(run / "checkpoints", 1, run).begin()
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "checkpoints": write_checkpoint,
+    "checkpoints/.step-00000001.tmp": lambda run: files.write_synced(
+        run / "checkpoints" / ".step-00000001.tmp" / "state.json", b"x", run
+    ),
+    "model": lambda run: save_pretrained(
+        run / "model", nnmpi.models.gpt(9, 8, 4, 1, 2).initialize().state(), 2
+    ),
+    "tokenizer": lambda run: ByteTokenizer().save(run / "tokenizer"),
+    "flight": lambda run: files.make_folder(run / "flight", run),
+    "metrics.jsonl": lambda run: files.opened_to_write(run / "metrics.jsonl", "ab", root=run),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_that_appears_while_a_run_goes_on_is_not_followed(tmp_path: Path, name: str) -> None:
+    """What is checked at the start may have changed since."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run / "checkpoints").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "metrics.jsonl").touch()
+    if name == "checkpoints":
+        (run / name).rmdir()
+    (run / name).symlink_to(elsewhere / "metrics.jsonl" if name == "metrics.jsonl" else elsewhere)
+    with pytest.raises(OSError, match=r"is a link or a file|symbolic links|File exists"):
+        WRITERS[name](run)
+    assert [*elsewhere.iterdir()] == [elsewhere / "metrics.jsonl"]
+
+
+def test_removing_removes_the_link_alone(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept")
+    files.remove_folder(tmp_path / "link", tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / "kept"]
+
+
+def test_the_folder_that_the_user_names_may_be_a_link(base: Path, tmp_path: Path) -> None:
+    """As runs/latest is."""
+    os.symlink(base, tmp_path / "latest")
+    assert nnmpi.load(tmp_path / "latest").step == 2
+
+
+def test_a_file_is_replaced_and_what_a_link_there_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "torch.safetensors").symlink_to("precious")
+    save_arrays(tmp_path / "torch.safetensors", {"x": np.zeros(2)})
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "torch.safetensors").is_symlink()
