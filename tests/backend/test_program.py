@@ -114,7 +114,20 @@ def effects(xp, x):
     return y + whole * rest + z + half.mean(0) + (half / 200).var(axis=0) + ordered + part + abs(w)
 
 
-ALL = natural, in_place, makers, methods, several, views, numbers, effects
+def powers(xp, x):
+    """`**` is not `np.power` for some exponents, and for numbers."""
+    y, total = abs(x) + 1, np.linspace(0.1, 3, 50, dtype=x.dtype) * x.max()
+    half, number = y.astype("float16") ** 0.5, y.sum()
+    roots = y * 1
+    roots **= 0.5
+    for item in total:
+        number += abs(item) ** 2 + 1.5**item
+    number /= number + 1
+    roots **= number
+    return roots + half + number**x + y**number + abs((x + 1j) ** 0.5) + (x > 1) ** 2 + 2**x
+
+
+ALL = powers, natural, in_place, makers, methods, several, views, numbers, effects
 
 
 def recorded(function, x):

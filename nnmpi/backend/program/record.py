@@ -171,6 +171,19 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> None:
         _apply(self._recorder(), setitem, (self, key, value), {}, False)
 
+    def __pow__(self, other: Any) -> Any:
+        return self._power(_power, self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._power(_power, other, self)
+
+    def __ipow__(self, other: Any) -> Any:
+        return self._power(_raise_in_place, self, other)
+
+    def _power(self, function: Any, *args: Any) -> Any:
+        numbers = tuple([isinstance(x, RecordedNumber) for x in args])
+        return _apply(self._recorder(), function, (*args, numbers), {}, False)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -276,6 +289,22 @@ for _name in ("bool", "int", "float", "complex", "index", "contains", "round", "
 setattr(RecordedNumber, "__hash__", _reading("__hash__"))  # noqa: B010
 for _name in _names("add sub mul truediv floordiv mod pow lshift rshift and xor or matmul"):
     setattr(RecordedNumber, f"__i{_name}__", lambda *_: NotImplemented)
+
+
+def _power(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any:
+    """Return a power as `**` has it.
+
+    For numbers, and for some exponents, NumPy takes other functions than `np.power`.
+    """
+    base, exponent = (
+        x[()] if is_one else x for x, is_one in zip((base, exponent), numbers, strict=True)
+    )
+    return base**exponent
+
+
+def _raise_in_place(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any:
+    base **= exponent[()] if numbers[1] else exponent
+    return base
 
 
 def _values(x: Any) -> Any:
