@@ -246,7 +246,7 @@ class Recording:
             for i, buffer in enumerate(_leaves(buffers))
             if isinstance(buffer, Tensor)
         ]
-        self.program = StepProgram(recorder.calls, arena)
+        self.program = StepProgram(recorder.calls, arena, recorder.errors)
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""

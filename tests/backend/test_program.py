@@ -114,7 +114,20 @@ def effects(xp, x):
     return y + whole * rest + z + half.mean(0) + (half / 200).var(axis=0) + ordered + part + abs(w)
 
 
-ALL = natural, in_place, makers, methods, several, views, numbers, effects
+def powers(xp, x):
+    """`**` is not `np.power` for some exponents, and for numbers."""
+    y, total = abs(x) + 1, np.linspace(0.1, 3, 50, dtype=x.dtype) * x.max()
+    half, number = y.astype("float16") ** 0.5, y.sum()
+    roots = y * 1
+    roots **= 0.5
+    for item in total:
+        number += abs(item) ** 2 + 1.5**item
+    number /= number + 1
+    roots **= number
+    return roots + half + number**x + y**number + abs((x + 1j) ** 0.5) + (x > 1) ** 2 + 2**x
+
+
+ALL = powers, natural, in_place, makers, methods, several, views, numbers, effects
 
 
 def recorded(function, x):
@@ -132,7 +145,7 @@ def test_a_replay_computes_what_numpy_does(function, dtype):
     recorder, result = recorded(function, x)
     np.testing.assert_array_equal(result, function(np, x))
     assert recorder.spoiled == ""
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder.calls, Arena(), recorder.errors)
     for factor in (-1.5, 4.0, 0.25):
         x *= factor
         program.replay()
@@ -201,6 +214,7 @@ def fails(x):
         (lambda x: x[0, 0].is_integer(), "x.is_integer is read"),
         (lambda x: np.concatenate(deque([x, x])), "reads an array"),
         (lambda x: np.putmask(y := x.astype("int32"), x > 0, x[0, 0]) or y, "casts a number"),
+        (lambda x: np.errstate(over="raise")(np.exp)(x), "waits for errors of floating point"),
         (reshaped_in_place, "x.shape is assigned"),
         (in_a_thread, "another thread computes"),
         (fails, "matmul raised ValueError"),

@@ -171,6 +171,19 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> None:
         _apply(self._recorder(), setitem, (self, key, value), {}, False)
 
+    def __pow__(self, other: Any) -> Any:
+        return self._power(_power, self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._power(_power, other, self)
+
+    def __ipow__(self, other: Any) -> Any:
+        return self._power(_raise_in_place, self, other)
+
+    def _power(self, function: Any, *args: Any) -> Any:
+        numbers = tuple([isinstance(x, RecordedNumber) for x in args])
+        return _apply(self._recorder(), function, (*args, numbers), {}, False)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -253,6 +266,9 @@ class RecordedNumber(RecordedArray):
         function, own = getattr(np.ndarray, name), getattr(type(self._value), name)
         return _apply(self._recorder(), function, (self, *args), kwargs, False, own)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self if isinstance(key, tuple) and not key else super().__getitem__(key)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._value[key] = value  # raises
 
@@ -273,6 +289,22 @@ for _name in ("bool", "int", "float", "complex", "index", "contains", "round", "
 setattr(RecordedNumber, "__hash__", _reading("__hash__"))  # noqa: B010
 for _name in _names("add sub mul truediv floordiv mod pow lshift rshift and xor or matmul"):
     setattr(RecordedNumber, f"__i{_name}__", lambda *_: NotImplemented)
+
+
+def _power(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any:
+    """Return a power as `**` has it.
+
+    For numbers, and for some exponents, NumPy takes other functions than `np.power`.
+    """
+    base, exponent = (
+        x[()] if is_one else x for x, is_one in zip((base, exponent), numbers, strict=True)
+    )
+    return base**exponent
+
+
+def _raise_in_place(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any:
+    base **= exponent[()] if numbers[1] else exponent
+    return base
 
 
 def _values(x: Any) -> Any:
@@ -349,6 +381,7 @@ class CallList:
         spoiled: why a replay of them would be wrong; empty if it would not.
         thread: in which they are recorded.
         active: itself, until the recording ends.
+        errors: what operations want to hear of overflows and the like, for `np.errstate`.
     """
 
     def __init__(self) -> None:
@@ -356,7 +389,8 @@ class CallList:
         self.spoiled = ""
         self.thread = get_ident()
         self.active = [self]
-        self._errors = np.geterr()
+        self.errors: dict[str, Any] = {}
+        self._errors: dict[str, Any] = {**np.geterr()}
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
@@ -414,9 +448,11 @@ class CallList:
         A function that may keep what it gets may also change it, so its lists and dictionaries stay
         the same objects.
         """
-        if (errors := np.geterr()) != self._errors:
-            self._errors = errors
-            self.calls.append(Call(np.seterr, (), {**errors}, number=len(self.calls)))
+        for kind, how in np.geterr().items():
+            if how != self._errors[kind]:
+                self.errors[kind] = how
+                if how in ("raise", "call"):
+                    self.spoil("an operation waits for errors of floating point")
         args, result = (rebuilt(x, self._ref, _ARRAYS, not keeps) for x in (args, result))
         kwargs = rebuilt(kwargs or {}, self._ref, _ARRAYS)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))

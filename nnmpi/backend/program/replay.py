@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +46,16 @@ class StepProgram:
     Args:
         calls: in their order.
         arena: for the results.
+        errors: for `np.errstate`, during the whole replay.
 
     Attributes:
         calls: as given.
         size_bytes: of the results' memory.
     """
 
-    def __init__(self, calls: Sequence[Call], arena: Arena) -> None:
+    def __init__(
+        self, calls: Sequence[Call], arena: Arena, errors: Mapping[str, Any] | None = None
+    ) -> None:
         self.calls = tuple(tile(calls))
         self._places, self.size_bytes = plan(self.calls)
         # what somebody else holds, for good
@@ -60,6 +65,7 @@ class StepProgram:
             for ref in call.refs()
             if ref.allocation not in self._places
         }
+        self._errors = dict(errors or {})
         self._arena, self._memory = arena, np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
 
@@ -67,7 +73,7 @@ class StepProgram:
         """Repeat the calls."""
         if self._memory is not self._arena.memory:
             self._bind()
-        with np.errstate():  # calls may set it
+        with np.errstate(**self._errors) if self._errors else nullcontext():
             for call in self._bound:
                 call()
 
