@@ -67,7 +67,7 @@ CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python'
 BOOLS = {"true": 1.0, "false": 0.0}
 THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
 DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+")
-NO_LABEL = ("", "na", "n/a", "#n/a", "nan", "<na>")  # not "none", which may be a class
+NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,12 @@ def _read_csv(
         raise DataError(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
+        )
+    if width > 2 and [*map(_number, first)] == [*range(width)]:
+        raise DataError(
+            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas writes"
+            " it for columns without names; write the table with to_csv(path, index=False,"
+            " header=False), or give the columns names"
         )
     names = _unique(first)
     dropped = {_place(path, names, name) for name in ([] if rules.encoding else rules.drop)}

@@ -143,7 +143,10 @@ def test_outputs_are_not_unpacked_as_outputs_and_state() -> None:
     """With a batch of two, they would be the rows."""
     x = np.ones((2, 5, 3), np.float32)
     for layer in (nn.LSTM(3, 4), nn.LSTM(3, 4, num_layers=2), nn.GRU(3, 4)):
-        with pytest.raises(nnmpi.NnmpiError, match=r"to get the state, too, call .*with_state"):
+        with pytest.raises(
+            nnmpi.NnmpiError,
+            match=r"would be unpacked here; for the last state, too, call .*with_state",
+        ):
             _, _ = layer.initialize(seed=0)(x)
 
 
