@@ -945,3 +945,42 @@ def test_gradients_that_a_step_reads_or_assigns_are_its_own(assigned):
     assert (
         wrapped.refusal == f"the step {'assigns an array to' if assigned else 'reads'} a gradient"
     )
+
+
+def counting(step):
+    """Return a step that counts in an array of its own."""
+    number = np.zeros(1)
+
+    def counted(x):
+        number[0] += 1
+        return step(x) * float(number[0])
+
+    return counted
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_short_arrays_that_python_reads_are_followed(inside):
+    """Whether the step changes them or its caller does; an array that is used is no reason to record
+    again.
+    """
+    tables = [(np.ones(3), np.ones(3)) for _ in range(2)]
+    recorded, ones = Mock(), np.ones((2, 3))
+
+    def step_of(read, used, seen):
+        def step(x):
+            seen()
+            return x * Tensor(np.exp(read)) + Tensor(used)
+
+        return counting(step) if inside else step
+
+    step, compiled = (
+        eager(step_of(*tables[0], Mock())),
+        nnmpi.compile(step_of(*tables[1], recorded)),
+    )
+    for number in range(6):
+        np.testing.assert_array_equal(compiled(ones).numpy(), step(ones).numpy())
+        for read, used in tables:
+            used += 1
+            read += number % 2
+    if not inside:
+        assert recorded.call_count == 3
