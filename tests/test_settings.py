@@ -284,14 +284,17 @@ def test_a_changed_layer_is_the_one_that_is_made_so(
         after = nn.ReLU() if x is IMAGES else nn.Tanh()
         model = nn.Sequential(layer, after).initialize(seed=0)
         call = nnmpi.compile(lambda x: model(x)) if compiled else model
-        with nn.training(step=1):
-            first = [call(x).numpy().copy() for _ in range(3)]
+
+        def passed(step: int) -> Any:
+            with nn.training(step=step):
+                return call(x).numpy().copy()
+
+        first = [passed(1) for _ in range(3)]
         for buffer in dict(layer.named_buffers()).values():
             buffer.data[...] = 0
         if change:
             setattr(layer, name, value)
-        with nn.training(step=2):
-            results = [call(x).numpy().copy() for _ in range(2)]
+        results = [passed(2) for _ in range(2)]
         return [first, *results, *(item.data.copy() for _, item in layer.named_buffers())]
 
     (before, *unchanged), (_, *changed) = compute(make(), False), compute(make(), True)

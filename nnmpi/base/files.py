@@ -252,7 +252,6 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
     with entered(folder.parent, root) as parent:
         try:
             os.mkdir(folder.name, dir_fd=parent)
-            os.fsync(parent)
         except FileExistsError:
             if not stat.S_ISDIR(os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode):
                 raise

@@ -403,7 +403,7 @@ class Group(Communicator):
             ShapeError: when this rank's part has another length, or is not 1-D and contiguous.
             CommError: with `check`, on all ranks, when counts or dtypes differ.
         """
-        self._check_parts(ALL_GATHER.name, local, counts, counts[self.rank], check)
+        self._check_parts(ALL_GATHER.name, local, counts, self._own_count(counts), check)
         everything = room_like(local, sum(counts))
         sizes = [count * local.itemsize for count in counts]
         self.comm.allgatherv(as_bytes(to_host(local)), as_bytes(everything), sizes)
@@ -426,6 +426,7 @@ class Group(Communicator):
             ShapeError: when `parts` has another length, or is not 1-D and contiguous.
             CommError: with `check`, on all ranks, when counts or dtypes differ.
         """
+        self._own_count(counts)
         self._check_parts(REDUCE_SCATTER.name, parts, counts, sum(counts), check)
         if is_low(parts.dtype):
             wide = parts.astype(np.float32)
@@ -490,6 +491,14 @@ class Group(Communicator):
                     f"rank {rank} sends {parts_sent[to]} to rank {to}, which expects"
                     f" {expected[rank]}; give both ends the same shape and dtype"
                 )
+
+    def _own_count(self, counts: Sequence[int]) -> int:
+        """Return this rank's length; refuse lengths of more or fewer ranks."""
+        if len(counts) != self.size:
+            raise ShapeError(
+                f"{len(counts)} counts for {self.size} ranks; give the length of each rank's part"
+            )
+        return counts[self.rank]
 
     def _check_parts(
         self, call: str, array: CommBuffer, counts: Sequence[int], length: int, check: bool

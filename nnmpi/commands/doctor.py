@@ -29,14 +29,14 @@ import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.base.command import read_command, say
-from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks
+from nnmpi.base.errors import CheckpointError, counted, group_ranks, name_ranks, shortened
 from nnmpi.base.files import is_locked, parse_json, read_json, read_text
 from nnmpi.base.launcher import read_launch, usable_cores
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
-from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.folder import LAST_WORDS, RunFolder, read_run
 from nnmpi.train.log import describe_measures
 from nnmpi.train.signature import versions
 
@@ -170,7 +170,10 @@ def diagnose(path: Path) -> Diagnosis:
                     f" {command} --lr ..."
                 ),
             )
+        said = _last_words(folder.console)
         why = "it gave no reason (killed, or out of memory or time)"
+        if said:
+            why, resume = f"its last words were: {said}", f"mend that, and {resume}"
         if faults and _written(folder.faults) >= _written(folder.starts):
             why = f"its supervisor saw: {faults[-1].get('fault')}"
         if not starts:
@@ -248,6 +251,14 @@ def _flight(folder: RunFolder) -> tuple[str, Path] | None:
 
 def _written(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
+
+
+def _last_words(console: Path) -> str:
+    """Return the sentence with which the last start ended, or ""."""
+    with suppress(OSError, ValueError):
+        last = read_text(console).rstrip().rpartition("\n")[2]
+        return shortened(last.removeprefix(LAST_WORDS), 300) if last.startswith(LAST_WORDS) else ""
+    return ""
 
 
 def _lines(file: Path) -> list[Any]:

@@ -56,7 +56,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         ),
     )
     loader = Loader(
-        samples,
+        signature.to_learn(samples),
         rows * dp.size,
         rank=dp.rank,
         world=dp.size,
@@ -67,7 +67,11 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     # A user's loss may need data that only training has: mse replaces it.
     name = run.config.optimization.loss
     is_classes = signature.predicts == "classes"
-    loss = SumCrossEntropy() if is_classes else SumError(name if name in ERRORS else "mse")
+    loss = (
+        SumCrossEntropy()
+        if is_classes
+        else SumError(name if name in ERRORS else "mse", signature.target_std)
+    )
     inference = Inference(run.arrangement, run.backend, run.config.run.precision)
     result = Totals()
     confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
@@ -79,7 +83,8 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
             if len(batch.x):
                 outputs = Tensor(inference(batch.x))
                 wrong += nonfinite_rows(outputs.data)
-                result.loss_sum += float(loss(outputs, batch.y).numpy())
+                total = float(loss(outputs, batch.y).numpy())
+                result.loss_sum += total * getattr(loss, "factor", 1.0)
                 result.score_sum += float(loss.score(outputs.data, batch.y))
                 if confusion.size:
                     np.add.at(confusion, (batch.y, outputs.data.argmax(axis=-1)), 1)
@@ -117,6 +122,9 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         )
     if not isinstance(samples, Dataset):
         return samples
+    x = samples.x
+    if not samples.is_tokens and not (x.dtype == np.uint8 and signature.stored == BYTES):
+        x = signature.scaled(x, name=f"samples of {samples.name}")
     labels, predicts, shape = samples.y, samples.predicts, samples.target_shape
     if predicts != signature.predicts or (
         predicts != "classes" and shape != signature.target_shape
@@ -136,17 +144,14 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
-    # another file of the same data set may have another scale
-    is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES
-    scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
     return replace(
         samples,
-        x=signature.in_order(samples.x, samples.columns, samples.name),
+        x=signature.in_order(x, samples.columns, samples.name),
         y=labels,
         classes=classes,
         class_names=model_names,
-        scale=scale,
+        scale=signature.scale if x.dtype == np.uint8 else 1.0,
         columns=signature.columns,
     )
 

@@ -13,7 +13,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import launch_command
-from nnmpi.models.torch_weights import write_torch
+from nnmpi.models.torch_weights import last_linear, write_torch
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.run import load
 
@@ -21,8 +21,9 @@ PROGRAM = "nnmpi export"
 DESCRIPTION = """Export a run's weights for other programs: nnmpi export RUN [options].
 
 Writes a state_dict as safetensors, with PyTorch's names and layouts, for
-safetensors.torch.load_file. To import one, give --weights FILE to nnmpi evaluate, predict
-or export. (A run of --model gpt also has a folder for Hugging Face's transformers, RUN/model.)"""
+safetensors.torch.load_file. Numbers are predicted in the units of the data. To import one, give
+--weights FILE to nnmpi evaluate, predict or export. (A run of --model gpt also has a folder for
+Hugging Face's transformers, RUN/model.)"""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,21 @@ def export(folder: Path, options: ExportConfig) -> str:
         raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
     run = load(folder, options.best, options.weights, options.trust)
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
+    sample = np.zeros((1, *run.signature.sample_shape), kind)
+    of, units = run.signature, ""
+    if of.target_mean:
+        layer = last_linear(run.model, sample)
+        if layer is not None:
+            run.model.load_state(of.with_units(run.model.state(), layer))
+        else:
+            units = (
+                ". The model ends in no linear layer that could take the units of the data: they"
+                f" are its outputs times {of.target_std:.9g}, plus"
+                f" {', '.join(f'{mean:.9g}' for mean in of.target_mean)}"
+            )
     with raised_as(UsageError, f"--out {file} cannot be written"):
-        count = write_torch(
-            file, run.model, np.zeros((1, *run.signature.sample_shape), kind), run.metadata()
-        )
-    return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
+        count = write_torch(file, run.model, sample, run.metadata())
+    return f"{count} arrays, with PyTorch's names and layouts, are in {file}{units}"
 
 
 if __name__ == "__main__":

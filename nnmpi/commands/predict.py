@@ -25,9 +25,7 @@ from nnmpi.data.columns import plain
 from nnmpi.data.tables import ENDINGS, TableRules, is_table, read_csv, read_samples
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
-from nnmpi.train.signature import BYTES, ModelSignature
-
-FULL = 255.0
+from nnmpi.train.signature import BYTES, FULL, ModelSignature
 
 
 def read_file(
@@ -210,8 +208,11 @@ def format_predictions(run: Run, answers: Array, kind: str, files: Sequence[str]
     if files:
         first = [[file, *item] for file, item in zip(files, first, strict=True)]
         head = ["file", *head]
+    # quantities with all their digits
+    form = "" if run.signature.predicts == "quantities" else ".6g"
     lines = (
-        [*head, *(f"{item:.6g}" for item in row)] for head, row in zip(first, rows, strict=True)
+        [*head, *(format(item, form) for item in row)]
+        for head, row in zip(first, rows, strict=True)
     )
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows([head, *lines])

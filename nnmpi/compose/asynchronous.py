@@ -226,6 +226,18 @@ class ServerCoupling(Coupling):
             self.server.controller.close()
 
 
+def _of_all(report: StepReport, batch: Batch) -> StepReport:
+    """Return a rank's report with its means, and the counts of all ranks, for rates per second."""
+    share = batch.global_targets / max(report.targets, 1)
+    return replace(
+        report,
+        samples=batch.global_rows,
+        targets=batch.global_targets if report.targets else 0,
+        loss_sum=report.loss_sum * share,
+        score_sum=report.score_sum * share,
+    )
+
+
 class AveragingCoupling(Coupling):
     """Each rank trains on part `rank` of every batch, and weights are averaged."""
 
@@ -276,7 +288,7 @@ class AveragingCoupling(Coupling):
         else:
             optimizer.steps += 1  # equal on all ranks
         if self.group.is_root and not self._broken:
-            segment.progress(Progress(task.batch, 0, report))
+            segment.progress(Progress(task.batch, 0, _of_all(report, batch)))
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
         with self.group.collective("average"):

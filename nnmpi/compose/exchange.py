@@ -215,6 +215,7 @@ class NodeExchange(Exchange):
     def update(self, factor: float) -> None:
         """See `Exchange.update`."""
         self._fused.update(factor)
+        self.model.storage.zero_grad()  # what is left is no gradient
 
     def _describe(self) -> str:
         return "fused with the update, through shared memory"

@@ -63,22 +63,25 @@ ERRORS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class SumError(Settled, fixed="name"):
+class SumError(Settled, fixed="name std factor"):
     """The sum over samples of each one's mean error, for float targets.
 
     Args:
         name: one of ERRORS; with bce the outputs are logits.
+        std: the data's targets were divided by it. Sums of losses times `factor`, and scores, are
+            those of the data's own units.
 
     Raises:
         ShapeError: when called, for more or fewer outputs than targets.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, std: float = 1.0) -> None:
+        self.name, self.std = name, std
+        self.factor = std if name == "mae" else std**2
         self._function = ERRORS[name]
 
     def __repr__(self) -> str:
-        return self.name
+        return self.name if self.std == 1 else f"{self.name} of targets divided by {self.std!r}"
 
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         item = prod(targets.shape[1:])
@@ -95,7 +98,7 @@ class SumError(Settled, fixed="name"):
     def score(self, outputs: Array, targets: Array) -> Array | float:
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
         if self.name != YES_OR_NO:
-            return squared_errors(outputs, targets)
+            return squared_errors(outputs, targets) * self.std**2
         xp = namespace(outputs)
         values = to_float32(xp, outputs).reshape(targets.shape)
         return xp.equal(values > 0, targets > 0.5).sum() / prod(targets.shape[1:])
@@ -405,14 +408,23 @@ def check_labels(loss: SumLoss, batch: Batch, first: int, shape: Shape) -> None:
     Raises:
         ShapeError: for a label outside the classes.
     """
-    labels = batch.labels
+    if not isinstance(batch.y, np.ndarray):
+        check_classes(loss, batch.labels, shape[-1], first)
+
+
+def check_classes(loss: SumLoss, labels: Array | None, classes: int, first: int = 0) -> None:
+    """Check labels on the host, of nnmpi's cross-entropy alone; see `check_labels`.
+
+    Args:
+        loss, first: see `check_labels`.
+        labels: of the rows, or None.
+        classes: this rank's logits of a row.
+    """
     is_cross_entropy = (
         isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
     )
-    if labels is None or isinstance(batch.y, np.ndarray) or not is_cross_entropy:
-        return
-    if labels.dtype.kind in "iu":
-        count = getattr(loss, "classes", 0) or shape[-1]
+    if labels is not None and is_cross_entropy and labels.dtype.kind in "iu":
+        count = getattr(loss, "classes", 0) or classes
         _check_range("label", labels, count, first, _ignored(loss, labels))
 
 

@@ -18,7 +18,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain
 from math import isfinite, nan
@@ -30,9 +30,15 @@ import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.precision import low_dtype
-from nnmpi.backend.recording import record_call, record_launch, record_note, recorded_input
+from nnmpi.backend.recording import (
+    active,
+    record_call,
+    record_launch,
+    record_note,
+    recorded_input,
+)
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import UsageError, is_own
+from nnmpi.base.errors import NnmpiError, UsageError, is_own
 from nnmpi.base.shard import split
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
@@ -48,6 +54,7 @@ from nnmpi.compose.losses import (
     SumCrossEntropy,
     SumError,
     SumLoss,
+    check_classes,
     check_labels,
     count_correct,
     is_own_loss,
@@ -208,6 +215,10 @@ class Passes(PassHandler):
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
+        # an error in the last stage's loss is raised when all ranks meet
+        self._defers = self.is_cut and not self.updates_per_microbatch
+        self.failed: NnmpiError | None = None
+        self._classes = 0  # of this rank's logits, once they are known
         self.is_alone = backend.is_device and trainer.group.size == 1 and not self.is_cut
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
@@ -385,7 +396,10 @@ class Passes(PassHandler):
         trains: bool = True,
         scale: float = 1.0,
     ) -> Running:
-        batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
+        loss = self._losses[not trains]
+        if trains:  # an evaluation has several batches
+            self.failed = None
+        batch = to_device(self._with_known_labels(batch, loss), self.model, self.backend)
         self.length = batch.length or 0
         parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
         inputs, each = [part.x for part in parts], trains and self.updates_per_microbatch
@@ -424,6 +438,7 @@ class Passes(PassHandler):
             first_row=cut.first_row,
             again=again,
             weight=now.weights[microbatch],
+            dropped=None if again else set(),
         )
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
@@ -433,12 +448,37 @@ class Passes(PassHandler):
             # before the loss: a device would read out of range silently
             record_note(self._check_labels, microbatch, logits.shape)
         labels = recorded_input(lambda: self._now.parts[microbatch].y)
-        loss = sum_of(now.loss, logits, labels)
+        try:
+            loss = sum_of(now.loss, logits, labels)
+        except NnmpiError as error:
+            if not self._defers or active() is not None:
+                raise
+            self.failed, loss = error, (logits * 0).sum()
+        self._classes = logits.shape[-1] if logits.shape else 0
         if not again:
             # with sharded classes ranks exchange their best ones, which no graph contains
             record = record_call if self._arrangement.classes else record_launch
             record(self._note_numbers, microbatch, labels, logits.data, loss.data)
         return loss
+
+    def _with_known_labels(self, batch: Batch, loss: SumLoss) -> Batch:
+        """Return a batch whose labels the loss takes; note the error of others.
+
+        The other stages of a pipeline wait for this rank's gradients: it gives them some.
+        """
+        if not self._defers or not self._classes or not self.reports_loss:
+            return batch
+        try:
+            check_classes(loss, batch.labels, self._classes)
+        except NnmpiError as error:
+            self.failed = error
+            return replace(batch, y=batch.on_host * 0, host_y=None)
+        return batch
+
+    def raise_failed(self) -> None:
+        """Raise the error of a loss that a pipeline has passed over, if there is one."""
+        if self.failed is not None:
+            raise self.failed
 
     def _check_labels(self, microbatch: int, shape: Shape) -> None:
         now = self._now
@@ -452,6 +492,8 @@ class Passes(PassHandler):
         if now.trains and self.is_alone:
             now.scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
         if now.trains or self.reports_loss:
+            factor = getattr(now.loss, "factor", 1.0)  # to the data's units
+            loss = loss if factor == 1 else loss * factor
             for name, number in ((LOSS, loss), (SCORE, score)):
                 now.scalars.add((name, microbatch) if now.trains else name, number)
 

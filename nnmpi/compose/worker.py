@@ -203,8 +203,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
         # of the last batch of `for batch in loader`; the same in a checkpoint, until a step follows
-        self._place: tuple[int, int] | None = None
-        self._resumed: tuple[int, int] | None = None
         self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
@@ -258,8 +256,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             batch = self._batch_of(batch, y)
         elif y is not None:
             raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
-        if batch.iterated:
-            self._follow((batch.epoch, batch.number))
+        self.optimizer.note_place()
         if lr is not None:
             self.optimizer.lr = lr
         sharers = self.arrangement.same_rows
@@ -341,10 +338,12 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             check = sum(
                 crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
                 for group, items in [*options, *((group, rows) for group in sharers)]
-            )
+            ) + (self.passes.failed is not None)
             (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
+            with agreed(self.group):
+                self.passes.raise_failed()
             for group, items in options:
                 with agreed(self.group):
                     require_same_options(group, items)
@@ -396,17 +395,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         report.sync_s = world.collective_s - collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
-
-    def _follow(self, place: tuple[int, int]) -> None:
-        """Note the place of a batch of `for batch in loader`; refuse one from before a resume."""
-        if self._resumed is not None and place <= self._resumed:
-            epoch, number = self._resumed
-            raise UsageError(
-                f"`for batch in loader` begins with epoch {place[0]} again, but the resumed run had"
-                f" reached batch {number} of epoch {epoch}; give the loader to nnmpi.save and"
-                " nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
-            )
-        self._place, self._resumed = place, None
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -595,13 +583,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows: list[int] = []
+        rows, self.passes.failed = list[int](), None
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
             totals = evaluate_all(
                 self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
             )
+        if self.passes.is_cut:
+            with agreed(self.group):
+                self.passes.raise_failed()
         self._require_same_rows([crc32(f"{rows}".encode())])
         return totals
 
@@ -614,15 +605,13 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return batch if self._sequence is None else self._sequence.part(batch)
 
     def scalars(self) -> dict[str, Any]:
-        """See `Trainer.scalars`; with fp16's loss scale, and the loader's place, if it counts."""
+        """See `Trainer.scalars`; with fp16's loss scale."""
         scale = {} if self.scaling is None else {"loss_scale": self.scaling.state()}
-        return super().scalars() | scale | ({"place": self._place} if self._place else {})
+        return super().scalars() | scale
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """See `Trainer.load_scalars`."""
         super().load_scalars(values)
-        place = values.get("place")
-        self._place = self._resumed = place and tuple(place)
         if self.scaling is not None and "loss_scale" in values:  # else it starts at its default
             self.scaling.load(values["loss_scale"])
 

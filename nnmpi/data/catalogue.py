@@ -23,7 +23,7 @@ from nnmpi.base.errors import DataError, UsageError, raised_as
 from nnmpi.base.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.base.units import format_bytes
 from nnmpi.data.columns import Encoding
-from nnmpi.data.dataset import Dataset, LabelKind, check_pair, split
+from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset, LabelKind, check_pair, split
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_EXPECTED,
@@ -374,7 +374,10 @@ def _load_folder(
     folder: Path, predicts: LabelKind, rules: TableRules
 ) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
-    tables = [find(folder, f"{part}.csv") for part in ("train", "test")]
+    tables = [
+        next(filter(None, (find(folder, f"{part}.csv") for part in parts)), None)
+        for parts in (TRAIN, HELD_OUT)
+    ]
     if tables[0] and tables[1]:
         table = read_csv(tables[0], rules)
         train = to_dataset(table, name, predicts=predicts)
@@ -397,5 +400,5 @@ def _load_folder(
         )
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor"
-        " train.csv and test.csv (plain or .gz), nor a folder of images per class"
+        " train.csv and test.csv (or val.csv ...; plain or .gz), nor a folder of images per class"
     )

@@ -19,7 +19,12 @@ from nnmpi.base.errors import DataError, UsageError, check_int, shortened
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
+MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
+# Names of parts, in any capitals: of folders, tables in a folder, arrays in a file. The first
+# held-out one that there is, is used.
+TRAIN = "train", "training"
+HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
 # spellings of a missing value in tables, in lower case
 MISSING = frozenset(
     (
@@ -110,7 +115,31 @@ def as_float32(name: str, values: Array) -> Array:
         result = values.astype(np.float32)
     for index in np.argwhere(~np.isfinite(result))[:1].tolist():
         raise DataError(f"{name}{index}: {no_number(values[tuple(index)].item())}")
+    if result.ndim <= 2 and result.size:  # numbers of a table, not pixels
+        for column in lost_columns(values.reshape(len(values), -1), result)[:1]:
+            where = f"[:, {column}]" if result.ndim == 2 else ""
+            raise DataError(f"{name}{where}: {lost(values.reshape(len(values), -1)[:, column])}")
     return result
+
+
+def lost_columns(exact: Array, narrow: Array) -> list[int]:
+    """Return the columns of (n, columns) numbers that float32 cannot tell apart.
+
+    Args:
+        exact: the numbers.
+        narrow: the same in float32.
+    """
+    error = np.abs(narrow.reshape(exact.shape) - exact).max(axis=0)
+    varies = (exact != exact[0]).any(axis=0)
+    return [*map(int, np.flatnonzero(varies & (error > MOST_LOST * exact.std(axis=0))))]
+
+
+def lost(column: Array) -> str:
+    """Return the end of an error sentence about a column that float32 cannot tell apart."""
+    return (
+        f"float32 cannot tell its values apart, from {column.min():.10g} to {column.max():.10g};"
+        " subtract their common offset"
+    )
 
 
 def count_targets(labels: Array) -> int:

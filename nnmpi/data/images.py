@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.base.files import check_unpacked, foreign, read_bytes
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import HELD_OUT, TRAIN, Dataset
 
 # For each part: the published names of the file of images and the file of labels.
 IDX_FILES = {
@@ -177,10 +177,8 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".tga"),
     *(".pgm", ".ppm", ".pbm", ".pnm"),
 )
-TRAIN = "train", "training"
-# Names of a held-out part, in any capitals; the first that a folder has is used.
-HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
 PIXEL_BYTES = 8  # of a pixel while it is read, at most
+UNREAD = ".heic", ".heif", ".avif", ".jp2", ".dcm", ".npy", ".psd", ".svg", ".exr"
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
 
@@ -195,7 +193,7 @@ def open_image(file: Path) -> Any:
         raise UsageError(
             f"{file}: images are read by Pillow, which is not installed (pip install pillow)"
         )
-    image = importlib.import_module("PIL.Image").open(file)
+    image = _module("Image").open(file)
     try:
         check_unpacked(file, PIXEL_BYTES * image.width * image.height)
     except DataError:
@@ -207,32 +205,36 @@ def open_image(file: Path) -> Any:
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
     """Return an image resized to `shape`: (height, width, channels), with 1 or 3 channels.
 
-    16 bits become 8: 0 stays black, 65535 white.
+    16 bits become 8: 0 stays black, 65535 white. Transparent pixels show white.
 
     Raises:
-        DataError: for a file that is no image, or whose pixels have no largest value.
+        DataError: for a file that is no image, has several, or whose pixels have no largest value.
     """
     with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+        several = getattr(image, "n_frames", 1)
+        if several > 1 and image.format != "MPO":  # a photo with its preview
+            raise DataError(f"{file} has {several} images; save each in a file of its own")
+        if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+            kind = "floating-point" if image.mode == "F" else "32-bit"
+            raise DataError(
+                f"{file} has {kind} pixels, whose white is unknown; save it with 8 or 16"
+                " bits, or give the arrays in an .npz"
+            )
         if WIDE.fullmatch(image.mode):
             wide = np.asarray(image).astype(np.int64)
-            if wide.min() < 0 or wide.max() > 65535:
-                raise DataError(
-                    f"{file} has pixels from {wide.min()} to {wide.max()}; save it with 8 or 16"
-                    " bits, or give the arrays in an .npz"
-                )
             # Pillow's own conversion cuts off above 255: nearly every pixel would be white
-            image = _from_bytes(((wide + 128) // 257).astype(np.uint8))
-        elif image.mode == "F":
-            raise DataError(
-                f"{file} has floating-point pixels, whose white is unknown; save it with 8 or 16"
-                " bits, or give the arrays in an .npz"
+            image = _module("Image").fromarray(((wide + 128) // 257).astype(np.uint8))
+        if "A" in image.mode or "transparency" in image.info:
+            # `convert` would show what the transparent pixels hide
+            image = _module("Image").alpha_composite(
+                _module("Image").new("RGBA", image.size, "white"), image.convert("RGBA")
             )
         plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
         return np.asarray(plain).reshape(shape)
 
 
-def _from_bytes(pixels: NDArray[np.uint8]) -> Any:
-    return importlib.import_module("PIL.Image").fromarray(pixels)
+def _module(name: str) -> Any:
+    return importlib.import_module(f"PIL.{name}")
 
 
 def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Path]]:
@@ -241,13 +243,10 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
     Hidden subfolders, those that archives of macOS have, and `besides` are no classes.
 
     Raises:
-        DataError: if some subfolders have images and others have none.
+        DataError: if some subfolders have images and others have none; for images in folders below
+            them, and in formats that are not read: they would be left out.
     """
-    result = {
-        item.name: sorted(file for file in item.iterdir() if file.suffix.lower() in SUFFIXES)
-        for item in sorted(folder.iterdir())
-        if item.is_dir() and item != besides and not item.name.startswith((".", "__"))
-    }
+    result = {item.name: _images_in(item) for item in _folders_in(folder) if item != besides}
     empty = [name for name, files in result.items() if not files]
     if len(empty) == len(result):
         return {}
@@ -256,7 +255,31 @@ def find_classes(folder: Path, besides: Path | None = None) -> dict[str, list[Pa
             f"{folder / empty[0]} has no images, but other folders beside it have; remove it, or"
             f" put its images there ({', '.join(SUFFIXES)})"
         )
+    for name in result:
+        left = [item for item in _folders_in(folder / name) if _images_in(item)]
+        left += [item for item in (folder / name).iterdir() if item.suffix.lower() in UNREAD]
+        if left:
+            raise DataError(
+                f"{left[0]} would be left out of the class {name!r}: images are read from its own"
+                f" folder, as {', '.join(SUFFIXES)}; move or convert it, or remove it"
+            )
     return result
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return [
+        item
+        for item in sorted(folder.iterdir())
+        if item.is_dir() and not item.name.startswith((".", "__"))
+    ]
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+    )
 
 
 def _find_part(folder: Path, names: Sequence[str]) -> Path | None:
@@ -279,6 +302,12 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     train = find_classes(local or folder, held_out if test else None)
     if not train:
         return None
+    for other in _folders_in(folder) if not test else ():
+        if local and other != local and any(map(_images_in, _folders_in(other))):
+            raise DataError(
+                f"{other} has images beside {local.name}/, but not the name of a held-out part;"
+                f" call it {HELD_OUT[0]}, or move it elsewhere"
+            )
     sizes, modes = [], set()
     for file in chain.from_iterable(train.values()):
         with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:

@@ -32,6 +32,7 @@ from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
 from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
+from nnmpi.base.loop import iterated
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
@@ -82,7 +83,6 @@ class Batch:
         length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
         first: the global batch's first index.
-        iterated: whether its epoch is the loader's own count, as in `for batch in loader`.
     """
 
     x: Array
@@ -97,7 +97,6 @@ class Batch:
     targets: tuple[int, ...] = ()
     length: int | None = None
     first: int = 0
-    iterated: bool = False
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -281,20 +280,42 @@ class Loader(Settled):
         try:
             with self.epoch(epoch, start) as batches:
                 for batch in batches:
-                    batch.iterated = True
                     self._reached = epoch, batch.number + 1
+                    iterated.set(self)
                     yield batch
         finally:  # also after a `break`, with which an epoch ends
             self._reached = self._next
+            iterated.set(None)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch and the batch that come next in `for batch in loader`."""
+        epoch, batch = self._reached
+        return (epoch + 1, 0) if batch == len(self) else (epoch, batch)
 
     def state(self) -> dict[str, int]:
         """Return the place of `for batch in loader` for a checkpoint, as JSON values."""
-        epoch, batch = self._reached
-        ended = batch == len(self)
-        return {"epoch": epoch + ended, "batch": 0 if ended else batch}
+        epoch, batch = self.place
+        return {"epoch": epoch, "batch": batch, **self._order()}
+
+    def _order(self) -> dict[str, int]:
+        """Return what decides which samples an epoch's first batches hold."""
+        return {"samples": len(self.dataset), "batch_size": self.batch_size, "seed": self.seed}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Let the next `for batch in loader` begin at a place that `state` returned."""
+        """Let the next `for batch in loader` begin at a place that `state` returned.
+
+        Raises:
+            UsageError: for a place within an epoch whose batches were others.
+        """
+        for name, now in self._order().items():
+            before = state.get(name, now)
+            if state["batch"] and before != now:
+                raise UsageError(
+                    f"the saved loader was within an epoch, with {name} {before}, but this one has"
+                    f" {now}: some samples would be left out, and others come twice; give it"
+                    f" {name} {before}, or save at the end of an epoch"
+                )
         self._next = self._reached = state["epoch"], state["batch"]
 
     def __len__(self) -> int:

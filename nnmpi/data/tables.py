@@ -12,7 +12,8 @@ Labels of a table are text or integers. The classes are the labels that occur in
 sorted: integers need not begin at 0 nor be consecutive. `class_names` maps classes to labels. With
 predicts="quantities", the label is a number to predict.
 
-An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test.
+An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test, or another name of a
+held-out part (`dataset.HELD_OUT`), in any capitals.
 
     x    (n, ...), any real dtype: uint8 stays uint8 with scale 1/255, the rest becomes float32.
          3-D quantities are grayscale images and get a channel axis.
@@ -40,8 +41,22 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
 from nnmpi.data.columns import Cells, Encoding, encode, find_places, fit
-from nnmpi.data.dataset import MISSING, TOKEN_TYPES, Dataset, LabelKind, as_float32
+from nnmpi.data.dataset import (
+    HELD_OUT,
+    MISSING,
+    TOKEN_TYPES,
+    TRAIN,
+    Dataset,
+    LabelKind,
+    as_float32,
+    lost,
+    lost_columns,
+)
 
+TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
+TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
+PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
+OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
 SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
 MOST_CLASSES = 20  # a table may have this many, however short it is
 HINT = "to predict numbers, give predicts='quantities'"
@@ -411,7 +426,9 @@ def to_dataset(
     )
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         # NumPy converts None to NaN
-        quantities = np.array([numbers[label] for label in table.labels], np.float32)
+        exact = np.array([numbers[label] for label in table.labels], np.float64)
+        with np.errstate(over="ignore"):
+            quantities = exact.astype(np.float32)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
@@ -419,6 +436,8 @@ def to_dataset(
                 f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
             )
+        if lost_columns(exact[:, None], quantities):
+            raise DataError(f"{table.path}, the target: {lost(exact)}")
         return Dataset(name, table.features, quantities, 0, table.scale, **table.about)
     if is_numeric and fraction is not None:
         raise DataError(
@@ -483,48 +502,67 @@ def load_npz(
         rules: must be empty; they are here because `load` calls all readers alike.
     """
     refuse_rules(f"data set {path}", rules)
-    arrays = _read(path, ("x", "y", "x_train", "y_train", "x_test", "y_test"))
-    names = ("x_train", "y_train") if "x_train" in arrays else ("x", "y")
-    if not {*names} <= {*arrays} or ("x_test" in arrays) != ("y_test" in arrays):
+    arrays = _read(path, PARTS)
+    first, second = (
+        next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
+        for parts in (TRAIN_PARTS, TEST_PARTS)
+    )
+    needed = {f"{item}{part}" for item in "xy" for part in (first, second or first)}
+    if not needed <= {*arrays}:
         raise DataError(
-            f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test"
+            f"{path}: holds {_names(path)}; needs x and y, or x_train, y_train, x_test and y_test"
         )
-    train = _part(path, name, arrays, *names, predicts)
-    if "x_test" not in arrays:
+    train = _part(path, name, arrays, f"x{first}", f"y{first}", predicts)
+    if not second:
         return train, None
-    test = _part(path, name, arrays, "x_test", "y_test", predicts, train.classes)
+    test = _part(path, name, arrays, f"x{second}", f"y{second}", predicts, train.classes)
+    kinds = [f"x{part} holds {arrays[f'x{part}'].dtype}" for part in (first, second)]
     if train.scale != test.scale:
-        kinds = f"x_train holds {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}"
         raise DataError(
-            f"{path}: {kinds}; bytes are divided by 255, other numbers are not: save both in one"
-            " dtype"
+            f"{path}: {' and '.join(kinds)}; bytes are divided by 255, other numbers are not: save"
+            " both in one dtype"
         )
+    if train.x.dtype == np.float32 and train.x.ndim > 2:
+        tops = [float(np.abs(part.x).max()) for part in (train, test)]
+        if min(tops) * OTHER_SCALE < max(tops):
+            raise DataError(
+                f"{path}: {kinds[0]} up to {tops[0]:.4g}, and {kinds[1]} up to {tops[1]:.4g}; give"
+                " the images of both parts in one scale"
+            )
     return train, test
 
 
 def read_samples(path: Path) -> Array:
     """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
-    arrays = _read(path, ("x", "x_test"))
-    name = next((name for name in ("x", "x_test") if name in arrays), None)
+    arrays = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
+    name = next(iter(arrays), None)
     if name is None:
-        raise DataError(f"{path}: holds {sorted(arrays)}; needs x, the samples")
+        raise DataError(f"{path}: holds {_names(path)}; needs x, the samples")
     x = arrays[name]
     return x if x.dtype.kind in "iu" else _samples(path, name, x)
 
 
+def _names(path: Path) -> str:
+    """Return the names of a file's arrays, for messages."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+    return shortened(", ".join(names)) or "nothing"
+
+
 def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
-    """Return the file's arrays among `names`."""
+    """Return the file's arrays among `names`, in that order; capitals do not count."""
     what = "not a complete .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
             raise ValueError("it is truncated, or another kind of file")
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
-            present = [name for name in names if name in archive.files]
+            found = {name.lower(): name for name in archive.files}
+            present = {name: found[name] for name in names if name in found}
             check_unpacked(
-                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present)
+                path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in present.values())
             )
-            arrays = {name: archive[name] for name in present}
+            arrays = {name: archive[item] for name, item in present.items()}
         if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
             raise ValueError(f"{other[0]} is not an array")
     return arrays

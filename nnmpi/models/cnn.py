@@ -69,7 +69,7 @@ def image_shape(model: str, sample_shape: Sequence[int]) -> tuple[int, int, int]
         UsageError: when it is no image of at least LEAST x LEAST pixels.
     """
     if len(check_ints("sample_shape", sample_shape)) != 3 or min(sample_shape[:2]) < LEAST:
-        is_turned = len(sample_shape) == 3 and sample_shape[0] < LEAST <= min(sample_shape[1:])
+        is_turned = len(sample_shape) == 3 and min(sample_shape[1:]) >= LEAST
         remedy = "turn them: x.transpose(0, 2, 3, 1)" if is_turned else "try model mlp"
         raise UsageError(
             f"model {model} needs images (height, width, channels) of at least {LEAST} x {LEAST}"

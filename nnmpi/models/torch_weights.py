@@ -113,6 +113,23 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     return matches
 
 
+def last_linear(model: Module, sample: Array) -> str | None:
+    """Return the name of the layer with weight and bias whose result is the model's, or None.
+
+    Args:
+        model, sample: see `torch_weights`.
+    """
+    results = list[tuple[Any, str]]()
+
+    def observe(module: Any, result: Any) -> None:
+        if isinstance(module, Linear) and module.bias is not None:
+            results.append((result, module.path))
+
+    with observed(observe):
+        last = model(Tensor(namespace(model.parameters()[0].data).asarray(sample)))
+    return next((path for result, path in results if result is last), None)
+
+
 def _image_behind(node: Any) -> Shape:
     """Return the shape of the image that an operation's result flattens; () without one."""
     while isinstance(node, Elementwise | Reshape):

@@ -10,7 +10,7 @@ from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import refuse_words
-from nnmpi.nn.mode import current, warn_later
+from nnmpi.nn.mode import current, note_mask, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.dropout import MaskKey, dropout
@@ -111,8 +111,8 @@ class Dropout(Module):
 
     The mask is a function of the run's seed, the step, the layer's full name and the sample's index
     in the global batch (`nn.training` sets them). So every layout drops the same elements. A layer
-    used twice in a pass drops the same elements both times: make one layer per use. Passes with
-    the same `step` have the same masks.
+    used twice in a pass drops the same elements both times, with a warning: make one layer per use.
+    Passes with the same `step` have the same masks.
 
     Args:
         p: the probability that an element is dropped, in [0, 1).
@@ -136,6 +136,7 @@ class Dropout(Module):
             if self.p:
                 warn_later(x)
             return x
+        note_mask(self)
         return dropout(x, self.p, partial(mask_key, self.path))
 
 

@@ -350,7 +350,7 @@ class Watch:
 
         a function                 what it closes over, the globals and modules' names in its code
         a module, a user's object  its attributes; and its class, if that is a user's
-        tuples, lists, dicts       their items
+        tuples, lists, dicts ...   their items
         short arrays               their values, unless recorded calls read them anew
         any other                  itself: a number, a long array, a Tensor, an optimizer
 

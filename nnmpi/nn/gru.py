@@ -65,7 +65,9 @@ class GRU(Module, fixed="hidden_size"):
         """
         if current().memory is not None:
             raise UsageError("a GRU cannot generate text; call `with_state`, or use an LSTM")
-        return self.with_state(x)[0]
+        h = self.with_state(x)[0]
+        h.made_by = "GRU"
+        return h
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Return the result and the final state, (num_layers, batch, hidden_size).

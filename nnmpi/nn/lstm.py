@@ -96,7 +96,9 @@ class LSTM(Module, fixed="hidden_size directions"):
             )
         memory = current().memory
         if memory is None:
-            return self._run(x, None, lengths, ends=False)[0]
+            h = self._run(x, None, lengths, ends=False)[0]
+            h.made_by = "LSTM"
+            return h
         before = memory.get(self.path)
         y, ends = self.with_state(x, before, lengths)
         if before is None or active() is None:

@@ -9,9 +9,11 @@ running statistics.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 from nnmpi.backend.recording import record_note
@@ -35,6 +37,8 @@ class Mode(NamedTuple):
         fused: whether sequences may fuse layers (see `nn.container.fuse`).
         weight: the factor of the gradient of a sum of losses; None if not set.
         memory: the layers' state from earlier tokens, by full name; None outside of generation.
+        dropped: the layers whose dropout masks this pass has drawn; None outside of training, and
+            in a recomputation.
     """
 
     training: bool = False
@@ -46,6 +50,7 @@ class Mode(NamedTuple):
     fused: bool = True
     weight: float | None = None
     memory: dict[str, Any] | None = None
+    dropped: set[Any] | None = None
 
     @property
     def joins(self) -> bool:
@@ -125,8 +130,9 @@ def training(
         >>> bool(abs(y.numpy().mean(axis=0)).max() < 1e-6)
         True
     """
-    return _within(
-        training=True, seed=seed, step=step, first_row=first_row, again=again, weight=weight
+    settings = partial(Mode._replace, training=True, seed=seed, step=step, first_row=first_row)
+    return within(
+        lambda mode: settings(mode, again=again, weight=weight, dropped=None if again else set())
     )
 
 
@@ -164,5 +170,21 @@ def _within(**changes: Any) -> within:
 
 
 def restore(mode: Mode) -> None:
-    """Set the mode permanently. Prefer the contexts above."""
-    _mode.set(mode)
+    """Set the mode permanently, for a pass from its beginning. Prefer the contexts above."""
+    begins = not mode.again and mode.dropped
+    _mode.set(mode._replace(dropped=set()) if begins else mode)
+
+
+def note_mask(layer: Any) -> None:
+    """Warn of a layer that draws its dropout mask a second time in a pass: it is the same mask."""
+    dropped = _mode.get().dropped
+    if dropped is None:
+        return
+    if layer in dropped:
+        warnings.warn(
+            f"the dropout of {layer.path!r} is used twice in a pass, and drops the same elements both"
+            " times: a mask depends on the layer's name and the step; make a layer for each use,"
+            " or a block with nn.training(step=...) for each pass",
+            stacklevel=3,
+        )
+    dropped.add(layer)

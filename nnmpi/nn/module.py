@@ -22,7 +22,7 @@ Initializers, called as init(generator, shape), draw the initial values of a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, ClassVar, Never, Self, TypeAlias
@@ -71,15 +71,37 @@ class _Draws(dict[str, Array]):
 
 
 class _Check:
-    """Compares a model with its storage; without a cycle, so that both are freed at once."""
+    """Compares a model with its storage; without a cycle, so that both are freed at once.
+
+    Only if some tree may have changed since the last look, so a step may call it: a module or a
+    parameter was made or assigned, or a list of this tree has other items.
+    """
 
     def __init__(self, model: Module) -> None:
-        self._model = ref(model)
+        self._model, self._trees = ref(model), -1
+        self._lists, self._known = list[list[Any]](), list[list[Any]]()
+        self._others = list[tuple[list[Any], list[int]]]()
 
     def __call__(self) -> None:
-        model = self._model()
+        # lists of modules are compared by their items' identity at once; parameters define ==
+        if (
+            self._trees == Parameter.trees
+            and self._lists == self._known
+            and all([*map(id, items)] == known for items, known in self._others)
+        ):
+            return
+        model, trees = self._model(), Parameter.trees
         if model is not None:
             model.check_stored()
+            values = (value for _, part in model.named_modules() for value in vars(part).values())
+            lists = [value for value in values if isinstance(value, list)]
+            self._lists = [items for items in lists if _only_modules(items)]
+            self._known, self._trees = [[*items] for items in self._lists], trees
+            self._others = [
+                (items, [*map(id, items)])
+                for items in lists
+                if _is_tree(items) and not _only_modules(items)
+            ]
 
 
 class Buffer:
@@ -217,6 +239,8 @@ class Module(Settled):
             raise UsageError(
                 f"{name} is a parameter; write its values by {name}.data[...] = values"
             )
+        if _is_tree(value):
+            Parameter.trees += 1
         if isinstance(value, STRUCTURE) and name not in self._read_once:
             object.__setattr__(self, name, value)  # a part of the tree may have a new name
         else:
@@ -368,13 +392,31 @@ class Module(Settled):
                 if id(span.parameter) in names
             }
             del part.storage
-        return kept
+        return kept | self._values_of_others(values)
 
-    def _refuse_hidden(self) -> None:
+    def _values_of_others(self, values: dict[str, Array]) -> set[Buffer]:
+        """Keep the values of parts of other models, or copies of them, beside new parts."""
+        if "storage" in vars(self) or all(hasattr(x, "data") for _, x in self.full_parameters()):
+            return set()  # the whole model is drawn anew
+        named = (item for item in self.named_parameters() if item[0] not in values)
+        found = {name: item.data for name, item in named if hasattr(item, "data")}
+        values |= found
+        return {
+            buffer
+            for path, part in self.named_modules()
+            if any(f"{path}.{name}".strip(".") in found for name, _ in part._members(Parameter))
+            for _, buffer in part._members(Buffer)
+        }
+
+    def _refuse_hidden(self, stored: Iterable[Parameter] = ()) -> None:
         """Refuse modules and parameters in a dictionary or a nested list: they would not be
         trained.
+
+        Args:
+            stored: those that had a place, and are known.
         """
         named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
+        named |= {*map(id, stored)}
         for path, module in self.named_modules():
             for name, value in vars(module).items():
                 for item, local in _within(value):
@@ -404,6 +446,7 @@ class Module(Settled):
                     f"{name!r} is not in the model's storage: its module was added later; call"
                     " model.initialize() again, which draws all values anew, and load kept ones"
                 )
+        self._refuse_hidden(stored)
 
     def zero_grad(self, **words: Never) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
@@ -536,6 +579,20 @@ class Module(Settled):
 
 
 STRUCTURE = (Module, Parameter, Buffer, list, tuple, dict)
+PARTS = (Module, Parameter)
+
+
+def _only_modules(items: list[Any]) -> bool:
+    """Return whether a list holds modules alone; an empty one may get some."""
+    return all(isinstance(item, Module) for item in items)
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether a value is, or directly contains, a module or a parameter."""
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(item, PARTS) for item in items)
+    return isinstance(value, PARTS)
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:

@@ -8,7 +8,7 @@ from nnmpi.nn.activation import GELU, Dropout, mask_key
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.linear import Linear
-from nnmpi.nn.mode import current
+from nnmpi.nn.mode import current, note_mask
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.sharding import Sharding, ShardingTable, Units
@@ -61,6 +61,8 @@ class CausalSelfAttention(Module, fixed="features heads units"):
         if memory is not None and not self.causal:
             raise UsageError("generating text needs causal attention; this layer has causal=False")
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
+        if rate:
+            note_mask(self)
         key = partial(mask_key, self.path)
         return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, key))
 
@@ -81,6 +83,12 @@ class MultiheadAttention(CausalSelfAttention):
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True
     ) -> None:
         super().__init__(embed_dim, num_heads, bias, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `CausalSelfAttention`."""
+        h = super().forward(x)
+        h.made_by = "MultiheadAttention"
+        return h
 
 
 class TransformerBlock(Module):

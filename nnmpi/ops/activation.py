@@ -99,12 +99,9 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tenso
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
-    return activated("sigmoid", SigmoidFunction(), require_floating("sigmoid", x))
-
-
-def is_sigmoid(node: Any) -> bool:
-    """Whether a result's operation is a sigmoid."""
-    return isinstance(node, SigmoidFunction) or getattr(node, "form", "") == "sigmoid"
+    y = activated("sigmoid", SigmoidFunction(), require_floating("sigmoid", x))
+    y.made_by = "sigmoid"
+    return y
 
 
 def silu(x: Tensor, **words: Never) -> Tensor:
@@ -359,7 +356,9 @@ def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
         refuse_words("softmax", words)
     at = _checked_axis("softmax", x, axis)
     apply = partial(with_kernels, "softmax") if at == x.ndim - 1 else in_float32
-    return apply(SoftmaxFunction(at), x)
+    y = apply(SoftmaxFunction(at), x)
+    y.made_by = "softmax"
+    return y
 
 
 def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:

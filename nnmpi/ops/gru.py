@@ -26,7 +26,6 @@ class GRUFunction(Function):
     """One layer: h over time, (batch, time, features)."""
 
     __slots__ = ()
-    unpacked = "call h, last = gru.with_state(x); for the rows alone use indices"
 
     is_call = captured = True
 

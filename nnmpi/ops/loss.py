@@ -4,6 +4,7 @@
 count: a mean of the ranks' means would be wrong for ranks with different numbers of labels.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -18,7 +19,6 @@ from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
-from nnmpi.ops.activation import is_sigmoid
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads, Variable
 from nnmpi.tensor.operand import (
@@ -311,7 +311,12 @@ def cross_entropy(
     """
     if words:
         refuse_words("cross_entropy", words)
-    require_floating("cross_entropy", logits)
+    if require_floating("cross_entropy", logits).made_by == "softmax":
+        warnings.warn(
+            "cross_entropy applies the softmax itself, and got the result of one, after which"
+            " gradients are small and a loss never comes near 0; give it the logits",
+            stacklevel=2,
+        )
     classes = logits.shape[-1] if logits.ndim else 0
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = CrossEntropy(reduction, ignore_index, float(label_smoothing))
@@ -426,11 +431,11 @@ def binary_cross_entropy(
         ShapeError: when the shapes differ.
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as PyTorch's
-            function of this name takes them (seen where gradients are recorded).
+            function of this name takes them.
     """
     if words:
         refuse_words("binary_cross_entropy", words)
-    if isinstance(logits, Tensor) and is_sigmoid(logits.node):
+    if isinstance(logits, Tensor) and logits.made_by == "sigmoid":
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
             " before it"

@@ -204,7 +204,6 @@ class LSTMFunction(Function):
     """
 
     __slots__ = ("ends", "lengths", "reverse")
-    unpacked = "call h, (last, c) = lstm.with_state(x); for the rows alone use indices"
 
     is_call = True
 

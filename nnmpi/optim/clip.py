@@ -74,15 +74,19 @@ def trusted(total: float) -> bool:
     return _TRUSTED[0] < total < _TRUSTED[1]
 
 
-def global_norm(grads: Sequence[Array]) -> float:
+def global_norm(grads: Sequence[Any]) -> float:
     """Return the Euclidean norm of all gradients together; 0.0 for none.
 
-    For the `storage.grads` of a sharded model (ZeRO, tensor or expert parallelism) it is the norm
-    over all ranks, and the call is collective.
+    For `model.parameters()`, or the `storage.grads`, of a sharded model (ZeRO, tensor or expert
+    parallelism) it is the norm over all ranks, and the call is collective.
+
+    Args:
+        grads: see `clip_by_global_norm`.
 
     Raises:
-        UsageError: for the gradients of a pipeline's stages.
+        UsageError: for the gradients of a pipeline's stages, and what are no gradients.
     """
+    grads = _gradients("global_norm", grads)
     by_ranks = getattr(grads, "by_ranks", None)  # of a storage's gradients
     total = 0.0
     for groups, parts in ({(): grads} if by_ranks is None else by_ranks()).items():
@@ -136,11 +140,17 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     Raises:
         UsageError: see `coefficient` and `global_norm`.
     """
+    return record_call(_clip, _gradients("clip_by_global_norm", grads), max_norm)
+
+
+def _gradients(name: str, grads: Any) -> Sequence[Array]:
+    """Return a model's gradients for its parameters; refuse what are no arrays."""
     if hasattr(grads, "gradients"):
         grads = grads.gradients()
     if not all(map(is_array, grads)):
-        raise UsageError("clip_by_global_norm takes model.parameters(), or arrays of gradients")
-    return record_call(_clip, grads, max_norm)
+        raise UsageError(f"{name} takes model.parameters(), or arrays of gradients")
+    result: Sequence[Array] = grads
+    return result
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:

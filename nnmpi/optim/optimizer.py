@@ -37,6 +37,7 @@ from nnmpi.base.errors import (
     number,
 )
 from nnmpi.base.launcher import read_launch
+from nnmpi.base.loop import Iterated, iterated
 from nnmpi.base.words import raise_missing, refuse_words
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -173,6 +174,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
     _guard: Array | None = None  # see `guarded`
     ranks: Any = None
     run_id: str | None = None
+    _loader: Iterated | None = None  # of the last `for batch in loader`
+    _resumed: tuple[int, int] | None = None
     lr: Any = _Followed()
     steps: Any = _Followed()
     if not TYPE_CHECKING:
@@ -257,6 +260,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         record_call(self._step)  # recorded as one call, since `lr` may change between replays
 
     def _step(self) -> None:
+        self.note_place()
         lr = number("lr", self.lr)
         if self.storage.node_shared:
             raise UsageError(
@@ -272,6 +276,35 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         self._require_same_arrays()
         self._update_all(lr, self._blocks, self.storage.frozen())
         self.storage.finish_update()
+
+    def note_place(self) -> None:
+        """Note the place of `for batch in loader`, if one is running.
+
+        Raises:
+            UsageError: for a place that a resumed run had passed.
+        """
+        loader = iterated.get()
+        if loader is None:
+            return
+        if self._resumed is not None and loader.place <= self._resumed:
+            epoch, batch = self._resumed
+            raise UsageError(
+                f"`for batch in loader` begins with epoch {loader.place[0]} again, but the resumed"
+                f" run goes on with batch {batch} of epoch {epoch}; give the loader to nnmpi.save and"
+                " nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
+            )
+        self._loader, self._resumed = loader, None
+
+    def place_besides(self, saved: Collection[Any]) -> tuple[int, int] | None:
+        """Return the place of the last noted loop, unless its loader is saved; None for none."""
+        loader = self._loader
+        if loader is None or any(item is loader for item in saved):
+            return None
+        return loader.place
+
+    def resume_after(self, place: Sequence[int] | None) -> None:
+        """Refuse the first loop of a resumed run if it begins before this place; None for none."""
+        self._loader, self._resumed = None, None if place is None else (place[0], place[1])
 
     def _warn_alone(self) -> None:
         """Warn, on rank 0, when each rank trains a model of its own, which is rarely intended."""

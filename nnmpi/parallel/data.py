@@ -21,7 +21,7 @@ from typing import NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import record_call, record_note
+from nnmpi.backend.recording import active, record_call, record_note
 from nnmpi.base.errors import (
     CommError,
     DeviceError,
@@ -101,6 +101,8 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         self.released = False
         self._checked = set[int]()  # denominators of means that the ranks have compared
         self._summands: list[int] | None = [0, 0, 0]  # of this step's losses, if they are known
+        self._says = False  # whether one of them is not 0
+        self._steps, self._due = 0, {1, 3}  # momentum begins to tell in the second update
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
         if group.size > 1 and runs_backward:
@@ -140,6 +142,10 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
         if self.group.size > 1 and samples not in self._checked and len(self._checked) < CHECKED:
             self._check_samples(loss_sum, samples, last)
+        if self._steps in self._due and active() is None:
+            self._due.remove(self._steps)  # a step may have several passes
+            self._check_update()
+        self._steps += last
         # recorded, so that a compiled step repeats it each time
         record_note(self.begin_pass, last)
         try:
@@ -150,6 +156,17 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         if last:
             record_call(self.finish)
 
+    def _check_update(self) -> None:
+        """Refuse ranks that have updated their weights differently. Collective."""
+        if self.group.size > 1 and not self.storage.node_shared:
+            try:
+                self.check_equal()
+            except CommError as error:
+                raise UsageError(
+                    f"{error} after update {self._steps}; give the optimizers of all ranks the same"
+                    " settings, and change weights equally on all of them"
+                ) from None
+
     def _check_samples(self, loss: Tensor, samples: int, last: bool) -> None:
         """Refuse to divide by another number than the global batch's. Collective."""
         node = loss.node
@@ -157,7 +174,12 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
         is_mean = node is not None and node.averages
-        if node is None or self._summands is None:
+        # such as a loss with weight 0: the rank has no rows that count, nor a say
+        is_nothing = isinstance(loss.data, np.ndarray) and not loss.data.any()
+        self._says |= not is_nothing
+        if is_nothing:
+            pass
+        elif node is None or self._summands is None:
             self._summands = None
         else:
             pairs = zip(self._summands, node.summands, strict=True)
@@ -165,15 +187,17 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         if not last:
             return
         own, self._summands = self._summands, [0, 0, 0]
+        says, self._says = self._says, False
         self._checked.add(samples)
-        by_rank = self.group.gather([samples, is_mean, own])
+        by_rank = self.group.gather([samples, is_mean and says, own, says])
+        heard = next((number for number, *_, says in by_rank if says), samples)
         refuse_different(
-            [[number] for number, *_ in by_rank],
+            [[number if says else heard] for number, *_, says in by_rank],
             "the ranks divide their losses by different numbers of samples",
             _GLOBAL_SAMPLES,
             UsageError,
         )
-        counts = [row for *_, row in by_rank]
+        counts = [row for _, _, row, _ in by_rank]
         for kind in () if None in counts else zip(*counts, strict=True):
             # 1 may also say that the sum is wanted
             is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)

@@ -64,6 +64,7 @@ class SimulationConfig:
         check_numbers(self, "ranks seeds", 1, MOST)
 
 
+PATIENCE_S = 2.0  # of loops that poll and end by the computer's clock
 STREAMS = "stdin", "stdout", "stderr"
 
 
@@ -314,7 +315,7 @@ def run_program(
     board.eager_bytes = given.eager
     interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
     scheduler.on_turn = interpreter.turn
-    scheduler.stall_s = WARNING_S
+    scheduler.stall_s, scheduler.patience_s = WARNING_S, PATIENCE_S
     scheduler.on_stall = lambda text: print(f"nnmpi: {text}", file=sys.__stderr__, flush=True)
     endings: list[SystemExit] = []
 

@@ -109,6 +109,8 @@ class Variable:
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
             None. Only parameters have one.
         version: the version counter of the values; None for all but parameters.
+        made_by: the operation or layer whose result this is, if it is often taken for something
+            else: "sigmoid", "softmax", "LSTM" ...; or "".
     """
 
     __slots__ = (
@@ -118,6 +120,7 @@ class Variable:
         "shard",
         "data",
         "hook",
+        "made_by",
         "node",
         "requires_grad",
         "tape",
@@ -131,6 +134,7 @@ class Variable:
     buffer: Array | None
     hook: Callable[[Any], None] | None
     shard: Shard | None
+    made_by: str
     guard: Callable[[], None] | None = None
     version: Version | None = None
 

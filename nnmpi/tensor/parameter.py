@@ -79,7 +79,7 @@ class Parameter(Tensor):
     __slots__ = ("rank_local", "declared", "guard", "init", "name", "ranks", "region", "version")
 
     is_table: ClassVar[bool] = False
-    made: ClassVar[int] = 0  # how many there have been: a tree that grows needs new ones
+    trees: ClassVar[int] = 0  # counts up with each one made, and when a module gets a part
     guard: Callable[[], None] | None
     version: Version | None
 
@@ -106,7 +106,7 @@ class Parameter(Tensor):
             raise ShapeError(
                 f"a parameter of shape {shape} is not a region of shape {region.local_shape}"
             )
-        Parameter.made += 1
+        Parameter.trees += 1
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
         self.name, self.region, self.ranks, self.rank_local = "", region, ranks, False
@@ -117,6 +117,7 @@ class Parameter(Tensor):
         self._grad = self.node = self.tape = self.buffer = self.guard = self.hook = self.shard = (
             self.version
         ) = None
+        self.made_by = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without gradient and storage: a copy gets its own."""
@@ -274,7 +275,6 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     seed, is_stage = 0, False
     ranks: Any = None
     check: Callable[[], None] | None = None
-    _checked = 0
 
     def __init__(
         self,
@@ -420,14 +420,11 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
     def check_tree(self) -> None:
         """Refuse the model if it has got other parameters, which would not be trained.
 
-        Only if any parameter was made since the last look, so a step may call it.
-
         Raises:
             UsageError: naming the first.
         """
-        if self._checked != Parameter.made and self.check is not None:
+        if self.check is not None:
             self.check()
-            self._checked = Parameter.made
 
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
@@ -453,6 +450,7 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         record_call(self._finish)
 
     def _finish(self) -> None:
+        self.check_tree()
         self.check_places()
         for parameter, _, buffer in self._views:
             if parameter._grad is not buffer:

@@ -153,6 +153,7 @@ def _sharded_tensor(shard: Shard) -> ShardedTensor:
 
 def _share(new: Tensor, x: Tensor) -> None:
     new.data, new.requires_grad, new.node, new.tape = x.data, x.requires_grad, x.node, x.tape
+    new.made_by = x.made_by
     recorder = active()
     if recorder is not None:
         recorder.made.add(new)

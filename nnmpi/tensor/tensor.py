@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
+from types import MappingProxyType
 from typing import Any, Never, NoReturn, TypeAlias
 
 import numpy as np
@@ -92,6 +93,17 @@ class _Size(int):
         raise TypeError(f"size is a number and not callable{instead('size')}")
 
 
+# Layers that return a tuple in PyTorch, and what to write instead.
+UNPACKED = MappingProxyType(
+    {
+        "LSTM": "for the last state, too, call h, (last, c) = lstm.with_state(x)",
+        "GRU": "for the last state, too, call h, last = gru.with_state(x)",
+        "MultiheadAttention": "write h = attention(x): its weights are not returned",
+    }
+)
+PROBABILITIES = "sigmoid", "softmax"  # operations whose results are often taken for logits
+
+
 class Tensor(Variable):
     """An array with automatic differentiation.
 
@@ -119,6 +131,7 @@ class Tensor(Variable):
             self.check_floating()
         self.requires_grad = requires_grad
         self._grad = self.node = self.tape = self.buffer = self.hook = self.shard = None
+        self.made_by = ""
 
     @staticmethod
     def blank() -> Tensor:
@@ -126,6 +139,7 @@ class Tensor(Variable):
         tensor = Tensor.__new__(Tensor)
         tensor.requires_grad = False
         tensor._grad = tensor.node = tensor.tape = tensor.buffer = tensor.hook = tensor.shard = None
+        tensor.made_by = ""
         return tensor
 
     def backward(
@@ -232,8 +246,11 @@ class Tensor(Variable):
         return len(self.data)
 
     def __iter__(self) -> Iterator[Tensor]:
-        if advice := getattr(self.node, "unpacked", ""):
-            raise UsageError(f"the outputs are one tensor; to get the state, too, {advice}")
+        if self.made_by in UNPACKED:
+            raise UsageError(
+                f"{self.made_by} returns one tensor, whose rows would be unpacked here;"
+                f" {UNPACKED[self.made_by]}, and to read rows, h[0], h[1] ..."
+            )
         return (self[i] for i in range(len(self)))
 
     def __repr__(self) -> str:
@@ -314,7 +331,7 @@ class Tensor(Variable):
         try:
             parts = tuple(map(_index, key if isinstance(key, tuple) else (key,)))
             if is_basic(parts):
-                return View(parts)(self)
+                return self._passed_on(View(parts)(self))
             function = GetItem(parts)
             if not isinstance(self.data, np.ndarray):
                 function.check(self.shape)
@@ -489,9 +506,15 @@ class Tensor(Variable):
             new = tuple([size // known if n == -1 else n for n in expected])
         if min(new, default=0) < 0 or prod(new) != prod(old):
             raise ShapeError(f"reshape of {old} ({prod(old)} elements) to {expected} does not fit")
-        return Reshape(new)(self)
+        return self._passed_on(Reshape(new)(self))
 
     view = reshape  # PyTorch's name
+
+    def _passed_on(self, view: Tensor) -> Tensor:
+        """Return a view, of probabilities if these are some."""
+        if self.made_by in PROBABILITIES:
+            view.made_by = self.made_by
+        return view
 
     def flatten(self, start: int = 1, **words: Never) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""

@@ -22,7 +22,7 @@ from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, vocabulary_of
+from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
@@ -49,7 +49,7 @@ from nnmpi.train.config import (
     OptimizationConfig,
     non_defaults,
 )
-from nnmpi.train.inputs import Inputs, load_inputs
+from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
 # Adam's eps in runs that are compared, in place of 1e-8. Adam divides each gradient by its size: a
@@ -345,7 +345,9 @@ def build_trainer(
         "slow": sync.slowness(config.run.seed),
     }
     if options.loss != CROSS_ENTROPY:
-        common["loss"] = load_custom(options.loss, "--loss", "(logits, labels)")
+        named = load_custom(options.loss, "--loss", "(logits, labels)")
+        std = inputs.signature.target_std
+        common["loss"] = SumError(named, std) if named in NORMALIZED else named
     else:
         common["loss"] = SumCrossEntropy(where, options.label_smoothing)
         common["evaluation_loss"] = SumCrossEntropy(where)

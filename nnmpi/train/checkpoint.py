@@ -526,6 +526,7 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
             "optimizer": training.scalars(),
             "place": position,
             "objects": list(objects),
+            "iterated": optimizer.place_besides(objects.values()),
         }
         saver.save(training, training.optimizer.steps, values)
         saver.wait()
@@ -598,6 +599,7 @@ def resume(folder: str | Path, loop: Trained, **objects: Any) -> dict[str, Any]:
         training.optimizer.run_id = last.values.get("run", "")
         for name, item in objects.items():
             item.load(place.pop(name))
+        training.optimizer.resume_after(last.values.get("iterated"))
         return place
 
 
@@ -810,8 +812,10 @@ class CheckpointWriter:
 
     def begin(self) -> None:
         """Create the temporary folder; remove those that killed runs have left."""
-        # not its parents: a removed run folder is not recreated
-        make_folder(self._folder, self._root)
+        if not self._folder.is_dir():
+            # not its parents: a removed run folder is not recreated
+            make_folder(self._folder, self._root)
+            sync_folder(self._folder.parent)
         for leftover in self._folder.glob(f".{PREFIX}*.tmp"):
             remove_folder(leftover, self._root)
         make_folder(self._temporary, self._root)

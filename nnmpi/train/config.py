@@ -421,6 +421,7 @@ class DataConfig:
 
     normalize: bool = True
     """Subtract the training set's mean and divide by its standard deviation, per channel or column.
+    Numbers to predict, too, by one standard deviation; results are in the data's units.
     """
 
     def __post_init__(self) -> None:

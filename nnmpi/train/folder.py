@@ -4,7 +4,7 @@ runs/latest           a link to the newest run there
 runs/digits-cnn-20260101-120000/
   config.json         the run's options
   metrics.jsonl       see metrics.py
-  console.txt         the console output
+  console.txt         the console output, and the sentence that ended the last start, if one did
   starts.jsonl        a line per start: command, time, host, versions, header
   finished.json       present if all ranks have reached the end: last step, results, hash of the
                       weights
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.custom import is_foreign, short_name
-from nnmpi.base.errors import CheckpointError, UsageError, raised_as
+from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError, raised_as
 from nnmpi.base.files import (
     LOCK_FILE,
     folder_atomically,
@@ -51,6 +51,8 @@ CONFIG_FILE = "config.json"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # default parent of runs, and the link in it
 # Errors of the disk, not of the command: a restart may succeed. Their exit status differs.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+LAST_WORDS = "nnmpi: "  # before the sentence that ended a start, in console.txt
 
 
 class RunFolder:
@@ -137,6 +139,15 @@ class RunFolder:
         self.make()
         with self._explain_errors():
             write_json(self.config, flatten(config) | {"resume": None})
+
+    def note_error(self, error: NnmpiError) -> None:
+        """Append the sentence that ended a start to console.txt, for `nnmpi doctor`."""
+        line = f"{LAST_WORDS}{error}\n"
+        with suppress(OSError, ValueError):
+            # not where the folder was withdrawn, or on another node
+            if self.starts.exists() and not self.console.read_text().endswith(line):
+                with opened_to_write(self.console, "a") as stream:
+                    stream.write(line)
 
     def note_start(
         self,

@@ -22,6 +22,7 @@ from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
+from nnmpi.train.signature import ModelSignature
 
 LARGE_TARGET = 20.0  # of quantities; weights begin at about 1
 
@@ -55,7 +56,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         *describe_device(backend, group, config.run.verbose),
         (
             f"data: {train.name}, {len(train)} training and {len(test)} test"
-            f" {_samples(train)}{partition}"
+            f" {_samples(train, inputs.signature)}{partition}"
         ),
         *(
             [f"columns: {with_options('; '.join(train.notes))}"]
@@ -77,23 +78,27 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     return [(name, text) for name, _, text in (line.partition(": ") for line in named if line)]
 
 
-def _samples(samples: Samples) -> str:
+def _samples(samples: Samples, signature: ModelSignature) -> str:
     if isinstance(samples, Text):
         kind = "sentences of at most" if samples.sentences else "blocks of"
         return (
             f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes}"
             f" ({samples.tokenizer.name})"
         )
-    targets, large = f"{samples.classes} classes", ""
+    targets, scale = f"{samples.classes} classes", ""
     if isinstance(samples, Dataset):
         targets = samples.describe_targets()
         largest = abs(samples.y).max(initial=0.0) if samples.predicts == "quantities" else 0.0
-        if largest > LARGE_TARGET:
-            large = (
+        if signature.target_mean:
+            scale = (
+                f" of standard deviation {signature.target_std:.4g}, normalized for the training"
+            )
+        elif largest > LARGE_TARGET:
+            scale = (
                 f" up to {largest:.4g}, which are not normalized: divide such large ones by their"
                 f" standard deviation, {samples.y.std():.4g}, or they are hardly learned"
             )
-    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}{large}"
+    return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}{scale}"
 
 
 def blas() -> str:

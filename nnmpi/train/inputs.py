@@ -35,6 +35,7 @@ from nnmpi.train.signature import BYTES, ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
+NORMALIZED = ("mse", "mae", "huber")  # losses of which the targets are, too
 SMALL_BYTES = 2**20  # up to this size a set is scaled and normalized once, not batch by batch
 
 
@@ -64,8 +65,10 @@ class Inputs:
 
     @property
     def identity(self) -> str:
-        """A hash of each set's samples and labels."""
-        return f"{self.train.identity} {self.test.identity}"
+        """A hash of each set's samples and labels, and the normalization of these."""
+        of = self.signature
+        scale = f" {of.target_mean} {of.target_std}" if of.target_mean else ""
+        return f"{self.train.identity} {self.test.identity}{scale}"
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -154,9 +157,12 @@ def load_inputs(
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
             normalize = once(("normalize", repr(config)), partial(Normalize.fit, train))
         after: list[Transform] = [] if normalize is None else [normalize]
+        scales = data.normalize and config.optimization.loss in NORMALIZED
+        signature = ModelSignature.of(train, normalize, scales)
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
+            dataset = once(("learn", training, repr(config)), partial(signature.to_learn, dataset))
             if is_small(dataset, run.dtype) and transforms == after:
                 dataset = once(
                     ("input", training, repr(config)), partial(as_input, dataset, normalize)
@@ -177,7 +183,7 @@ def load_inputs(
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
-        return Inputs(train, test, batch_size, *loaders, ModelSignature.of(train, normalize))
+        return Inputs(train, test, batch_size, *loaders, signature)
 
 
 def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:

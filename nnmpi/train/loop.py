@@ -351,8 +351,11 @@ class Loop:
         text, computing_s = f"; mean over {group.size} ranks", by_rank[:, names.index("compute_s")]
         if self._trainer.in_step:
             slowest = computing_s.argmax()
-            most_ms = 1e3 * totals.per_step(computing_s[slowest])
-            text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
+            least_ms, most_ms = (
+                1e3 * totals.per_step(seconds) for seconds in (computing_s.min(), computing_s.max())
+            )
+            if f"{least_ms:.2f}" != f"{most_ms:.2f}":
+                text += f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing"
         return replace(totals, **means), text
 
     def _with_best(self, report: Totals) -> RunState:
@@ -506,9 +509,11 @@ def begin(
             with MetricsRecorder(folder if group.is_root else None, callback) as recorder:
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
-        except (UsageError, ShapeError):
-            if group.is_root and not resuming and not folder.checkpoints.exists():
+        except NnmpiError as error:
+            is_wrong = group.is_root and isinstance(error, UsageError | ShapeError)
+            if is_wrong and not resuming and not folder.checkpoints.exists():
                 folder.withdraw()
+            folder.note_error(error)  # by the first rank that gets here
             raise
         _finish(run, loop.state, loop.report, console, loop.reporter)
         if group.is_root:

@@ -48,7 +48,8 @@ microbatch's forward were older than the weights that its gradient updated; a me
 step.
 
 For quantities, train, eval and test records have "rmse" and "r2" in place of "accuracy": the root
-mean squared error, and the explained share of the variance of all training (or test) targets.
+mean squared error, and the explained share of the variance of all training (or test) targets. They
+and the loss are in the units of the data, also where the model learns normalized targets.
 
 For tokens, loss and accuracy are means over tokens without padding, and train, eval and test
 records have "perplexity", exp(loss), and "tokens_per_second".

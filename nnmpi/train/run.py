@@ -36,7 +36,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import read_array
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
-from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
+from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
 from nnmpi.nn.module import Module
 from nnmpi.optim.schedule import RateSchedule
 from nnmpi.parallel.model_state import ArraySpec
@@ -134,7 +134,7 @@ class Run:
         if self.signature.predicts != "classes":
             values = logits.reshape(len(x), *self.signature.target_shape)
             if self.signature.predicts == "quantities":
-                return values
+                return self.signature.in_units(values)
             yes = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
             return yes if self.signature.target_shape else np.stack([1 - yes, yes], axis=-1)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -365,7 +365,8 @@ def open_run(
             if last is None and weights is None:
                 load_pretrained(where.model, folder)
         if weights is not None:
-            _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
+            make = lambda: build().initialize(dtype=dtype)  # noqa: E731
+            _load_torch(weights, make, sample, group, where, signature)
         elif last is not None:
             model_state(where).scatter(*source_of(last.model))
     path = files.tokenizer if is_run else folder
@@ -378,7 +379,12 @@ def open_run(
 
 
 def _load_torch(
-    file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement
+    file: Path,
+    build: Callable[[], Module],
+    sample: Array,
+    group: Group,
+    where: Arrangement,
+    signature: ModelSignature,
 ) -> None:
     """Load a PyTorch state_dict into a distributed model. Collective.
 
@@ -388,6 +394,8 @@ def _load_torch(
         sample: model input.
         group: all ranks.
         where: the layout of the model.
+        signature: the model's. The file's outputs are in the data's units, if they can be (see
+            `commands.export`).
 
     Raises:
         CheckpointError: on all ranks, for a file that is unreadable or does not fit.
@@ -397,7 +405,9 @@ def _load_torch(
     def read() -> None:
         # the full model on rank 0: its forward pass shows which images are flattened
         full = build()
-        result.update(from_torch(torch_weights(full, sample), read_torch(file), file))
+        values = from_torch(torch_weights(full, sample), read_torch(file), file)
+        layer = last_linear(full, sample) if signature.target_mean else None
+        result.update(values if layer is None else signature.with_units(values, layer, back=True))
 
     on_root(group, read)
     specs = {name: ArraySpec.of(array) for name, array in result.items()} if group.is_root else None

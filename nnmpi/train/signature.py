@@ -4,7 +4,7 @@ A checkpoint's model.safetensors has it in its metadata, as JSON:
 
     {"signature": {"data": "digits", "sample_shape": [8, 8, 1], "classes": 10,
                    "class_names": ["0", ...], "stored": "uint8", "scale": 0.0625,
-                   "mean": [0.305], "std": [0.376]},
+                   "mean": [0.305], "std": [0.376], ...},
      "model": {"model": "cnn", "hidden": [128, 64], ...}, "versions": {"nnmpi": "0.1.0", ...}}
 
 The layout is not here but in state.json: equal weights give equal files under every layout.
@@ -12,7 +12,7 @@ The layout is not here but in state.json: equal weights give equal files under e
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Self
 
@@ -28,6 +28,8 @@ from nnmpi.data.transform import Normalize
 
 METADATA = "nnmpi"  # key of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
+FULL = 255.0  # the largest byte
+ROUNDING = 1e-5  # of bytes that were scaled elsewhere
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class ModelSignature:
         target: the predicted column of a table, by name or number, or empty.
         columns: the names of a table's features, or empty.
         encoding: the rules that made features of a table's columns, or empty.
+        target_mean, target_std: of the quantities' normalization, which the model's outputs have:
+            a mean for each column (channel), or empty for none; one standard deviation.
     """
 
     data: str
@@ -62,14 +66,19 @@ class ModelSignature:
     target: str = ""
     columns: tuple[str, ...] = ()
     encoding: Encoding = ()
+    target_mean: tuple[float, ...] = ()
+    target_std: float = 1.0
 
     @classmethod
-    def of(cls, samples: Samples, normalize: Normalize | None) -> Self:
+    def of(
+        cls, samples: Samples, normalize: Normalize | None, normalize_targets: bool = False
+    ) -> Self:
         """Return the signature of a model trained on these samples.
 
         Args:
             samples: the training set.
             normalize: its normalization, or None.
+            normalize_targets: whether the model learns normalized quantities.
         """
         first = (samples.name, tuple(samples.sample_shape), samples.classes)
         if not isinstance(samples, Dataset):
@@ -88,6 +97,12 @@ class ModelSignature:
             last |= {
                 name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
             }
+        if normalize_targets and samples.predicts == "quantities":
+            y = samples.y.astype(np.float64)
+            mean = y.mean(axis=tuple(range(max(y.ndim - 1, 1))))
+            # of all columns: their weights in the loss stay
+            std = float(np.sqrt(np.square(y - mean).mean()))
+            last |= {"target_mean": tuple(np.ravel(mean).tolist()), "target_std": std or 1.0}
         return cls(*first, samples.class_names, stored, samples.scale, **last)
 
     @property
@@ -104,6 +119,40 @@ class ModelSignature:
     def normalize(self) -> Normalize | None:
         """The normalization of samples, or None."""
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
+
+    def to_learn(self, samples: Samples) -> Samples:
+        """Return samples with the targets that the model learns: normalized, if they are."""
+        if not self.target_mean or not isinstance(samples, Dataset):
+            return samples
+        mean = self.target_mean if samples.target_shape else self.target_mean[0]
+        y = (samples.y.astype(np.float64) - mean) / self.target_std
+        return replace(samples, y=y.astype(np.float32))
+
+    def in_units(self, outputs: Array) -> Array:
+        """Return quantities, (n, *target_shape), in the data's units, from the model's outputs."""
+        if not self.target_mean:
+            return outputs
+        mean = np.asarray(self.target_mean if self.target_shape else self.target_mean[0])
+        result: Array = (outputs * self.target_std + mean).astype(outputs.dtype)
+        return result
+
+    def with_units(
+        self, state: Mapping[str, Array], layer: str, back: bool = False
+    ) -> dict[str, Array]:
+        """Return a model's values with the data's units in its last layer, or back without them.
+
+        Args:
+            state: parameters and buffers by name.
+            layer: the name of the linear layer that ends the model.
+            back: whether the values have the units, and are to lose them.
+        """
+        weight, bias = (f"{layer}.{name}".strip(".") for name in ("weight", "bias"))
+        std, old = self.target_std, state[bias].astype(np.float64)
+        mean = np.resize(self.target_mean, old.shape)  # repeated over positions
+        shifted = (old - mean) / std if back else old * std + mean
+        scaled = state[weight] / std if back else state[weight] * std
+        kind = state[bias].dtype
+        return {**state, weight: scaled.astype(kind), bias: shifted.astype(kind)}
 
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
         """Return a table's features in the model's order, by column name.
@@ -138,8 +187,8 @@ class ModelSignature:
         """Return samples as model input.
 
         Args:
-            x: (n, *sample_shape); gray images may lack the last axis. Bytes are scaled like the
-                training data, other numbers are not. Then both are normalized.
+            x: (n, *sample_shape); gray images may lack the last axis. They are `scaled`, and then
+                normalized.
             dtype: of the result; tokens are int64.
 
         Raises:
@@ -158,21 +207,48 @@ class ModelSignature:
             raise DataError(f"samples are {x.dtype}; this model takes {expected}")
         if self.is_tokens:
             return x.astype(np.int64)
-        if x.dtype == np.uint8 and self.stored != BYTES:
-            raise DataError(
-                f"samples are bytes, but {self.data} had {self.stored} ones; give them in the"
-                f" same units, as {self.stored}"
-            )
+        return self.normalized(self.scaled(x, dtype))
+
+    def scaled(self, x: Array, dtype: str = "float32", name: str = "samples") -> Array:
+        """Return numbers on the scale of the model's, before the normalization.
+
+        For a model of bytes, whole numbers from 0 to 255 are bytes, whatever their dtype, and other
+        ones are scaled already.
+
+        Args:
+            x: (n, *sample_shape), numbers.
+            dtype: of the result.
+            name: of the samples, for the error.
+
+        Raises:
+            DataError: for bytes, if the model's were not, for numbers on neither scale, and for NaN
+                and infinity.
+        """
+        is_bytes = x.dtype == np.uint8
         with np.errstate(over="ignore"):
             result = x.astype(dtype)
         for index in np.argwhere(~np.isfinite(result))[:1].tolist():
             raise DataError(
-                f"samples{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
+                f"{name}{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
                 " sample out, or scale it"
             )
-        if x.dtype == np.uint8:
-            result *= np.asarray(self.scale, dtype)
-        return self.normalized(result)
+        if is_bytes and self.stored != BYTES:
+            raise DataError(
+                f"{name} are bytes, but {self.data} had {self.stored} ones; give them in the"
+                f" same units, as {self.stored}"
+            )
+        if self.stored != BYTES or not x.size:
+            return result
+        top, least, most = FULL * self.scale, float(result.min()), float(result.max())
+        if not is_bytes and least >= -top * ROUNDING and most <= top * (1 + ROUNDING):
+            return result
+        if least < 0 or most > FULL or not (is_bytes or np.array_equal(result, np.rint(result))):
+            raise DataError(
+                f"{name} are from {least:.4g} to {most:.4g}, but the model's were bytes, and then"
+                f" from 0 to {top:.4g}; give them in either form"
+            )
+        result *= np.asarray(self.scale, dtype)
+        return result
 
     def normalized(self, x: Array) -> Array:
         """Return scaled samples, (n, *sample_shape), as model input."""

@@ -317,6 +317,11 @@ def test_parts(group: Group, dtype: str) -> None:
     for call in (group.all_gather_v, group.reduce_scatter_v):
         with pytest.raises(ShapeError, match="its count is"):
             call(np.zeros(sum(counts) + 99), counts)
+        for others in ([*counts, 1], counts[:-1]):
+            with pytest.raises(
+                ShapeError, match="counts for .* give the length of each rank's part"
+            ):
+                call(np.zeros(sum(counts)), others)
     assert all(group.gather(bool(right)))
 
 

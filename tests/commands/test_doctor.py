@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.files import locked
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -105,6 +105,14 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "ended at about step 9; it gave no reason",
         "the 3 steps since the",
     ),
+    "ended by an error": (
+        unfinished(
+            lose_checkpoint,
+            lambda run: write(run / "console.txt", "epoch 2\nnnmpi: step 9: the loss is nan\n"),
+        ),
+        "ended at about step 9; its last words were: step 9: the loss is nan.",
+        "mend that, and continue with: nnmpi run -n 2 -- --resume",
+    ),
     "under a supervisor": (
         unfinished(
             lose_checkpoint,
@@ -185,6 +193,17 @@ def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> Non
     assert happened in result.happened
     assert advice in result.advice
     assert result.happened.count("\n") == 0 and str(result).startswith(result.happened)
+
+
+def test_a_run_that_diverged_says_so_afterwards(tmp_path: Path) -> None:
+    """Before a line of metrics; a run that was only mistaken leaves no folder."""
+    words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet --out"
+    out = tmp_path / "diverged"
+    with pytest.raises(DivergenceError, match="the loss is") as error:
+        simulate(lambda group: main([*words.split(), str(out), "--lr", "1e30"], group), 2)
+    result = diagnose(out)
+    assert f"its last words were: {str(error.value)[:40]}" in result.happened
+    assert result.advice.startswith("mend that, and continue with: nnmpi run -n 2")
 
 
 def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> None:

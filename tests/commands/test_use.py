@@ -93,6 +93,43 @@ def test_bytes_are_scaled_as_the_runs_own(
     )
 
 
+def test_pixels_have_one_scale_in_every_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes as whole numbers of another dtype, and scaled ones, are the same samples; others are
+    refused. A model of other numbers takes no bytes.
+    """
+    bytes_ = files(tmp_path)["images.npz"]
+    folder, _ = run(tmp_path, f"--dataset {bytes_} --model mlp --hidden 8", capfd)
+    x, y = np.load(bytes_)["x"], np.load(bytes_)["y"]
+    evaluated = "loss \\d[0-9.]*"
+    forms = {"whole": x.astype("int64"), "float": x.astype("float64"), "scaled": x / 255}
+    results, losses = [], []
+    for name, values in {"bytes": x, **forms}.items():
+        file = tmp_path / f"{name}.npz"
+        np.savez(file, x_train=values, y_train=y, x_test=values, y_test=y)
+        np.savez(tmp_path / "only.npz", x=values)
+        results.append(said(predict, f"{folder} {tmp_path}/only.npz", 1, capfd))
+        text = said(evaluate, f"{folder} --dataset {file} --backend numpy", 1, capfd)
+        losses += re.findall(evaluated, text)
+    assert len(set(losses)) == 1 and len(losses) == 4
+    numbers = [
+        [list(map(float, row.split(",")[1:])) for row in text.splitlines()[1:]] for text in results
+    ]
+    np.testing.assert_allclose(numbers, [numbers[0]] * 4, rtol=1e-4)
+    for values in (x / 255 - 0.5, x * 2.0, x / 2):
+        np.savez(tmp_path / "other.npz", x=values, y=y)
+        for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
+            with pytest.raises(DataError, match="but the model's were bytes, and then from 0 to 1"):
+                said(command, f"{folder} {words} {tmp_path}/other.npz", 1, capfd)
+    learned = tmp_path / "learned.npz"
+    np.savez(learned, x=x / 255, y=y)
+    folder, _ = run(tmp_path / "floats", f"--dataset {learned} --model mlp --hidden 8", capfd)
+    for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
+        with pytest.raises(DataError, match="are bytes, but learned had float32 ones"):
+            said(command, f"{folder} {words} {bytes_}", 1, capfd)
+
+
 def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

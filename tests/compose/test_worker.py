@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models, nn, optim
+from nnmpi import data, models, nn, ops, optim
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange, Layout
@@ -345,3 +345,62 @@ def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> N
     for seed in range(3):
         for result in nnmpi.simulate(lambda group: program(group, **layout), ranks, seed=seed):
             assert result == pytest.approx(serial, rel=1e-9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None:
+    """A fused update leaves parts and products in their memory, which are neither."""
+    x, y = np.random.default_rng(0).normal(size=(8, 5)), np.arange(8) % 3
+
+    def program(group: Group, options: GradientExchange) -> list[Any]:
+        model = models.mlp((5,), 3, hidden=[4]).initialize(dtype="float64")
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=options)
+        mine = np.array_split(np.arange(8), group.size)[group.rank]
+        worker.step(x[mine], y[mine])
+        grads = [None if p.grad is None else p.grad.copy() for p in model.parameters()]
+        return [*grads, optim.global_norm(model.parameters())]
+
+    options = GradientExchange(fused_update=fused)
+    (*serial, norm), *_ = nnmpi.simulate(lambda group: program(group, GradientExchange()), 1)
+    for *grads, found in nnmpi.simulate(lambda group: program(group, options), 2):
+        if fused:
+            assert grads == [None] * len(serial) and found == 0
+        else:
+            assert found == pytest.approx(norm)
+            for ours, right in zip(grads, serial, strict=True):
+                np.testing.assert_allclose(ours, right, rtol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: bool) -> None:
+    """In the first step, and in a replayed one; the next good step is the serial run's."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(8, 6)).astype("float32"), np.arange(8) % 3
+
+    def refusing(logits: nnmpi.Tensor, labels: Any) -> nnmpi.Tensor:
+        return ops.cross_entropy(logits, labels, reduction="none")
+
+    def program(group: Group) -> list[Any]:
+        layout = Layout(pp=2, split=(3, 3), schedule=schedule) if group.size > 1 else Layout()
+        where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
+        model, loss = where.model.initialize(seed=0), refusing if own else None
+        optimizer = optim.SGD(model.storage, lr=0.1)
+        worker = Worker(model, optimizer, group, loss=loss, arrangement=where)
+        found = list[Any]()
+        for bad in (True, False, False, False, False, True, False):
+            labels = np.where(np.arange(8) == 5, y + 7 * bad, y)
+            batches = Loader(data.Dataset("d", x, labels, 10), 8, microbatches=4, shuffle=False)
+            for call in (worker.step, worker.evaluate):
+                try:
+                    found.append(call(next(iter(batches.epoch(0)))).loss)
+                except ShapeError as error:
+                    assert "label 9" in str(error) and "outside 0..2" in str(error)
+                    assert group.size == 1 or "rank 1: " in str(error)
+                    found.append(-1.0)
+        return found
+
+    (serial,) = nnmpi.simulate(program, 1)
+    assert serial.count(-1.0) == 4
+    for found in nnmpi.simulate(program, 2):
+        assert found == pytest.approx(serial, rel=1e-5)

@@ -105,6 +105,10 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("1,2,a\n1,2,a\n", "only one class, 'a', .*target='1', and predicts='quantities'"),
         ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
         ("1,2,inf\n1,2,2\n", "'inf' is not a whole number.*predicts='quantities'"),
+        ("1,2,nan\n1,2,2\n", r"line 1, column 3: the label is missing \('nan'\); leave such rows"),
+        ("1,2,cat\n1,2,?\n", r"line 2, column 3: the label is missing \('\?'\)"),
+        ("1,2,NA\n1,2,cat\n", r"line 1, column 3: the label is missing \('NA'\); .* rename the cl"),
+        ("0,1,2\n5,6,1\n7,8,0\n", "line 1: 0, 1 ... seems to be a header, as pandas writes it"),
         ('1,2,"a\n', "not CSV"),
     ],
 )
@@ -120,6 +124,7 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
         table(tmp_path, "1,0\n1,x\n", predicts="quantities")
     path = tmp_path / "t.csv"
     assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
+    assert table(tmp_path, "a,b\nTRUE,x\nfalse,y\n").x.tolist() == [[1], [0]]
     for text, target in (
         ("1,2\n3,4\n", ""),
         ("a,b,c\n1,2,x\n3,4,y\n", ""),
@@ -208,8 +213,10 @@ class Trap:
         ({"x_train": X, "y_train": Y, "x_test": X[:1, :1], "y_test": [1]}, r"shape \(1,\)"),
         (
             {"x_train": X.astype(np.uint8), "y_train": Y, "x_test": X, "y_test": Y},
-            "uint8 and x_test float64",
+            "uint8 and x_test holds float64",
         ),
+        ({"x": X + [0, 1e9], "y": Y}, r"x\[:, 1\]: float32 cannot tell its values apart, from 1"),
+        ({"x": X.astype(int) + 10**9, "y": Y}, r"x\[:, 0\]: float32 cannot tell its values apart"),
         ({"x": TOKENS - 4, "y": TOKENS}, "token -4"),
         ({"x": TOKENS, "y": np.where(TOKENS == 5, -2, TOKENS)}, "label -2 of sample 2"),
     ],
@@ -594,7 +601,7 @@ def test_images_of_16_bits_keep_their_values(tmp_path: Path) -> None:
     assert x.shape == (6, 4, 4, 1) and parts[0].class_names == ("bright", "dim")
     assert sorted({*x.flatten().tolist()}) == [10, 255]
     images.fromarray(np.full((4, 4), 70000, np.int32)).save(tmp_path / "dim" / "3.tif")
-    with pytest.raises(DataError, match=r"3\.tif has pixels from 70000 to 70000; save it with 8"):
+    with pytest.raises(DataError, match=r"3\.tif has 32-bit pixels, .*; save it with 8"):
         load(str(tmp_path))
     images.fromarray(np.full((4, 4), 0.5, np.float32)).save(tmp_path / "dim" / "3.tif")
     with pytest.raises(DataError, match="floating-point pixels, whose white is unknown"):
@@ -614,6 +621,82 @@ def test_a_held_out_part_has_any_usual_name(name: str, tmp_path: Path) -> None:
     drawn(tmp_path / "Train", {"cat": 10, "dog": 200}, (4, 4))
     drawn(tmp_path / name, {"cat": 10, "dog": 200}, (4, 4))
     assert [len(part) for part in load(str(tmp_path))] == [6, 6]
+
+
+def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path: Path) -> None:
+    """A part under a strange name, formats and folders that are not read, several images in a
+    file; transparent pixels are white, whatever colour they hide.
+    """
+    images = pytest.importorskip("PIL.Image")
+    drawn(tmp_path / "train", {"cat": 10, "dog": 200}, (4, 4))
+    drawn(tmp_path / "extra", {"cat": 10}, (4, 4))
+    with pytest.raises(DataError, match="extra has images beside train/, .*; call it test, or"):
+        load(str(tmp_path))
+    (tmp_path / "extra").rename(tmp_path / "test")
+    dog = tmp_path / "train/dog"
+    (dog / "._0.png").write_text("macOS leaves such files")
+    drawn(dog, {"more": 10}, (4, 4))
+    with pytest.raises(DataError, match="dog/more would be left out of the class 'dog'"):
+        load(str(tmp_path))
+    (dog / "more").rename(tmp_path / "elsewhere")
+    (dog / "1.HEIC").write_text("a phone's photo")
+    with pytest.raises(DataError, match=r"dog/1\.HEIC would be left out .*; move or convert it"):
+        load(str(tmp_path))
+    (dog / "1.HEIC").unlink()
+    stroke = np.zeros((4, 4, 4), np.uint8)
+    stroke[0, :, 3] = 255, 255, 0, 0
+    images.fromarray(stroke).save(dog / "0.png")
+    row = load(str(tmp_path))[0].x[:, 0]
+    assert any(np.array_equal(item[:, 0], [0, 0, 255, 255]) for item in row)
+    pages = [images.new("L", (4, 4))] * 3
+    pages[0].save(dog / "0.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(DataError, match=r"0\.tif has 3 images; save each in a file of its own"):
+        load(str(tmp_path))
+
+
+def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
+    """A held-out part is not passed over for a fifth of train; other names are listed."""
+    for train, test in (("X_train", "X_test"), ("x_training", "x_val"), ("x", "x_valid")):
+        names = {
+            name: values
+            for x, n in ((train, 20), (test, 7))
+            for name, values in (
+                (x, X[:n]),
+                (x.replace("x_", "y_").replace("X", "y") if "_" in x else "y", Y[:n]),
+            )
+        }
+        assert [len(part) for part in pair(tmp_path, **names)] == [20, 7], names
+        assert len(read_samples(tmp_path / "a.npz")) == (20 if train == "x" else 7)
+    with pytest.raises(DataError, match="holds train_images, train_labels; needs x and y"):
+        pair(tmp_path, train_images=X, train_labels=Y)
+    pixels = np.random.default_rng(0).random((20, 4, 4))
+    with pytest.raises(DataError, match="up to 1, and x_val holds float64 up to 255; give the im"):
+        pair(
+            tmp_path,
+            x_train=pixels / pixels.max(),
+            y_train=Y,
+            x_val=np.rint(pixels / pixels.max() * 255),
+            y_val=Y,
+        )
+    for name, rows in (("train", 30), ("Val", 5)):
+        file = tmp_path / "tables" / f"{name.lower()}.csv"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("a,b\n" + "".join(f"{i},{i % 2}\n" for i in range(rows)))
+    assert [len(part) for part in load(str(tmp_path / "tables"))] == [30, 5]
+
+
+def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    """As features are; in tables and arrays."""
+    file, y = tmp_path / "t.csv", 1e6 + 0.01 * np.arange(40)
+    file.write_text("a,y\n" + "".join(f"{i},{value:.6f}\n" for i, value in enumerate(y)))
+    np.savez(tmp_path / "t.npz", x=np.ones((40, 2)), y=y)
+    for path, what in ((file, "the target"), (tmp_path / "t.npz", "y")):
+        with pytest.raises(DataError, match=f"{what}: float32 cannot tell its values apart"):
+            load(str(path), predicts="quantities")
+    with pytest.raises(DataError, match="float32 cannot tell"):
+        Dataset("own", np.ones((40, 2)), y, 0)
+    file.write_text("a,y\n" + "".join(f"{i},{['none', 'crack'][i % 2]}\n" for i in range(40)))
+    assert load(str(file))[0].class_names == ("crack", "none")
 
 
 def test_labels_that_are_a_class_for_each_row_are_refused(tmp_path: Path) -> None:

@@ -79,7 +79,11 @@ def test_resnet_20():
             lambda: models.cnn((4,), 3),
             r"model cnn needs images .* not samples of shape \(4,\); try model mlp",
         ),
-        (lambda: models.cnn((3, 28, 1), 10), r"at least 4 x 4 pixels"),
+        (lambda: models.cnn((3, 28, 1), 10), r"at least 4 x 4 pixels.*; try model mlp"),
+        (
+            lambda: models.cnn((3, 28, 28), 10),
+            r"shape \(3, 28, 28\); turn them: x.transpose\(0, 2, 3, 1\)",
+        ),
         (lambda: models.cnn((28, 28, 0), 10), r"sample_shape\[2\] is 0"),
         (
             lambda: models.cnn((28, 28, 1), 10, dropout=1.0),

@@ -613,6 +613,9 @@ def test_what_a_step_itself_changes_is_followed():
 
     assert [step(np.ones(2)).data[0] for _ in range(4)] == [2, 4, 8, 16]
     assert seen == [2, 4, 8, 16]
+    waiting = deque([1.0, 2.0, 3.0, 4.0])
+    taken = nnmpi.compile(lambda x: x * waiting.popleft())
+    assert [taken(np.ones(2)).data[0] for _ in range(4)] == [1, 2, 3, 4]
 
 
 def test_the_step_of_a_training_block_inside_is_followed_or_refused():

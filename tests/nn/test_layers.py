@@ -2,7 +2,9 @@
 made.
 """
 
+import contextlib
 import inspect
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
-from nnmpi.base.errors import NnmpiError, ShapeError
+from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, concatenate, stack
@@ -294,11 +296,11 @@ def test_the_mode():
     """Evaluation outside; blocks nest and end."""
     assert current() == Mode()
     with nn.training(seed=1, step=2, first_row=3):
-        assert current() == Mode(True, 1, 2, 3)
+        assert current() == Mode(True, 1, 2, 3, dropped=set())
         with nn.evaluation():
-            assert current() == Mode(False, 1, 2, 3)
+            assert current() == Mode(False, 1, 2, 3, dropped=set())
             with nn.training(5):
-                assert current() == Mode(True, 5)
+                assert current() == Mode(True, 5, dropped=set())
         assert current().training
     assert not current().training
 
@@ -434,3 +436,46 @@ REFUSED = {
 def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
     with pytest.raises(NnmpiError, match="give|needs|fit|not|take"):
         REFUSED[name]()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
+    rows: int, gradients: bool
+) -> None:
+    """`out, _ = lstm(x)` would take two sequences apart."""
+    x = np.ones((rows, 5, 4), "float32")
+    for layer, remedy in (
+        (nn.LSTM(4, 3, bidirectional=True), r"call h, \(last, c\) = lstm.with_state\(x\)"),
+        (nn.GRU(4, 3), r"call h, last = gru.with_state\(x\)"),
+        (nn.MultiheadAttention(4, 2), r"write h = attention\(x\)"),
+    ):
+        layer.initialize(seed=0)
+        with contextlib.nullcontext() if gradients else nnmpi.no_grad():
+            with pytest.raises(UsageError, match=remedy):
+                _, _ = layer(x)
+            assert len([*(layer(x) * 1)]) == rows  # any other tensor
+
+
+def test_a_mask_that_is_drawn_twice_in_a_pass_is_said() -> None:
+    """A tower that is used twice, two passes in one block; not a recomputation or a replay."""
+    x = np.ones((4, 3), "float32")
+    drop, tower = nn.Dropout(0.5), nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    attention = nn.CausalSelfAttention(3, 1, dropout=0.5)
+    for layer, rows in ((drop, x), (tower, x), (attention, x[None])):
+        layer.initialize(seed=0)
+        with nn.training(), pytest.warns(UserWarning, match="drops the same elements both times"):
+            first, second = layer(rows), layer(rows)
+        np.testing.assert_array_equal(first.numpy(), second.numpy())
+    block = nn.training(step=1)
+    compiled = nnmpi.compile(lambda x: tower(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with block:
+                nn.Sequential(tower, nn.ReLU())(x)
+        for step in range(3):
+            with nn.training(step=step):
+                compiled(x)
+        with nn.evaluation():
+            tower(x), tower(x)

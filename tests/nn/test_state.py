@@ -1,5 +1,7 @@
 """Initial values, which depend on seed and name alone, and states, which fit or are refused."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -259,3 +261,74 @@ def test_a_write_to_the_storage_between_the_passes_is_noticed():
         model.storage.write(span, span.parameter.data * 0)
     with pytest.raises(GraphError):
         loss.backward()
+
+
+class _Grown(nn.Module):
+    def __init__(self):
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.blocks, self.more, self.weights = [nn.Linear(4, 4)], [], [nn.Parameter((4, 4))]
+
+    def forward(self, x):
+        x = self.body(x) @ self.weights[0]
+        for block in (*self.blocks, *self.more):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, other: setattr(model, "head", other.head),
+        lambda model, other: setattr(model.head, "weight", other.head.weight),
+        lambda model, other: model.replace("head", other.head),
+        lambda model, other: setattr(model, "blocks", (other.blocks[0],)),
+        lambda model, other: model.blocks.__setitem__(0, other.blocks[0]),
+        lambda model, other: model.blocks.append(other.blocks[0]),
+        lambda model, other: model.more.append(other.blocks[0]),
+        lambda model, other: model.weights.__setitem__(0, other.weights[0]),
+        lambda model, other: setattr(model, "named", {"head": other.head}),
+    ],
+)
+@pytest.mark.parametrize("how", ["optimizer", "worker", "compiled"])
+def test_a_part_of_another_model_is_refused_in_whatever_way_it_comes(change, how):
+    """It was made before the last step, so its making does not tell."""
+    model, other = _Grown().initialize(seed=0), _Grown().initialize(seed=1)
+    optimizer, x = optim.SGD(model.parameters(), lr=0.1), np.ones((4, 3), "float32")
+
+    def own(x):
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = (model(x) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def program(group):
+        worker = nnmpi.Worker(model, optimizer, group) if how == "worker" else None
+        step = nnmpi.compile(own) if how == "compiled" else own
+        run = step if worker is None else lambda x: worker.step(x, np.zeros(4, int))
+        for _ in range(2):
+            run(x)
+        model.blocks = [*model.blocks]  # the same parts
+        run(x)
+        change(model, other)
+        with pytest.raises(UsageError, match="added later|not registered and would not be trained"):
+            run(x)
+
+    nnmpi.simulate(program, 1)
+
+
+@pytest.mark.parametrize("take", [lambda part: part, copy.deepcopy])
+def test_a_part_of_another_model_keeps_its_values_beside_new_ones(take):
+    """A trained encoder under a new head; a model without new parts is drawn anew."""
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4))
+    first = nn.Sequential(encoder, nn.Linear(4, 2)).initialize(seed=0)
+    encoder.layers[1].running_mean.data[...] = 7
+    before = encoder.state()
+    model = nn.Sequential(take(encoder), nn.Linear(4, 5)).initialize(seed=1)
+    for name, values in before.items():
+        np.testing.assert_array_equal(model.state()[f"0.{name}"], values)
+    assert first.layers[1].weight.data.any() and model.layers[1].weight.data.any()
+    model.initialize(seed=2)
+    assert not np.array_equal(model.layers[0].layers[0].weight.data, before["0.weight"])
+    assert (model.layers[0].layers[1].running_mean.data == 0).all()

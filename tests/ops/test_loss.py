@@ -1,6 +1,7 @@
 """Losses: their definitions, their size limits and labels that count for nothing."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -121,10 +122,18 @@ def test_negative_labels_of_narrow_dtypes():
 
 
 def test_probabilities_in_the_place_of_logits_are_refused():
-    """PyTorch's binary_cross_entropy takes them."""
-    x = Tensor(np.array([[2.0, -1.0]], "float32"), requires_grad=True)
+    """PyTorch's binary_cross_entropy takes them; also without gradients, and as a view."""
     y = np.ones((1, 2), "float32")
-    for logits in (ops.sigmoid(x), nn.Sigmoid()(x)):
-        with pytest.raises(UsageError, match="applies the sigmoid itself; give it the logits"):
-            ops.binary_cross_entropy(logits, y)
+    for trained in (True, False):
+        x = Tensor(np.array([[2.0, -1.0]], "float32"), requires_grad=trained)
+        p = ops.sigmoid(x)
+        for logits in (p, nn.Sigmoid()(x), p.reshape(2), p[:, 0], p.flatten(0)[:1]):
+            with pytest.raises(UsageError, match="applies the sigmoid itself; give it the logits"):
+                ops.binary_cross_entropy(logits, y.reshape(-1)[: logits.size].reshape(logits.shape))
+        with pytest.warns(UserWarning, match="applies the softmax itself, .*; give it the logits"):
+            ops.cross_entropy(ops.softmax(x).reshape(1, 2), np.array([1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ops.cross_entropy(ops.log_softmax(x), np.array([1]))
+            ops.cross_entropy(2 * ops.softmax(x), np.array([1]))  # a temperature, say
     assert ops.binary_cross_entropy(x, y).item() == pytest.approx(0.7201, abs=1e-4)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from nnmpi import nn
 from nnmpi.ops import pool as pooling
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
@@ -105,9 +106,15 @@ def test_infinite_gradient():
 
 
 def test_nan_is_not_hidden():
-    """Every window that holds it is NaN, and no other."""
-    values = np.zeros((1, 4, 4, 1))
-    values[0, 1, 1, 0] = np.nan
-    for kind in (max_pool2d, avg_pool2d):
-        result = np.isnan(kind(Tensor(values), 2).data).ravel()
-        np.testing.assert_array_equal(result, [True, False, False, False])
+    """Every window that holds it is NaN, and no other; on a device, too."""
+    for dtype, value in itertools.product(("float32", "float64"), (np.nan, np.inf)):
+        values = np.zeros((1, 4, 4, 1), dtype)
+        values[0, 1, 1, 0] = value
+        for kind in (
+            lambda x: max_pool2d(x, 2),
+            lambda x: avg_pool2d(x, 2),
+            nn.AdaptiveAvgPool2d(2),
+            lambda x: nn.AdaptiveAvgPool2d(3)(x)[:, ::2, ::2],
+        ):
+            result = np.isfinite(kind(Tensor(values)).numpy()).ravel()
+            np.testing.assert_array_equal(result, [False, True, True, True])

@@ -509,6 +509,28 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> 
             step((4, 4), lambda own, everyones, ranks: len(own))
 
 
+@pytest.mark.parametrize("rows", [(4, 4), (5, 3)])
+@pytest.mark.parametrize("weighted", [1, 0])
+def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(
+    rows: tuple[int, int], weighted: int
+) -> None:
+    """Only one rank's rows count: its own number is the number of the global batch."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+
+    def step(group: Group) -> float:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        ranks = [slice(0, rows[0]), slice(rows[0], 8)]
+        mine = ranks[group.rank if group.size > 1 else weighted]
+        counts = 1.0 if group.size == 1 or group.rank == weighted else 0.0
+        loss = ops.cross_entropy(model(x[mine]), y[mine], reduction="sum") * counts
+        DataParallel(model, group).backward(loss, len(y[mine]))
+        return optim.global_norm(model.storage.grads)
+
+    (serial,) = simulate(step, 1)
+    assert simulate(step, 2) == pytest.approx([serial] * 2)
+
+
 @pytest.mark.parametrize("loss", MEANS_OF_LOSSES.values(), ids=MEANS_OF_LOSSES)
 def test_a_mean_is_not_divided_again(loss: Any) -> None:
     def step(samples: Any, ranks: int = 2) -> list[float]:
@@ -636,4 +658,38 @@ def test_a_part_of_a_model_is_not_taken_for_the_whole(layout: Layout) -> None:
         model.state()
 
     with pytest.raises(UsageError, match=r"only part of this model's parameters; gather them"):
+        simulate(program, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("what", ["", "rate", "weights", "momentum"])
+def test_an_update_that_differs_is_told_in_the_next_step(what: str, stage: int) -> None:
+    """Ranks with other rates, or weights changed on one, would drift apart silently."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((8, 5)), draw.integers(0, 3, 8)
+
+    def program(group: Group) -> list[float]:
+        model = models.mlp((5,), 3, hidden=(7,)).initialize(dtype="float64")
+        parallel: Any = (
+            ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+        )
+        rate = 0.1 * (1 + (what == "rate") * group.rank)
+        momentum = 0.5 if what == "momentum" and group.rank else 0.9
+        optimizer = optim.SGD(model.storage, lr=rate, momentum=momentum)
+        mine, losses = slice(4 * group.rank, 4 * group.rank + 4), []
+        for _ in range(4):
+            model.zero_grad()
+            loss = ops.cross_entropy(model(x[mine]), y[mine], reduction="sum")
+            parallel.backward(loss, 8)
+            optimizer.step()
+            if what == "weights" and group.rank == 1:
+                model.parameters()[0].data[...] *= 0.5
+            losses.append(loss.item())
+        return losses
+
+    if not what or (stage and what != "weights"):  # with ZeRO one rank updates each weight
+        assert len(simulate(program, 2)) == 2
+        return
+    update = 3 if what == "momentum" else 1
+    with pytest.raises(UsageError, match=f"the weights of .* after update {update}; give the opti"):
         simulate(program, 2)

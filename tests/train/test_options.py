@@ -22,8 +22,8 @@ from nnmpi.train.config import (
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context pretrained
-dataset tokenizer text_columns text_samples target data_dir test_fraction augment partition normalize epochs
-max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule warmup_epochs clip
+dataset tokenizer text_columns text_samples target drop sample_shape data_dir test_fraction augment partition normalize
+epochs max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule warmup_epochs clip
 label_smoothing layout dp pp tp sp pipeline virtual_stages microbatches split
 reduction zero expert_parallel memory_limit activation_memory offload offload_state allreduce
 sync staleness local_steps outer_lr outer_momentum slow network simulate backend dtype

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import nnmpi
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.compose.losses import ERRORS, SumError
 from nnmpi.data.loader import Batch
@@ -220,3 +222,62 @@ def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_p
     ):
         run("--dataset signs.npz", ranks=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+def test_large_targets_are_learned_and_reported_in_their_units(
+    loss: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As small ones are: trained, evaluated, predicted, exported and taken back."""
+    y = np.stack([500 + 200 * X[:, 0], 1e6 + 3000 * X[:, 1]], 1)
+    np.savez("large.npz", x=X, y=y.astype(np.float32))
+    np.savez("small.npz", x=X, y=((y - y.mean(0)) / (y - y.mean(0)).std()).astype(np.float32))
+    words = f"--loss {loss} --epochs 30 --model mlp --hidden 24 24"
+    last, small = (
+        run(f"--dataset {name}.npz {words}", ranks, name)[-1]
+        for name, ranks in (("large", 3), ("small", 1))
+    )
+    assert last["r2"] == pytest.approx(small["r2"], abs=1e-4) and last["r2"] > 0.9
+    std = nnmpi.load("large").signature.target_std
+    assert std == pytest.approx((y - y.mean(0)).std(), rel=0.2)  # of four fifths
+    assert last["rmse"] == pytest.approx(small["rmse"] * std, rel=0.3)
+    if loss == "mse":
+        assert last["loss"] == pytest.approx(last["rmse"] ** 2)
+    capfd.readouterr()
+    simulate(lambda group: evaluate(["large", "--part", "train"], group), 2)
+    found = nnmpi.load("large").predict(X)
+    assert found.shape == y.shape and np.abs(found - y).max() < 0.5 * y.std(0).max()
+    simulate(lambda group: export(["large", "--out", "torch.safetensors"], group), 1)
+    capfd.readouterr()
+    taken = nnmpi.load("large", weights="torch.safetensors")
+    np.testing.assert_allclose(taken.predict(X), found, rtol=1e-9)
+    state, h = load_file("torch.safetensors"), taken.transform(X)
+    for layer, relu in (("1", True), ("3", True), ("5", False)):
+        h = h @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
+        h = np.maximum(h, 0) if relu else h
+    np.testing.assert_allclose(h, found, rtol=1e-9)
+    simulate(lambda group: predict(["large", "large.npz"], group), 1)
+    rows = capfd.readouterr().out.splitlines()[1:]
+    np.testing.assert_array_equal([[float(x) for x in row.split(",")] for row in rows], found)
+
+
+def test_targets_as_they_are_and_models_without_a_last_layer(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not normalized on request; an export that cannot have the data's units says so."""
+    np.savez("large.npz", x=X, y=(500 + 200 * SUMS).astype(np.float32))
+    assert run("--dataset large.npz --loss mse --no-normalize", out="plain")[-1]["r2"] < 0
+    assert "which are not normalized: divide such large ones" in capfd.readouterr().out
+    assert nnmpi.load("plain").signature.target_mean == ()
+    Path("ends.py").write_text(
+        "from nnmpi import nn\n"
+        "def net(shape, outputs):\n"
+        "    return nn.Sequential(nn.Linear(shape[0], outputs), nn.Tanh())\n"
+    )
+    run("--dataset large.npz --loss mse --model ends.py:net", out="tanh")
+    capfd.readouterr()
+    simulate(lambda group: export(["tanh", "--trust", "--out", "t.safetensors"], group), 1)
+    assert "they are its outputs times" in capfd.readouterr().out
+    found = nnmpi.load("tanh", trust=True).predict(X)
+    taken = nnmpi.load("tanh", weights="t.safetensors", trust=True).predict(X)
+    np.testing.assert_array_equal(taken, found)

@@ -21,6 +21,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
+from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
 from tests.train.jobs import arrays, train
 
@@ -335,3 +336,19 @@ def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert noted == [signal.SIGHUP, 0]
+
+
+@pytest.mark.parametrize("mode", ["bsp", "local", "gossip", "ssp", "asp"])
+def test_rates_are_those_of_all_workers(mode: str, tmp_path: Path) -> None:
+    """A step's samples are the global batch's, whoever writes the record."""
+    words = (
+        f"--sync {mode} --model mlp --hidden 4 --dataset digits --batch-size 66 --max-steps 12"
+        " --log-every 4 --slow ms=10 --eval-every 0 --quiet --out"
+    )
+    simulate(lambda group: main([*words.split(), str(tmp_path / "run")], group), 3, cpu_factor=0)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    found = [item for item in records if item["kind"] == "train"]
+    assert found
+    for item in found:
+        assert item["samples_per_second"] * item["step_s"] == pytest.approx(66, rel=0.02)
+        assert item["step_s"] == pytest.approx(0.01, rel=0.1)

@@ -108,6 +108,8 @@ class Call:
             args, kwargs = (*args, kwargs["out"]), {}
         elif function in _METHODS and args and type(args[0]) is np.ndarray:
             function, args = getattr(args[0], function.__name__), args[1:]
+        if function is copy_to:
+            function, args = np.copyto, (kwargs.pop("out"), *args)
         call = partial(function, *args, **kwargs) if args or kwargs else function
         return call if result is None else partial(_store, result, call)
 
@@ -115,6 +117,11 @@ class Call:
         words = [*map(_text, self.args), *(f"{k}={_text(v)}" for k, v in self.kwargs.items())]
         target = "" if self.result is None else f"{_text(self.result)} = "
         return f"{target}{name_of(self.function)}({', '.join(words)})"
+
+
+def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
+    """Do the same as np.copyto, with the target where universal functions have it."""
+    np.copyto(out, x, **kwargs)
 
 
 # NumPy implements these by methods, which are faster to call; those need `out` by name
@@ -225,6 +232,8 @@ def _text(x: Any) -> str:
         return f"{x}" if not x.ndim else f"array{_shape(x)}"
     if isinstance(x, tuple):
         return f"({', '.join(map(_text, x))})"
+    if isinstance(x, np.dtype):
+        return x.name
     if isinstance(x, np.generic | float | int | str | bool | type(None) | slice):
         return f"{x}"
     return getattr(x, "__name__", None) or type(x).__name__

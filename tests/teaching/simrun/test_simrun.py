@@ -121,6 +121,14 @@ DEFECTS = {
         CommError,
         r"rank 0 sends .*pickle.* \(p\.py:7\), which rank 1 receives as float64 \(p\.py:9\)",
     ),
+    "an array of another dtype": (
+        (
+            "if rank == 0:\n    comm.Send(np.zeros(3, 'f8'), 1)\n"
+            "if rank == 1:\n    comm.Recv(np.zeros(9, 'f4'))"
+        ),
+        CommError,
+        r"rank 0 sends float64 \(p\.py:7\), which rank 1 receives as float32 .*give both one dtype",
+    ),
     "changed in flight": (
         (
             "x = np.zeros(9)\nif rank == 0:\n    r = comm.Isend(x, 1)\n    x += 1\n    r.Wait()\n"
@@ -578,6 +586,18 @@ def test_prices_of_what_is_started(programs: Callable[[str], str]) -> None:
     assert "5 ms" in main([*network, programs(x + overlap)])
 
 
+def test_ranks_that_sleep_between_polls_are_named(
+    programs: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simrun, "WARNING_S", 3.0)
+    poll = "import time\nend = time.time() + {}\nwhile time.time() < end and not comm.Iprobe(): "
+    main(["-n", "2", programs(f"{poll.format(1.5)}pass\ncomm.barrier()")])
+    with pytest.raises(
+        CommError, match=r"(?s)deadlock.*rank 1 waits for a message from any rank .*poll"
+    ):
+        main(["-n", "2", programs(f"{poll.format(60)}time.sleep(0.1)")])
+
+
 def test_a_loop_with_a_time_limit_is_no_deadlock(
     programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -597,6 +617,11 @@ def test_a_loop_with_a_time_limit_is_no_deadlock(
         if rank == 2: comm.recv(); comm.send(0, 1, 9)
         if rank == 1: comm.recv(source=2)
         if rank == 1: [comm.recv(source=0, tag=tag) for tag in (2, 1, 0) for i in range(tag, {0}, 3)]
+        """,
+        """\
+        if rank == 0: [comm.send(i, 1, i) for i in range({0})]; comm.send(0, 2)
+        if rank == 2: comm.recv(); comm.send(0, 1, {0})
+        if rank == 1: comm.recv(source=2); [comm.recv(tag=i) for i in reversed(range({0}))]
         """,
         """\
         if rank == 0: MPI.Request.Waitall([comm.Isend(np.ones(1), 1, i) for i in range({0})])
