@@ -157,7 +157,7 @@ class Compiled(Settled, fixed="pool"):
                     self._refusal = self._spoiled[key]
                     return self._eagerly(inputs, mode)
                 watch = Watch(self._step, mode.memory, inputs)
-                return self._record(key, inputs, mode, watch, watch.library())
+                return self._record(key, inputs, mode, watch, watch.library(inputs))
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
@@ -408,9 +408,10 @@ class Watch:
             self._values = [item for item in self._values if id(owner_of(item[0])) not in read]
         return True
 
-    def library(self) -> Any:
+    def library(self, inputs: tuple[Any, ...]) -> Any:
         """Return the module of the first array on a device, or NumPy if there is none."""
-        arrays: Iterable[Any] = (getattr(part, "data", part) for part in self._parts)
+        parts = chain(_leaves(inputs), self._parts)
+        arrays: Iterable[Any] = (x if is_array(x) else getattr(x, "data", x) for x in parts)
         return next((namespace(x) for x in arrays if is_array(x) and type(x) is not np.ndarray), np)
 
     def refuse_drawn(self) -> None:
