@@ -9,6 +9,7 @@ running statistics.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nnmpi.backend.recording import record_note
+from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -99,10 +101,17 @@ class within(ContextDecorator, AbstractContextManager[None]):
 def warn_later(x: Tensor) -> None:
     """Arrange a warning in the backward pass if dropout or batch norm ran in evaluation mode."""
     if x.tape is not None and current() is _EVALUATING:  # the default, set by no context
-        x.tape.find().warning = (
+        x.tape.find().warning = _warn_of_evaluation
+
+
+def _warn_of_evaluation() -> None:
+    launch = read_launch(os.environ)
+    if launch is None or launch.rank == 0:  # once for all ranks
+        warnings.warn(
             "this model evaluates: dropout drops nothing and batch normalization uses its running"
             " statistics; compute the loss within `with nn.training(step=optimizer.steps):`, or"
-            " within `with nn.evaluation():` to mean it"
+            " within `with nn.evaluation():` to mean it",
+            stacklevel=3,  # the caller of Tensor.backward
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import record_call, to_library
-from nnmpi.backend.sums import in_blocks
+from nnmpi.backend.sums import in_blocks, row_dots
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.linear import with_kernels
@@ -111,7 +111,7 @@ class CrossEntropy(Function):
             top = _largest(xp, rows)
             below = rows - top[:, None]
             powers = xp.exp(below)
-            sums = xp.dot(powers, ones(xp, classes, rows.dtype))
+            sums = row_dots(xp, powers, ones(xp, classes, rows.dtype))[:, 0]
             return (powers, sums, top, *([below.mean(axis=1)] if smoothing else []))
 
         powers, sums, top, *means = in_blocks(powers_of, logits)

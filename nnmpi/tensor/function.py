@@ -205,7 +205,7 @@ class Tape:
         self.mixed = False  # whether another tape was appended since `ordered`
         self.hooked = False  # whether some leaf has a gradient hook
         self.joined: Tape | None = None  # the tape that this one was appended to
-        self.warning: str | None = None  # shown to users who call `Tensor.backward`
+        self.warning: Callable[[], None] | None = None  # for users who call `Tensor.backward`
 
     def find(self) -> Tape:
         """Return the tape that now has this one's operations (find of a union-find structure)."""

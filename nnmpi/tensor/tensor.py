@@ -13,8 +13,6 @@ input's dtype.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
@@ -51,7 +49,6 @@ from nnmpi.base.errors import (
     number,
     shortened,
 )
-from nnmpi.base.launcher import read_launch
 from nnmpi.base.words import add_missing, instead, refuse_words
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
@@ -167,9 +164,7 @@ class Tensor(Variable):
             )
         warning = None if self.tape is None else self.tape.find().warning
         if warning is not None:
-            launch = read_launch(os.environ)
-            if launch is None or launch.rank == 0:  # once for all ranks
-                warnings.warn(warning, stacklevel=2)
+            warning()
         xp = namespace(self.data)
         if grad is None:
             if self.data.size != 1:

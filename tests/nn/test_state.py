@@ -266,7 +266,8 @@ def test_a_write_to_the_storage_between_the_passes_is_noticed():
 class _Grown(nn.Module):
     def __init__(self):
         self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.blocks, self.more, self.weights = [nn.Linear(4, 4)], [], [nn.Parameter((4, 4))]
+        self.blocks, self.more = [nn.Linear(4, 4)], []
+        self.weights = [nn.Parameter((4, 4), nn.Normal(0.1))]
 
     def forward(self, x):
         x = self.body(x) @ self.weights[0]
