@@ -173,6 +173,8 @@ class Recorder(CallList):
 
     def module(self, xp: ModuleType) -> Any:
         """Return the array library for operations: NumPy's new arrays are recorded ones."""
+        if xp is not np and not self.captures:
+            self.spoil("the step brings arrays to a device; give it some that are there")
         return Makers(self) if xp is np and not self.spoiled else xp
 
     def record(self, function: Callable[..., object], *args: Any) -> None:

@@ -46,11 +46,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
+from nnmpi.backend.program.call import owner_of
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
@@ -65,6 +66,7 @@ MOST_RECORDINGS = 16
 # Captures of a step on a device; one that always changes what it computes with stays eager.
 MOST_TRIES = 4
 MOST_KEYS = 256  # whose tries are counted
+MOST_BYTES = 4096  # of an array whose values are compared
 
 
 class Compiled(Settled, fixed="pool"):
@@ -154,8 +156,8 @@ class Compiled(Settled, fixed="pool"):
                 if key in self._spoiled:
                     self._refusal = self._spoiled[key]
                     return self._eagerly(inputs, mode)
-                watch = Watch((self._step, inputs), mode.memory)
-                return self._record(key, inputs, mode, watch, watch.library())
+                watch = Watch(self._step, mode.memory, inputs)
+                return self._record(key, inputs, mode, watch, watch.library(inputs))
             self.calls = len(held.recorder.calls)
             return held.replay(inputs, mode)
 
@@ -199,7 +201,7 @@ class Compiled(Settled, fixed="pool"):
         self.calls = len(recorder.calls)
         if not recorder.warms_up:
             self._refusal = recorder.spoiled
-            if watch is not None and not watch.is_unchanged():
+            if watch is not None and not watch.is_still(recorder):
                 # a replay would leave out what the step has changed
                 self._refusal = "the step changes what it computes with"
             if not self._refusal:
@@ -349,41 +351,67 @@ class Watch:
         a function                 what it closes over, the globals and modules' names in its code
         a module, a user's object  its attributes; and its class, if that is a user's
         tuples, lists, dicts ...   their items
-        any other                  itself: a number, an array, a Tensor, an optimizer
+        short arrays               their values, unless recorded calls read them anew
+        any other                  itself: a number, a long array, a Tensor, an optimizer
 
     Args:
         root: where the search begins.
         memory: of `nn.continued`. Its numbers are positions, which replays advance.
+        inputs: of the step, each of which is searched, too.
 
     Raises:
         UsageError: for an iterator, whose next item a replay would not take.
     """
 
-    def __init__(self, root: Any, memory: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, root: Any, memory: dict[str, Any] | None = None, inputs: tuple[Any, ...] = ()
+    ) -> None:
         # each container comes before its items
         self._holders: list[Iterable[object]] = [] if memory is None else [_Entries(memory)]
         self._generators: list[Any] = []
+        self._values: list[tuple[Array, bytes]] = []
         seen: dict[int, object] = {}
-        waiting = [root]
+        waiting = [root, inputs]
+        copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
         while waiting:
             item = waiting.pop()
             if id(item) not in seen:
                 seen[id(item)] = item
+                if isinstance(item, Buffer):
+                    copied.add(id(item.data))  # operations write to it
+                if type(item) is np.ndarray and item.nbytes <= MOST_BYTES:
+                    self._values.append((item, item.tobytes()))
                 for holder in self._holders_of(item):
                     waiting += holder
                     if not isinstance(holder, tuple | frozenset):  # these always hold the same
                         self._holders.append(holder)
+        self._values = [item for item in self._values if id(item[0]) not in copied]
         self._parts = list(chain.from_iterable(self._holders))
         self._drawn = self._draws()
 
     def is_unchanged(self) -> bool:
         """True if everything is the same object as when the watch began."""
         now = list(chain.from_iterable(self._holders))
-        return len(now) == len(self._parts) and all(map(is_, now, self._parts))
+        if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
+            return False
+        return all(array.tobytes() == values for array, values in self._values)
 
-    def library(self) -> Any:
+    def is_still(self, recorder: Recorder) -> bool:
+        """True if a step has changed nothing but by recorded calls; from now on, ignore values that
+        these read.
+        """
+        self._values = [item for item in self._values if not recorder.writes(item[0])]
+        if not self.is_unchanged():
+            return False
+        if self._values:
+            read = recorder.read()
+            self._values = [item for item in self._values if id(owner_of(item[0])) not in read]
+        return True
+
+    def library(self, inputs: tuple[Any, ...]) -> Any:
         """Return the module of the first array on a device, or NumPy if there is none."""
-        arrays: Iterable[Any] = (getattr(part, "data", part) for part in self._parts)
+        parts = chain(_leaves(inputs), self._parts)
+        arrays: Iterable[Any] = (x if is_array(x) else getattr(x, "data", x) for x in parts)
         return next((namespace(x) for x in arrays if is_array(x) and type(x) is not np.ndarray), np)
 
     def refuse_drawn(self) -> None:

@@ -409,6 +409,15 @@ class CallList:
         self._written[id(owner)] = owner
         return self.wrap(array)
 
+    def writes(self, array: Array) -> bool:
+        """Whether recorded calls may write to an array from outside."""
+        return id(owner_of(array)) in self._written
+
+    def read(self) -> set[int]:
+        """Return the ids of the owners of arrays from outside that recorded calls read."""
+        calls = ((call.args, call.kwargs) for call in self.calls)
+        return {id(owner_of(array)) for array in items_of(list(calls), np.ndarray)}
+
     def check_written(self, x: Any) -> None:
         """Refuse to replay a write to an array from outside: it would begin with other values."""
         for array in items_of(x, np.ndarray):
