@@ -410,7 +410,8 @@ class Watch:
 
     def library(self, inputs: tuple[Any, ...]) -> Any:
         """Return the module of the first array on a device, or NumPy if there is none."""
-        parts = chain(_leaves(inputs), self._parts)
+        # a class is no array, although NumPy's have the arrays' attributes
+        parts = (x for x in chain(_leaves(inputs), self._parts) if not isinstance(x, type))
         arrays: Iterable[Any] = (x if is_array(x) else getattr(x, "data", x) for x in parts)
         return next((namespace(x) for x in arrays if is_array(x) and type(x) is not np.ndarray), np)
 
