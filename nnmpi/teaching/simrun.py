@@ -241,7 +241,7 @@ class Interpreter(io.TextIOBase):
         half = [
             name
             for name, module in before.modules.items()
-            if getattr(module.__spec__, "_initializing", False)
+            if getattr(getattr(module, "__spec__", None), "_initializing", False)
         ]
         if half and self._current is not self.states[-1]:
             raise UsageError(
