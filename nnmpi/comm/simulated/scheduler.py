@@ -297,7 +297,7 @@ class Scheduler:
         rank._polls += 1
         self._fruitless = 0 if self._coming else self._fruitless + 1
         if self.by_time or self._fruitless:
-            rank.clock_s += POLL_S * LONGER**self._fruitless
+            rank.clock_s += POLL_S * LONGER ** min(self._fruitless, FRUITLESS_POLLS)
         if not self._fruitless:
             return
         rank.waits_for, rank.lines, rank._blames = f"{waits_for}, polling", find_lines(), blames
