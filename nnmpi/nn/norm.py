@@ -151,7 +151,7 @@ class LayerNorm(Module):
             raise UsageError("LayerNorm's normalized_shape is empty; give lengths")
         self.eps = _positive(eps)
         self.weight = Parameter(shape, Constant(1.0))
-        self.bias = Parameter(shape)
+        self.bias = Parameter(shape, Constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""

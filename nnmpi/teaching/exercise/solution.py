@@ -130,7 +130,8 @@ class Solution:
             raise WrongAnswer(
                 f"{self.folder} has more than {MOST_FILES} files; hand in only your own"
             )
-        code = sum(file.lstat().st_size for file in files if file.suffix == ".py")
+        with raised_as(UsageError, f"{self.file} cannot be read"):
+            code = sum(file.lstat().st_size for file in files if file.suffix == ".py")
         if code > MOST_BYTES_OF_ALL:
             raise WrongAnswer(
                 f"{self.folder} has more than {MOST_BYTES_OF_ALL:,} bytes of code; hand in only"
