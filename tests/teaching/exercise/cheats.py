@@ -166,7 +166,7 @@ def _hostile() -> Iterator[Cheat]:
         "*",
     )
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "returned no value|limit")
-    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 131,072 bytes")
+    yield Cheat("a large file", RING, f"return {'0' * 2**18}", "has more than 131,072 bytes")
     yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6")
     yield Cheat(
         "lists in lists",
