@@ -347,6 +347,7 @@ def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> N
             assert result == pytest.approx(serial, rel=1e-9)
 
 
+@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.parametrize("fused", [True, False])
 def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None:
     """A fused update leaves parts and products in their memory, which are neither."""

@@ -509,6 +509,7 @@ def test_a_sum_is_divided_by_the_samples_of_all_ranks(name: str, stage: int) -> 
             step((4, 4), lambda own, everyones, ranks: len(own))
 
 
+@pytest.mark.host_only("on a device the host would have to wait for the loss")
 @pytest.mark.parametrize("rows", [(4, 4), (5, 3)])
 @pytest.mark.parametrize("weighted", [1, 0])
 def test_a_rank_whose_loss_is_nothing_has_no_say_in_the_denominator(
