@@ -7,10 +7,12 @@ Copied into mpi4py's folder of tests, because each simulated rank has its own co
 folder. It knows nothing of nnmpi: it is the same program under mpirun.
 """
 
+import gc
 import json
 import sys
 import unittest
 
+gc.disable()  # its helpers compare counts of references before and after a call
 # arrays of a device are for machines with one
 sys.modules["cupy"] = sys.modules["numba"] = None  # type: ignore[assignment]
 from mpi4py import MPI  # noqa: E402
