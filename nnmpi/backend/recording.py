@@ -3,8 +3,8 @@
     first time    y = np.matmul(x, w)       computes, and notes the call (see `program.record`)
     later         for call in calls: call()
 
-What operations do to arrays is noted by itself. Work outside the array library (an optimizer's step,
-an exchange between ranks) is recorded as one call by `record_call`, a compiled kernel by
+What operations do to arrays is noted by itself. Work outside the array library (an optimizer's
+step, an exchange between ranks) is recorded as one call by `record_call`, a compiled kernel by
 `record_launch`. Both get their arrays as arguments: a replay has others in their place.
 """
 
@@ -40,9 +40,10 @@ def record_call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def record_launch(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that only computes on its arrays: in a graph of a device it is a part of that.
+    """Call a function that only computes on its arrays.
 
-    It keeps none of them, so their memory serves others after their last use.
+    In a graph of a device it is a part of that. It keeps none of its arrays, so their memory serves
+    others after their last use.
     """
     recorder = active_calls.get()
     return function(*args) if recorder is None else recorder.launch(function, *args)

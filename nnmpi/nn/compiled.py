@@ -158,7 +158,7 @@ class Compiled(Settled, fixed="pool"):
                     return self._eagerly(inputs, mode)
                 watch = Watch(self._step, mode.memory, inputs)
                 return self._record(key, inputs, mode, watch, watch.library(inputs))
-            self.calls = len(held.recorder.calls)
+            self.calls = len(held.program.calls)
             return held.replay(inputs, mode)
 
     def _record(
@@ -198,7 +198,7 @@ class Compiled(Settled, fixed="pool"):
             recorder.copy_loose_grads()
             if not is_full and xp is np:
                 return_freed_memory()  # it held the results
-        self.calls = len(recorder.calls)
+        self.calls = len(held.program.calls)
         if not recorder.warms_up:
             self._refusal = recorder.spoiled
             if watch is not None and not watch.is_still(recorder):

@@ -1004,3 +1004,20 @@ def test_a_device_is_found_by_the_inputs():
         assert brings().numpy().tolist() == [2, 2, 2]
     assert doubles.recordings == 1
     assert bool(brings.refusal) == on_device()
+
+
+@pytest.mark.host_only("a device's memory is a pool of CuPy's")
+def test_results_that_do_not_live_at_one_time_share_memory():
+    """Layers of nearly equal width, which fit badly by their size."""
+    model = models.mlp((784,), 10, (128, 127, 126)).initialize(seed=0)
+
+    @nnmpi.compile
+    def step(x, y):
+        model.zero_grad()
+        loss = ops.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):  # the first call also inspects the model
+        step(np.ones((128, 784), "float32"), np.arange(128) % 10)
+    assert 0 < step.pool.size_bytes < 300_000

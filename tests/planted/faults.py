@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "plan: what somebody holds gives up its memory",
         "nnmpi/backend/program/plan.py",
-        "for allocation in first if allocation.owner is None)",
-        "for allocation in first)",
+        "for allocation in first if allocation.owner is None]",
+        "for allocation in first]",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(

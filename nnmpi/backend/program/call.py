@@ -3,8 +3,8 @@
     y = np.multiply(x, x)           multiply(x, x, out=%0)
     y += 1                          add(%0, 1, out=%0)
 
-An array that the step makes is a `ArrayRef` of a `Allocation`: memory that has no place yet. Any other
-array, such as a parameter, stands for itself.
+An array that the step makes is an `ArrayRef` into an `Allocation`: memory that has no place yet.
+Any other array, such as a parameter, stands for itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Allocation:
 
 
 class ArrayRef(NamedTuple):
-    """An array in a allocation; its offset and strides are in bytes."""
+    """An array in an allocation; its offset and strides are in bytes."""
 
     allocation: Allocation
     offset: int
@@ -72,7 +72,7 @@ class Call:
 
     Attributes:
         function: for example one of NumPy's, or a compiled kernel.
-        args, kwargs: refs, arrays that outlive the step, and other values.
+        args, kwargs: references, arrays that outlive the step, and other values.
         result: where replays put what the function returns; None if it writes by itself.
         keeps: whether the function may keep arrays that it gets, as a send does until its wait.
         number: its place in the order of recording.
@@ -86,7 +86,7 @@ class Call:
     number: int = 0
 
     def __call__(self) -> object:
-        """Call the function; only for calls without refs."""
+        """Call the function; only for calls without references."""
         return self.function(*self.args, **self.kwargs)
 
     def refs(self) -> Iterator[ArrayRef]:

@@ -49,7 +49,7 @@ class StepProgram:
         errors: for `np.errstate`, during the whole replay.
 
     Attributes:
-        calls: as given.
+        calls: the calls in blocks of rows, see `tile`.
         size_bytes: of the results' memory.
     """
 

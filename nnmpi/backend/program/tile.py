@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     Attributes:
         call: of a universal function, or a reduction along rows.
         shape: of its operands after broadcasting.
-        counts: the numbers of rows that it can be cut into, and how many leading axes are rows then.
+        counts: the numbers of rows that it can be cut into, and how many axes are rows then.
     """
 
     call: Call
@@ -153,27 +153,26 @@ def tile(calls: Sequence[Call]) -> list[Call]:
     names = Counter(ref.allocation for call in calls for ref in call.refs())
     result: list[Call] = []
     run: list[Rows] = []
+    common: set[int] = set()  # the numbers of rows that the whole run can be cut into
     for call in calls:
         rows = rows_of(call)
-        if rows is None or not _counts([*run, rows]):
+        counts = set() if rows is None else {*rows.counts}
+        if not common & counts:
             result += _tiled(run, names)
-            run = []
+            run, common = [], counts
         if rows is None:
             result.append(call)
         else:
             run.append(rows)
+            common &= counts
     return result + _tiled(run, names)
-
-
-def _counts(run: Sequence[Rows]) -> set[int]:
-    return set.intersection(*(set(rows.counts) for rows in run))
 
 
 def _tiled(run: Sequence[Rows], names: Counter[Allocation]) -> list[Call]:
     most = max((prod(rows.shape) for rows in run), default=0)
     if len(run) < 2 or most <= ELEMENTS:
         return [rows.call for rows in run]
-    count = max(_counts(run))
+    count = max(set.intersection(*({*rows.counts} for rows in run)))
     seen: dict[int, list[Use]] = {}
     for i, rows in enumerate(run):
         for use in rows.uses(count):
