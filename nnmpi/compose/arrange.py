@@ -186,7 +186,9 @@ class Arrangement:
         several stages share, that is the first of their ranks.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.parameter is entry)
-        return first and (entry.region is not None or self.mesh.coordinates.t == 0)
+        # the ranks of a tensor group have the same experts
+        is_shard = entry.region is not None and not getattr(entry, "rank_local", False)
+        return first and (is_shard or self.mesh.coordinates.t == 0)
 
     def writes_here(self, entry: Parameter | Buffer) -> bool:
         """True if this rank writes an array (or shard) to checkpoints; exactly one holder does."""
@@ -506,8 +508,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
-    if layout.expert_parallel:  # Layout refuses all of these with experts
-        advice = ["shard the experts over more replicas"]
+    if layout.expert_parallel:
+        advice.insert(0, "shard the experts over more replicas")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
         f" state under {mesh.sizes}{f' with zero {layout.zero}' if layout.zero else ''}, more than"

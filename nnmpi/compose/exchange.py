@@ -280,41 +280,47 @@ class FixedExchange(Exchange):
 
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     """Return the exchange for a trainer's layout, its options and the memory. Collective."""
-    layout, notice = trainer.arrangement.layout, ""
-    if layout.zero:
-        return ZeroExchange(trainer, options)
-    if layout.fixed:
-        return FixedExchange(trainer, options)
-    if _fuses(trainer, options):
+    layout, why = trainer.arrangement.layout, _why_separate(trainer)
+    fuses = options.fused_update
+    if fuses is None:
+        fuses = options.leaves_choice and not why and fusing_pays(trainer.model, trainer.group)
+    if fuses and not why:
         try:
             return NodeExchange(trainer, options)
         except DeviceError as error:  # on all ranks: a node may have no such memory
-            notice = f"the update is not fused: {error}"
-    result = Exchange(trainer, options)
-    result.notice = notice or result.notice
+            why = f"{error}"
+    kind = ZeroExchange if layout.zero else FixedExchange if layout.fixed else Exchange
+    result = kind(trainer, options)
+    if fuses:
+        result.notice = f"the update is not fused: {why}"
     return result
 
 
-def _fuses(trainer: Trainer, options: GradientExchange) -> bool:
-    """Return whether to fuse: by the option, or if it pays and nothing excludes it."""
-    if options.fused_update is not None:
-        return options.fused_update
-    free = (
-        options.leaves_choice
-        and trainer.optimizer.elementwise
-        and trainer.arrangement.is_plain
-        and trainer.model.storage.state_store is None
-    )
-    return free and fusing_pays(trainer.model, trainer.group)
+def _why_separate(trainer: Trainer) -> str:
+    """Return why sums and updates cannot be fused; empty if they can."""
+    reasons = {
+        "it needs replicas of a full model, whose sums have no fixed order": (
+            not trainer.arrangement.is_plain
+        ),
+        "the optimizer's state is out of memory": trainer.model.storage.state_store is not None,
+        "the weights are on a device, not in a node's shared memory": trainer.backend.is_device,
+        f"{type(trainer.optimizer).__name__} updates whole matrices, not a rank's part of them": (
+            not trainer.optimizer.elementwise
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     """Return the Euclidean norm of the global gradient. Collective over the replica's ranks."""
     if arrangement.is_plain:
         return global_norm(storage.grads)
-    # with expert parallelism replicas have different shards, and each adds those that it writes
-    has_experts = arrangement.layout.expert_parallel
-    counts = arrangement.writes_here if has_experts else arrangement.counts_here
+    # with expert parallelism replicas have different shards, and each adds those that it writes;
+    # with ZeRO each has parts of its own of everything
+    has_experts, has_parts = arrangement.layout.expert_parallel, arrangement.layout.zero > 0
+    counts = (
+        arrangement.writes_here if has_experts and not has_parts else arrangement.counts_here
+    )
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
@@ -322,6 +328,6 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     ]
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
-    group = mesh.world if arrangement.layout.zero or has_experts else mesh.model
+    group = mesh.world if has_parts or has_experts else mesh.model
     with group.collective("norm"):
         return math.sqrt(group.sum_floats([total])[0])

@@ -252,9 +252,10 @@ class GradientExchange:
         overlap: sum buckets during the backward pass; None to choose.
         fused_update: each rank of a node sums and updates a slice of the parameters, which exist
             once per node (see `parallel.fused`). Change such parameters by hand on one rank only.
-            Without shared memory, the sum and the update are separate, and `Worker.notice` says
-            why. None fuses them on one node, if every rank has the full model and the three
-            options above are the default.
+            Where that is impossible (no shared memory, or a rank has only parts of the model), the
+            sum and the update are separate, with the same numbers, and `Worker.notice` says why.
+            None fuses them on one node, if every rank has the full model and the three options
+            above are the default.
         check: compare the ranks' weights after every step, by hash.
 
     Example:

@@ -185,7 +185,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         )
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
-        check_pairs(self, arrangement, exchange.fused_update)
+        check_pairs(self, arrangement)
         # before the exchange moves parameters into its own storage
         check_free(model, group, bool(self.arrangement.layout.zero))
         self.exchange = make_exchange(self, exchange)
@@ -665,19 +665,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return stack
 
 
-def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:
+def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """Refuse incompatible options, and a model other than the arrangement's.
 
     Raises:
         UsageError: naming them.
     """
-    model, backend, mesh = worker.model, worker.backend, worker.arrangement.mesh.sizes
+    model, mesh = worker.model, worker.arrangement.mesh.sizes
     used = replace(worker.arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
-        (refusals.FUSED, fused_update, "the fused update"),
-        (refusals.MATRICES, not worker.optimizer.elementwise, type(worker.optimizer).__name__),
-        (refusals.DEVICE, backend.is_device, str(backend.device)),
         (refusals.FP16, worker.scaling is not None, "fp16"),
         (refusals.CLIP, worker.clip is not None, "clip"),
     ):

@@ -149,12 +149,28 @@ def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
 
 def experts(ranks: int, _: Setup) -> list[Layout | None]:
     """Return replicas that have all experts, share out what they have, and share out the
-    experts.
+    experts, beside every other axis.
     """
+    shared = Layout(dp=ranks, expert_parallel=True)
+    mixed = (
+        {"zero": 1},
+        {"zero": 2, "unit_bytes": 1, "activation_memory": "least"},
+        {"zero": 3, "unit_bytes": 1},
+        {"activation_memory": 40_000},
+        {"sp": 2, "sp_attention": "ring"},
+        {"tp": 2},
+        {"pp": 2, "split": (4, 4), "schedule": "zero-bubble"},
+    )
     return [
         Layout(dp=ranks),
         Layout(dp=ranks, zero=3, unit_bytes=1),
-        Layout(dp=ranks, expert_parallel=True),
+        shared,
+        *(
+            replace(shared, dp=ranks // by, **options)
+            for options in mixed
+            for by in [2 if {"sp", "tp", "pp"} & {*options} else 1]
+            if ranks % by == 0
+        ),
     ]
 
 
@@ -224,6 +240,16 @@ MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
+LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
+SHARED_EXPERTS = Layout(dp=2, expert_parallel=True)
+BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"sp": 2, "tp": 2},
+    {"sp": 3, "sp_attention": "ring", "pp": 2, "split": (3, 5), "activation_memory": "least"},
+    {"dp": 1, "sp": 8, "sp_attention": "ring"},  # a rank has no position
+    {"tp": 2, "zero": 3, "unit_bytes": 1},
+    {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "schedule": "zb-v"},
+    {"dp": 6},  # a rank has no expert
+)
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
     "mlp": Setup(
@@ -290,9 +316,7 @@ ROWS = {
         for i, way in enumerate(WAYS)
     },
     "experts": Row(EXPERTS, experts),
-    "experts with capacity": Row(
-        replace(EXPERTS, model_options=dict(EXPERTS.model_options, capacity=0.7)), experts
-    ),
+    "experts with capacity": Row(LIMITED, experts),
     "muon": Row(replace(GPT, **MUON), replicas),
     "muon in a fixed order": Row(
         Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED
@@ -352,6 +376,7 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
+    *((LIMITED, replace(SHARED_EXPERTS, **options)) for options in BESIDE_EXPERTS),
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),

@@ -131,7 +131,10 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
 
     def fused() -> None:
         model = mlp([4], 3, [8]).initialize(seed=0)
-        Worker(model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True))
+        worker = Worker(
+            model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True)
+        )
+        raise LayoutError(worker.notice)
 
     def served() -> None:
         model = mlp([4], 3, [8]).initialize(seed=0)
@@ -143,7 +146,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
             "whole matrices, but this rank has only part of 1.weight; leave tp at 1",
             sharded_layers,
         ),
-        (LayoutError, "fused update cannot be combined with Muon", fused),
+        (LayoutError, "not fused: Muon updates whole matrices", fused),
         (
             UsageError,
             "with asp a server updates flat arrays, but Muon takes whole matrices; give sync bsp",

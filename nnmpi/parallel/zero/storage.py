@@ -21,7 +21,8 @@ only padding is the gaps of flat storage.
 A unit is always gathered to the same slot. So parameters are views that never move: a view that an
 operation saved in its forward pass is valid again once the unit is gathered for the backward pass,
 and nothing is allocated in a step. Parameters that several units use, such as a tied embedding, are
-a unit of their own, `COMMON`, outside the slots.
+a unit of their own, `COMMON`, outside the slots. A rank's own experts are in no unit: the rank has
+all of them, with their gradients and state.
 
 With all ranks on one node, no message is sent in any stage: the ranks share one copy of the
 parameters in memory. Each rank updates its part and reads all parts, so nothing is gathered and
@@ -146,25 +147,42 @@ class ShardedStorage(FlatStorage):
             number: [] for number in (COMMON, *range(len(self.units)))
         }
         for i, label in enumerate(self.groups):
-            self._pieces[int(label.partition(" ")[0])].append(i)
-        owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
-        self.slices = [slice(item.start, item.stop) for item in owns]
+            if not self.rank_local[i]:
+                self._pieces[int(label.partition(" ")[0])].append(i)
+        self.slices = [
+            slice(0, length)
+            if is_own
+            else slice(item.start, item.stop)
+            for length, is_own in zip(lengths, self.rank_local, strict=True)
+            for item in [part(length, self.ranks.size, self.ranks.rank)]
+        ]
         data, grads = (
-            self._lay_out(lengths, dtype, allocate, count)
+            self._lay_out(lengths, dtype, allocate, count, allocate)
             for count in (2 * (self.stage == 3), self.stage >= 2)
         )
-        for full, item, grad in zip(data, self.slices, grads, strict=True):
-            local = full[item]
-            if self.stage == 3:
+        for full, item, grad, is_own in zip(data, self.slices, grads, self.rank_local, strict=True):
+            local, local_grad = full[item], grad[item]
+            if self.stage == 3 and not is_own:
                 local = (allocate if self._store is None else self._store.zeros)(len(local), dtype)
+            if self.stage >= 2 and not is_own:
+                local_grad = allocate(len(local), dtype)
             self.data.append(local)
-            self.grads.append(allocate(len(local), dtype) if self.stage >= 2 else grad[item])
+            self.grads.append(local_grad)
         return data, grads
 
     def _lay_out(
-        self, lengths: Sequence[int], dtype: Any, allocate: Allocate, slots: int
+        self,
+        lengths: Sequence[int],
+        dtype: Any,
+        allocate: Allocate,
+        slots: int,
+        allocate_own: Callable[..., Array] | None = None,
     ) -> list[Array]:
-        """Return full arrays: one after another, or units in alternating slots."""
+        """Return full arrays: one after another, or units in alternating slots.
+
+        Args:
+            allocate_own: of arrays that are this rank's alone; None for empty ones in their place.
+        """
         offsets: dict[int, tuple[int, int]] = {}
         ends = dict.fromkeys(range(slots + 1), 0)  # room 0: COMMON, or everything without slots
         for number, pieces in self._pieces.items():
@@ -177,14 +195,23 @@ class ShardedStorage(FlatStorage):
         # one allocation per room: each is a window in shared memory, and MPI has few
         rooms = [allocate(end, dtype) for end in ends.values()]
         self._rooms += rooms if slots else []
+        own = allocate_own or (lambda *_: rooms[0][:0])
         return [
-            rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(offsets.items())
+            own(length, dtype) if i not in offsets else rooms[offsets[i][0]][offsets[i][1] :][:length]
+            for i, length in enumerate(lengths)
         ]
+
+    def _with_own(self, arrays: list[Array], own: Sequence[Array]) -> list[Array]:
+        """Return the arrays with this rank's own ones in their places."""
+        rows = zip(arrays, own, self.rank_local, strict=True)
+        return [mine if is_own else array for array, mine, is_own in rows]
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
         """See `FlatStorage._bind`; values in a slot, which a gather overwrites, are read-only."""
         bound = super()._bind(span)
-        if self._rooms and self.stage == 3 and self._node is None and not is_device(bound[1]):
+        is_own = self.rank_local[span.buffer]
+        in_slot = self._rooms and self.stage == 3 and self._node is None and not is_own
+        if in_slot and not is_device(bound[1]):
             bound[1].flags.writeable = False
         return bound
 
@@ -208,8 +235,10 @@ class ShardedStorage(FlatStorage):
             slice(own.start - span.start, own.stop - span.start),
         )
 
-    def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
+    def view(self, span: Span, flats: Sequence[Array]) -> Any:
         """See `FlatStorage.view`: this rank's part of a parameter."""
+        if self.rank_local[span.buffer]:
+            return super().view(span, flats)
         local, in_parameter = self._part(span)
         parts = split(len(self._data[span.buffer]), self.ranks.size)
         counts = [len(common(item, range(span.start, span.stop))) for item in parts]
@@ -292,8 +321,11 @@ class ShardedStorage(FlatStorage):
             return
         self.check_places()
         for i, fresh in enumerate(self._fresh):
-            if fresh:
+            if fresh and not self.rank_local[i]:
                 self.grads[i][...] = 0
+        for span in self.spans:
+            if self.rank_local[span.buffer]:
+                span.parameter.finish_gradient()
 
     def reduce(self, number: int) -> None:
         """Reduce-scatter a unit's gradients, and accumulate this rank's part. Collective."""
@@ -380,7 +412,11 @@ class ShardedStorage(FlatStorage):
                     raise
                 notice = f"ranks of one node send messages: {error}"
         name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
-        several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
+        several = [
+            i
+            for i, full in enumerate(self._data)
+            if group.size > 1 and full.size and not self.rank_local[i]
+        ]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
         # MPI's own reduce-scatter is not bound: binding it would keep a copy of each summed array.
@@ -395,20 +431,31 @@ class ShardedStorage(FlatStorage):
         """Move parameters and gradients to memory that the ranks share. Collective."""
         lengths, dtype = self._layout
         try:
-            data = memory.common_all([(length, dtype) for length in lengths])
+            shared = [
+                0 if is_own else length
+                for length, is_own in zip(lengths, self.rank_local, strict=True)
+            ]
+            data = memory.common_all([(length, dtype) for length in shared])
             grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
             memory.free()
             raise
-        for full, item, local in zip(data, self.slices, self.data, strict=True):
-            full[item] = local
+        for full, item, local, is_own in zip(
+            data, self.slices, self.data, self.rank_local, strict=True
+        ):
+            if not is_own:
+                full[item] = local
         memory.barrier()
         self.version.meet = memory.barrier
-        self._node = NodeSum(
-            grads, memory, owns=self.slices, totals=None if self.stage == 1 else self.grads
-        )
-        self._settle(data, grads)
-        self.grads = self._node.totals
+        empty = [array[:0] for array in grads]
+        owns = [
+            slice(0, 0) if is_own else item
+            for item, is_own in zip(self.slices, self.rank_local, strict=True)
+        ]
+        totals = None if self.stage == 1 else self._with_own(list(self.grads), empty)
+        self._node = NodeSum(grads, memory, owns=owns, totals=totals)
+        self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
+        self.grads = self._with_own(self._node.totals, self.grads)
 
     def finish_update(self) -> None:
         """Publish all new parameters; in stage 3, discard the gathered old ones."""
@@ -481,13 +528,13 @@ class ShardedStorage(FlatStorage):
         if node is not None:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
-                self.data = [local.copy() for local in self.data]
+                self.data = self._with_own([local.copy() for local in self.data], self.data)
                 data = [
                     np.broadcast_to(np.zeros((), full.dtype), full.shape) for full in self._data
                 ]
             else:
                 data = [full.copy() for full in self._data]
-            self._settle(data, grads)
+            self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
             self.version.meet = int
             node.memory.barrier()  # no rank unmaps memory that another still reads
             node.memory.free()
@@ -544,7 +591,7 @@ def cut_units(
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
     for block in blocks:
-        new = [item for item in parameters_of(block) if item not in seen]
+        new = [item for item in parameters_of(block) if not (item.rank_local or item in seen)]
         seen.update(new)
         size = sum(item.size for item in new) * itemsize
         if size and sizes[-1]:
@@ -555,13 +602,13 @@ def cut_units(
     runs = [
         tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
     ]
-    users = Counter(item for run in runs for item in parameters_of(run))
+    users = Counter(item for run in runs for item in parameters_of(run) if not item.rank_local)
     units = [
         Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if users[item] == 1))
         for run in runs
     ]
     return tuple(units), tuple(
-        parameter for parameter in model.parameters() if users[parameter] != 1
+        item for item in model.parameters() if users[item] != 1 and not item.rank_local
     )
 
 
@@ -570,7 +617,8 @@ class StateBytes:
     """The bytes of parameters, gradients and optimizer state that a rank holds.
 
     Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones.
+        parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones. The
+            weights of a rank's own experts are never offloaded.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: the bytes that one gather or sum moves: of each unit, and of the parameters that
             several units use.
@@ -615,7 +663,8 @@ def predict_bytes(
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
     shared_length = _length(shared, itemsize)
-    full = _length(model.parameters(), itemsize) * itemsize
+    full = _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
+    own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
     local = sum(len(part(length, size, rank)) for length in [*lengths, shared_length]) * itemsize
     scratch = (max(lengths, default=0) + shared_length) * itemsize
     slots = (
@@ -625,9 +674,9 @@ def predict_bytes(
         + shared_length * itemsize
     )
     return StateBytes(
-        (local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0,
-        local if stage >= 2 else full,
-        (local if stage else full) * state_arrays if offloaded is None else 0,
+        own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
+        own + (local if stage >= 2 else full),
+        (own + (local if stage else full)) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, shared_length) if length),
     )
