@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
@@ -49,7 +49,14 @@ from nnmpi.parallel.experts import share_experts
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
-from nnmpi.parallel.zero.storage import predict_bytes, sharded
+from nnmpi.parallel.zero.storage import (
+    UNIT_BYTES,
+    Units,
+    as_units,
+    cut_runs,
+    predict_bytes,
+    sharded,
+)
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import stages_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
@@ -59,7 +66,6 @@ from nnmpi.tensor.tensor import Tensor
 SWEEPS = 6  # the most over the layers, to measure them
 STEADY = 0.05  # a gain of the last sweep that ends them, as a share of all time
 _seconds = attrgetter("seconds")
-MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO inside a pipeline's stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +94,8 @@ class Arrangement:
         backend: of this rank.
         layers: the full model's chain; empty without a pipeline.
         cuts: the layers of each stage of the pipeline.
+        segments: for each stage, the layers of its segments: the units of ZeRO 2 and 3, otherwise
+            all of them.
         costs: measured for the cuts; empty if nothing was measured.
         ties: this rank's parameters that other ranks of its pipeline have, too.
         classes: the number of classes if the logits are sharded over tp (a last layer with
@@ -102,6 +110,7 @@ class Arrangement:
     backend: Backend = field(default_factory=numpy_backend)
     layers: tuple[ChainLayer, ...] = ()
     cuts: tuple[range, ...] = ()
+    segments: tuple[tuple[range, ...], ...] = ()
     costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     classes: int = 0
@@ -142,13 +151,27 @@ class Arrangement:
             store = Store(layout.offload, self.backend, contents)
         weights = store if layout.offload_state == ALL else None
         make = (
-            sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights)
+            sharded(
+                self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights, self.units
+            )
             if layout.zero
             else FlatStorage
         )
         storage = make(*args)
         storage.state_store = store
         return storage
+
+    @cached_property
+    def units(self) -> Units | None:
+        """ZeRO's units of this rank's segments; None if they are cut from the full model."""
+        if not self.segments or self.layout.zero < 2:
+            return None
+        runs = [
+            self.layers[cut.start : cut.stop]
+            for stage in self.stages
+            for cut in self.segments[stage]
+        ]
+        return as_units(self.model, runs, {tie.parameter for tie in self.ties})
 
     @cached_property
     def is_plain(self) -> bool:
@@ -320,12 +343,30 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
                 f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
-    arrangement = replace(full_model, layers=layers, cuts=cuts, costs=costs)
+    segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+    arrangement = replace(full_model, layers=layers, cuts=cuts, segments=segments, costs=costs)
     part = (StagesPart if ranks > 1 else ModelPart)(
         model, list(chain.from_iterable(arrangement.stages.values()))
     )
     ties = _tie(full_model, part, _shared_parameters(arrangement))
     return replace(arrangement, model=part, ties=ties)
+
+
+def _segments(
+    layers: Sequence[ChainLayer], cuts: Sequence[range], layout: Layout, itemsize: int
+) -> tuple[tuple[range, ...], ...]:
+    """Return the layers of each stage's segments."""
+    if layout.zero < 2:
+        return tuple((cut,) for cut in cuts)
+    result, limit = [], layout.unit_bytes or UNIT_BYTES[layout.zero]
+    for cut in cuts:
+        lengths = map(len, cut_runs(layers[cut.start : cut.stop], limit, itemsize))
+        result.append(_by_lengths(lengths, cut.start))
+    return tuple(result)
+
+
+def _by_lengths(lengths: Iterable[int], start: int = 0) -> tuple[range, ...]:
+    return tuple(starmap(range, pairwise(accumulate(lengths, initial=start))))
 
 
 class StagesPart(ModelPart):
@@ -400,7 +441,7 @@ def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ..
             f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)}"
             f" layers; this pipeline has {count} stages, and the model {layers} layers"
         )
-    return tuple(starmap(range, pairwise(accumulate(lengths, initial=0))))
+    return _by_lengths(lengths)
 
 
 def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
@@ -473,10 +514,11 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
             layout.state_arrays,
             layout.unit_bytes,
             offloaded=offloaded,
+            units=arrangement.units if stage == layout.zero else None,
         )
         return result.total + result.parameters * stashed
 
-    stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
+    stages = range(layout.zero, 1 + STAGES[-1])
     by_rank = mesh.world.gather(
         [*(need(stage, layout.offload_state) for stage in stages), need(layout.zero, OPTIMIZER)]
     )

@@ -318,9 +318,7 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     # with expert parallelism replicas have different shards, and each adds those that it writes;
     # with ZeRO each has parts of its own of everything
     has_experts, has_parts = arrangement.layout.expert_parallel, arrangement.layout.zero > 0
-    counts = (
-        arrangement.writes_here if has_experts and not has_parts else arrangement.counts_here
-    )
+    counts = arrangement.writes_here if has_experts and not has_parts else arrangement.counts_here
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import nnmpi.base.clock as clock
@@ -33,8 +34,9 @@ from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.stage import RunStage, Stage, run_chain
+from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
 from nnmpi.schedule.check import check
-from nnmpi.schedule.lower import lower
+from nnmpi.schedule.lower import SegmentHome, lower, shard_weights, split_stages
 from nnmpi.schedule.schedule import (
     COMPUTE,
     RECEIVES,
@@ -46,6 +48,8 @@ from nnmpi.schedule.schedule import (
     Kind,
     Schedule,
     parts,
+    peak_saved,
+    stages_of,
 )
 from nnmpi.schedule.schedules import INFERENCE, Generator, make
 from nnmpi.tensor.sharded import gather_shards
@@ -56,9 +60,17 @@ SERIAL = "1f1b"  # 1F1B on one rank: each forward, then its backward
 
 @lru_cache(maxsize=64)  # simulated ranks, and replicas among them, share it
 def _executable(
-    name: Generator, ranks: int, microbatches: int, virtual: int, home: Home
+    name: Generator,
+    ranks: int,
+    microbatches: int,
+    virtual: int,
+    home: Home,
+    counts: tuple[int, ...],
+    zero: int,
 ) -> Schedule:
-    schedule = lower(make(name, ranks, microbatches, virtual, home))
+    schedule = lower(split_stages(make(name, ranks, microbatches, virtual, home), counts))
+    if zero > 1:
+        schedule = shard_weights(schedule, gathers=zero > 2)
     check(schedule, trains=name != INFERENCE)
     return schedule
 
@@ -168,8 +180,9 @@ class Executor:
             `comm.point_to_point`).
 
     Attributes:
-        stages: this rank's, by number.
+        stages: this rank's, by number; segments of stages under ZeRO 2 and 3.
         count: the number of stages altogether.
+        stage_now: the stage of the last backward pass.
     """
 
     def __init__(
@@ -191,14 +204,20 @@ class Executor:
         )
         self._boundaries: dict[int, StageBoundary] = {}
         self.rank, self.ranks = mesh.pp.rank, mesh.pp.size
-        self.count = len(arrangement.cuts) or 1
-        self._home = layout.home
+        segments = tuple(chain.from_iterable(arrangement.segments))
+        self.count = len(segments) or 1
+        self._counts = tuple(map(len, arrangement.segments)) or (1,)
+        self._stage_home = layout.home
+        self._home: Home = SegmentHome(layout.home, tuple(accumulate(self._counts)))
+        self._zero = layout.zero if segments else 0
+        self._model = arrangement.model
         self._schedule: Generator = SERIAL
         self.stages = {0: Stage(self._run_uncut, caller.mode)}
-        if arrangement.stages:
+        if segments:
             self._schedule = layout.schedule
             self.stages = {
-                number: self._make_stage(arrangement, number) for number in arrangement.stages
+                number: self._make_stage(arrangement, number, segments[number])
+                for number in stages_of(self.rank, self.ranks, self.count, self._home)
             }
             self._messages = Messages(mesh.pp, synchronous_sends)
             boundaries = {
@@ -209,6 +228,8 @@ class Executor:
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+        self.stage_now = 0
+        self._unit_of = {number: unit for unit, number in enumerate(self.stages)}
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
@@ -223,7 +244,9 @@ class Executor:
             Kind.RECV_ACT: partial(record_call, self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: partial(self._send, Kind.SEND_GRAD),
             Kind.RECV_GRAD: partial(record_call, self._receive, Kind.RECV_GRAD),
-            Kind.REDUCE: partial(record_call, self._caller.reduce),
+            Kind.GATHER: partial(record_call, self._gather),
+            Kind.FREE: partial(record_call, self._free),
+            Kind.REDUCE: partial(record_call, self._reduce),
             Kind.STEP: partial(record_call, self._caller.step),
         }
 
@@ -232,17 +255,15 @@ class Executor:
     ) -> tuple[list[Tensor], bool]:
         return [self._caller.run_uncut(self._to_sharded(tensors[0]), microbatch)], True
 
-    def _make_stage(self, arrangement: Arrangement, number: int) -> Stage:
+    def _make_stage(self, arrangement: Arrangement, number: int, cut: range) -> Stage:
         is_last = number == self.count - 1
-        stashed = stashed_at(arrangement.layers, arrangement.cuts[number].start)
-        chain = run_chain(
-            number, arrangement.stages[number], stashed, self.end if is_last else None
-        )
-        run = chain if self._sequence is None else self._for_positions(chain, is_last)
+        layers = arrangement.layers[cut.start : cut.stop]
+        stashed = stashed_at(arrangement.layers, cut.start)
+        run = run_chain(number, layers, stashed, self.end if is_last else None)
+        run = run if self._sequence is None else self._for_positions(run, is_last)
         recomputes = arrangement.layout.recomputes
         if recomputes:
-            part = ModelPart(arrangement.model, arrangement.stages[number])
-            run = partial(repeatable, part, {}, run)
+            run = partial(repeatable, ModelPart(arrangement.model, layers), {}, run)
         return Stage(run, self._caller.mode, is_last, recomputes, is_cut=True)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
@@ -281,8 +302,10 @@ class Executor:
         """
         return _executable(*self._shape(self._schedule, microbatches))
 
-    def _shape(self, name: Generator, microbatches: int) -> tuple[Generator, int, int, int, Home]:
-        return name, self.ranks, microbatches, self.count // self.ranks, self._home
+    def _shape(self, name: Generator, microbatches: int) -> tuple[Any, ...]:
+        virtual = len(self._counts) // self.ranks
+        home = self._stage_home
+        return name, self.ranks, microbatches, virtual, home, self._counts, self._zero
 
     def run(
         self,
@@ -314,6 +337,8 @@ class Executor:
                 self._replay.run_or_replay(kind, self._loop, refusal)
             if self._boundaries:
                 self._drain()
+            if self._zero > 2:
+                self._storage.release(COMMON)
         except BaseException:
             self._values.clear()
             self._grads.clear()
@@ -323,6 +348,17 @@ class Executor:
             raise
         self._report.total_s = clock.now() - begin
         return self._report
+
+    def peak_bytes(self, saved: Mapping[int, int]) -> int:
+        """Return the peak bytes of activations in the last pass.
+
+        Args:
+            saved: stage -> the bytes that it saves for a microbatch's backward pass.
+        """
+        if any(stage.recomputes for stage in self.stages.values()):
+            return max(saved.values(), default=0) + self._report.peak_waiting
+        by_stage = {stage: saved.get(stage, 0) for stage in self.stages}
+        return peak_saved(self._now.schedule, self.rank, by_stage)
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -342,6 +378,8 @@ class Executor:
                 kind, stage, microbatch = op.kind, op.stage, op.microbatch
                 if self._boundaries and kind in USES and microbatch is not None:
                     self._wait_for_message(USES[kind], stage, microbatch)
+                if self._zero > 2 and kind in COMPUTE:
+                    record_call(self._wait_for_weights, stage)
                 if watched:
                     record_call(self._begin, kind)
                 self._actions[kind](stage, microbatch)
@@ -384,7 +422,7 @@ class Executor:
             report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             self._world.collective_s += end - begin
-        if kind not in RECEIVES:
+        if kind not in RECEIVES and kind in _STYLES:
             self._show(instruction, begin, end)
 
     def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:
@@ -394,6 +432,31 @@ class Executor:
             self._timeline.add(
                 str(instruction), category, track, begin_s, end_s, None, sends, takes
             )
+
+    # ---- weights and gradients that replicas share out ----
+
+    @property
+    def _storage(self) -> ShardedStorage:
+        storage = self._model.storage
+        assert isinstance(storage, ShardedStorage)
+        return storage
+
+    def _gather(self, stage: int, microbatch: int) -> None:
+        self._storage.start(COMMON)
+        self._storage.start(self._unit_of[stage])
+
+    def _wait_for_weights(self, stage: int) -> None:
+        self._storage.acquire(COMMON)
+        self._storage.acquire(self._unit_of[stage])
+
+    def _free(self, stage: int, microbatch: int) -> None:
+        self._storage.release(self._unit_of[stage])
+
+    def _reduce(self, stage: int, microbatch: int | None) -> None:
+        if self._zero > 1:
+            self._storage.reduce(self._unit_of[stage])
+        else:
+            self._caller.reduce(stage, microbatch)
 
     # ---- computing ----
 
@@ -407,6 +470,7 @@ class Executor:
             self._values[stage + 1, microbatch] = outputs
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
+        self.stage_now = stage
         if stage == self.count - 1:
             if self._caller.poll is not None:
                 record_call(self._caller.poll)
@@ -552,6 +616,7 @@ _STYLES = {
     Kind.RECV_ACT: ("activation", timeline.RECEIVE),
     Kind.SEND_GRAD: ("gradient", timeline.SEND),
     Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.GATHER: ("gather", timeline.RECEIVE),
     Kind.REDUCE: ("reduce", timeline.REDUCE),
     Kind.STEP: ("update", timeline.COMPUTE),
 }

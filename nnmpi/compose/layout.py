@@ -182,7 +182,6 @@ class Layout:
             (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
             (refusals.EXPERTS, self.expert_parallel, "expert_parallel"),
             (refusals.ZERO, self.zero > 0, zero),
-            (refusals.ZERO_2, self.zero > 1, zero),
             (refusals.LEAST, self.recomputes, memory),
             (refusals.LIMIT, self.activation_memory not in (None, LEAST), memory),
             (

@@ -313,7 +313,8 @@ class Passes(PassHandler):
 
         Call it within `no_grad`.
         """
-        cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
+        count = max(len(self._arrangement.cuts), 1)
+        cuts = _evaluation_cuts(len(batch.y), count, batch.first_row)
         now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
         return self.reports_loss
@@ -594,7 +595,9 @@ def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
-        "ZeRO 2 and 3 acquire and release weights and gradients between layers": layout.zero > 1,
+        "ZeRO 2 and 3 acquire and release weights and gradients between layers": (
+            layout.zero > 1 and not arrangement.stages
+        ),
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (

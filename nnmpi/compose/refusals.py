@@ -9,7 +9,7 @@ from nnmpi.base.command import say
 from nnmpi.base.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
-FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit", "least", "experts"
+FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
 ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
 FP16, CLIP = "fp16", "clip"
 
@@ -23,10 +23,6 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, SEQUENCE): _PARTS,
     (FIXED, ZERO): "ZeRO's reduce-scatters do not add in the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
-    (
-        ZERO_2,
-        PIPELINE,
-    ): "a stage needs all its gradients until the pass ends; zero 1 goes with a pipeline",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
     (

@@ -197,8 +197,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             raise
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
-        self._live = 1  # microbatches whose activations are held at the peak
-        self._waiting = 0  # bytes of the stage inputs of further microbatches
         self._counted_bytes: int | None = None  # of the largest batch that was counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
@@ -279,11 +277,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             with self._counting() if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
                 report = self.passes.train(batch, step, factor, not counts)
-                if report.passed is not None:
-                    self._live = (
-                        1 if self.arrangement.layout.recomputes else report.passed.peak_live
-                    )
-                    self._waiting = report.passed.peak_waiting
             if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
                 self._recorded_bytes = self.passes.replay.held_bytes
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
@@ -424,6 +417,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             layout.unit_bytes,
             once,
             offloaded=layout.offload_state,
+            units=arrangement.units,
         )
         return {
             PARAMETERS: predicted.parameters,
@@ -444,7 +438,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with self.ledger.measuring(lambda peak: peak * self._live + self._waiting):
+        executor = self.passes.executor
+        with self.ledger.measuring(lambda: executor.stage_now, executor.peak_bytes):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 

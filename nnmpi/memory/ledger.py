@@ -81,17 +81,19 @@ class MemoryLedger:
         self._peak = max(self._peak, sum(self._held.values()))
 
     @contextmanager
-    def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
+    def measuring(
+        self, stage: Callable[[], int], of_all: Callable[[Mapping[int, int]], int]
+    ) -> Iterator[None]:
         """Count the arrays that the block's operations save, as activations.
 
         Args:
-            of_all: the peak bytes of one microbatch -> of all that were in flight at once; called
-                after the block.
+            stage: returns the number of the stage whose backward pass begins.
+            of_all: {stage: the most bytes of a microbatch} -> of all that were in flight at once;
+                called after the block.
         """
-        before, most = self._held[ACTIVATIONS], 0  # before: the recordings' bytes
+        before, most = self._held[ACTIVATIONS], dict[int, int]()  # before: the recordings' bytes
 
         def see(operations: Sequence[Function]) -> None:
-            nonlocal most
             edges = [edge for operation in operations for edge in operation.edges or ()]
             local = [
                 item.data
@@ -100,7 +102,8 @@ class MemoryLedger:
             ]
             # an operation of a plan reports the plan's bytes
             planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
-            most = max(most, sum(saved_memory(operations, local).values()), *planned)
+            saved = sum(saved_memory(operations, local).values())
+            most[stage()] = max(most.get(stage(), 0), saved, *planned)
 
         token = watching.set(see)
         try:

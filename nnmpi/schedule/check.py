@@ -5,6 +5,7 @@
     each message has its two ends           and there are no unused messages
     order on each rank                      receive, forward, send; forward, backward; all
                                             backwards, sum, update
+    weights that replicas share out         gathered before they are used, freed after their last use
     order on each channel                   messages are received in the order of their sends
     no deadlock                             with rendezvous sends, and so with eager ones, too
 
@@ -18,9 +19,11 @@ from typing import NamedTuple, NoReturn
 
 from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule.schedule import (
+    COMPUTE,
     RECEIVES,
     SENDS,
     TRANSFERS,
+    WEIGHTS,
     Channel,
     Instruction,
     Kind,
@@ -113,6 +116,7 @@ def check(schedule: Schedule, trains: bool = False) -> None:
         )
     _check_work(schedule, positions)
     _check_order(schedule, positions)
+    _check_weights(schedule, positions)
     _check_channels(schedule, positions)
     _check_progress(schedule, positions)
 
@@ -124,14 +128,14 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that are missing, doubled, on a wrong rank, or unused."""
     expected = set(_expected(schedule, positions))
     for op, occurrences in positions.all.items():
-        if op not in expected:
+        if op not in expected and op.kind not in WEIGHTS:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
             positions.fail(f"{op} does not belong in a schedule of {size}", occurrences)
         for position in occurrences:
             if position.rank != schedule.rank_of(op.stage):
                 owner = f"stage {op.stage} belongs to rank {schedule.rank_of(op.stage)}"
                 positions.fail(f"{op} is on rank {position.rank}, but {owner}", [position])
-        if len(occurrences) > 1:
+        if len(occurrences) > 1 and op.kind not in WEIGHTS:
             positions.fail(
                 f"{op} occurs {len(occurrences)} times; each instruction must occur once",
                 occurrences,
@@ -166,10 +170,10 @@ def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]
                 sends = [Kind.SEND_ACT.at(stage, m), *[Kind.SEND_GRAD.at(stage + 1, m)] * trains]
                 yield from (end for send in sends for end in (send, other_end(send)))
         if trains:
-            updates = range(schedule.microbatches) if is_async else (None,)
-            yield from (
-                kind.at(stage, update) for update in updates for kind in (Kind.REDUCE, Kind.STEP)
-            )
+            each, once = range(schedule.microbatches), (None,)
+            sums_each = is_async or Kind.REDUCE.at(stage, 0) in positions
+            yield from (Kind.REDUCE.at(stage, m) for m in (each if sums_each else once))
+            yield from (Kind.STEP.at(stage, m) for m in (each if is_async else once))
 
 
 # ---- order ----
@@ -189,11 +193,9 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
 
 def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction]:
     """Yield the instructions that must come before one on the same rank, present or not."""
-    summed = (
-        range(schedule.microbatches)
-        if instruction.kind is Kind.REDUCE and instruction.microbatch is None
-        else (instruction.microbatch,)
-    )
+    summed: Iterable[int | None] = (instruction.microbatch,)
+    if instruction.microbatch is None:
+        summed = (*range(schedule.microbatches), None)
     yield from (kind.at(instruction.stage, m) for kind in _NEEDED[instruction.kind] for m in summed)
     kinds, further = _NEEDED_NEXT.get(instruction.kind, ((), 0))
     if not schedule.is_cut(min(instruction.stage, instruction.stage + further)):
@@ -210,10 +212,29 @@ _NEEDED: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.SEND_GRAD: (Kind.B, Kind.I),
     Kind.REDUCE: (Kind.B, Kind.W),
     Kind.STEP: (Kind.REDUCE,),
-    **dict.fromkeys(RECEIVES, ()),
+    **dict.fromkeys(RECEIVES | WEIGHTS, ()),
 }
 _HALF = (Kind.B, Kind.I), 1
 _NEEDED_NEXT = {Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF}
+
+
+def _check_weights(schedule: Schedule, positions: Positions) -> None:
+    """Refuse computing with weights that are not there, and weights that stay."""
+    if Kind.GATHER not in schedule.kinds:
+        return
+    for rank, program in enumerate(schedule.programs):
+        held: dict[int, Position] = {}
+        for at, item in enumerate(program):
+            for op in parts(item):
+                here = Position(rank, at)
+                if op.kind is Kind.GATHER:
+                    held[op.stage] = here
+                elif op.stage not in held and op.kind in COMPUTE | {Kind.FREE}:
+                    positions.fail(f"{op} needs the weights of {op.stage}, not gathered", [here])
+                elif op.kind is Kind.FREE:
+                    del held[op.stage]
+        for stage, where in held.items():
+            positions.fail(f"the weights of {stage} are gathered, and never freed", [where])
 
 
 def _check_channels(schedule: Schedule, positions: Positions) -> None:

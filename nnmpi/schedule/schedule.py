@@ -11,7 +11,8 @@ the schedule: `home`. With as many stages as ranks each rank has one; with more,
     2 ranks, 4 stages, around            stages 0, 2   stages 1, 3   0, 1, 0, 1
     2 ranks, 4 stages, there and back    stages 0, 3   stages 1, 2   0, 1, 1, 0
 
-At the turn, from 1 to 2, nothing is sent: both stages are on rank 1.
+At the turn, from 1 to 2, nothing is sent: both stages are on rank 1. A stage may consist of
+segments, which are stages themselves, all on its rank (see `lower.split_stages`).
 
 A message between two stages has two transfers as its ends:
 
@@ -41,10 +42,13 @@ class Kind(StrEnum):
     RECV_ACT    get the input of s from s-1
     SEND_GRAD   send the gradient of the input of s to s-1
     RECV_GRAD   get the gradient of the output of s from s+1
+    GATHER      start to gather the weights of s, which replicas share out (ZeRO 3)
+    FREE        the memory of the gathered weights of s is free again
     REDUCE      the gradients of s are final: start their sum over the replicas, without waiting
     STEP        wait for that sum, and update the weights of s
 
-    REDUCE and STEP have no microbatch if they are for all microbatches together.
+    REDUCE and STEP have no microbatch if they are for all microbatches together. GATHER and FREE name
+    the microbatch that is computed next, and last.
     """
 
     F = "F"
@@ -55,6 +59,8 @@ class Kind(StrEnum):
     RECV_ACT = "RECV_ACT"
     SEND_GRAD = "SEND_GRAD"
     RECV_GRAD = "RECV_GRAD"
+    GATHER = "GATHER"
+    FREE = "FREE"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -70,6 +76,8 @@ USES: Mapping[Kind, Kind] = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind
 SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
 RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
 TRANSFERS = SENDS | RECEIVES
+WEIGHTS = frozenset({Kind.GATHER, Kind.FREE})
+"""The kinds that may recur for one stage and microbatch: for its forward and its backward."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

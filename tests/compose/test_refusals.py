@@ -26,7 +26,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "pipedream": {"schedule": "pipedream"},
     "fixed": {"reduction": "fixed"},
     "zero": {"zero": 1},
-    "zero 2": {"zero": 2},
     "limit": {"activation_memory": 2**20},
     "least": {"activation_memory": "least"},
     "activations out": {"activation_memory": 2**20, "offload": "/tmp"},

@@ -238,6 +238,13 @@ FLAT = Setup(own.flat, microbatches=2)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
+ZERO_MLP = Setup(
+    models.mlp,
+    {"hidden": (37, 7, 41), "dropout": 0.2},
+    microbatches=2,
+    worker={"clip": 0.5},
+    **MOMENTUM,
+)
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
@@ -250,15 +257,20 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "schedule": "zb-v"},
     {"dp": 6},  # a rank has no expert
 )
+# ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
+PIPELINES: tuple[tuple[Setup, Layout], ...] = (
+    (ZERO_MLP, Layout(dp=3, pp=2, unit_bytes=1)),
+    (GPT, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, schedule="zero-bubble")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), unit_bytes=1, schedule="zb-v")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="interleaved", unit_bytes=1)),
+    (GPT, Layout(dp=2, pp=2, tp=2, split=(4, 4), unit_bytes=1, activation_memory="least")),
+    (GPT, Layout(dp=1, pp=2, sp=2, split=(4, 4), unit_bytes=1000)),
+    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
+    (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
+)
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
-    "mlp": Setup(
-        models.mlp,
-        {"hidden": (37, 7, 41), "dropout": 0.2},
-        microbatches=2,
-        worker={"clip": 0.5},
-        **MOMENTUM,
-    ),
+    "mlp": ZERO_MLP,
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
     "free": Setup(own.free, microbatches=2, **DECAY),
     "gpt": GPT,
@@ -367,6 +379,7 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
+    *((setup, replace(layout, zero=zero)) for setup, layout in PIPELINES for zero in (2, 3)),
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),

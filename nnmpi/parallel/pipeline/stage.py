@@ -82,7 +82,8 @@ class Stage:
         is_cut: bool = False,
     ) -> None:
         self._alone = graph_alone if is_cut else nullcontext
-        self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
+        self.run, self._scope, self._is_last = run, scope, is_last
+        self.recomputes = recompute
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
 
@@ -94,7 +95,7 @@ class Stage:
     @property
     def waiting_bytes(self) -> int:
         """The bytes of the inputs of microbatches that are to be recomputed."""
-        if not self._recompute:
+        if not self.recomputes:
             return 0
         return sum(
             leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves
@@ -120,7 +121,7 @@ class Stage:
             outputs, single = self._run(microbatch, leaves, values.single)
         if keep:
             self._in_flight[microbatch] = _InFlight(
-                leaves, values.single, None if self._recompute else outputs
+                leaves, values.single, None if self.recomputes else outputs
             )
         if self._is_last:
             return BoundaryArrays((), ())
@@ -139,7 +140,7 @@ class Stage:
                 bubble).
         """
         flight = self._in_flight.pop(microbatch)
-        if self._recompute:
+        if self.recomputes:
             with self._alone(), self._scope(microbatch, True):
                 flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
         outputs, flight.outputs = flight.outputs, None

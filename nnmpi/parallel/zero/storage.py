@@ -34,12 +34,12 @@ there are no slots. Gradients are added in place (`comm.node_sum`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import nan
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -82,6 +82,7 @@ class ShardedStorage(FlatStorage):
         unit_bytes: the maximal size of a unit; a larger child of the model is a unit by itself. By
             default 4 MiB, in stage 3 64 KiB.
         store: in stage 3, the store of this rank's parts of the parameters; None for memory.
+        units: of the model, and the parameters in none; None to cut it.
 
     Attributes:
         data, grads, groups: this rank's parts, one for each unit and optimizer group.
@@ -106,6 +107,7 @@ class ShardedStorage(FlatStorage):
         stage: int,
         unit_bytes: int | None = None,
         store: Store | None = None,
+        units: Units | None = None,
     ) -> None:
         if stage not in STAGES:
             raise UsageError(
@@ -115,7 +117,7 @@ class ShardedStorage(FlatStorage):
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
-        self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
+        self.units, _ = units or cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
         unit_of = {
             item: number for number, unit in enumerate(self.units) for item in unit.parameters
         }
@@ -150,9 +152,7 @@ class ShardedStorage(FlatStorage):
             if not self.rank_local[i]:
                 self._pieces[int(label.partition(" ")[0])].append(i)
         self.slices = [
-            slice(0, length)
-            if is_own
-            else slice(item.start, item.stop)
+            slice(0, length) if is_own else slice(item.start, item.stop)
             for length, is_own in zip(lengths, self.rank_local, strict=True)
             for item in [part(length, self.ranks.size, self.ranks.rank)]
         ]
@@ -197,7 +197,9 @@ class ShardedStorage(FlatStorage):
         self._rooms += rooms if slots else []
         own = allocate_own or (lambda *_: rooms[0][:0])
         return [
-            own(length, dtype) if i not in offsets else rooms[offsets[i][0]][offsets[i][1] :][:length]
+            own(length, dtype)
+            if i not in offsets
+            else rooms[offsets[i][0]][offsets[i][1] :][:length]
             for i, length in enumerate(lengths)
         ]
 
@@ -480,9 +482,9 @@ class ShardedStorage(FlatStorage):
         """
         if self.stage < 3 or self._node is not None:
             return
-        self._start(number)
+        self.start(number)
         if following is not None:
-            self._start(following)
+            self.start(following)
         self._wait(number)
 
     def release(self, number: int) -> None:
@@ -491,8 +493,9 @@ class ShardedStorage(FlatStorage):
             self._wait(number)
             del self._resident[number]
 
-    def _start(self, number: int) -> None:
-        if number in self._resident:
+    def start(self, number: int) -> None:
+        """Start to gather a unit's parameters, unless they are there."""
+        if number in self._resident or self.stage < 3 or self._node is not None:
             return
         if number != COMMON:  # out of turn, its slot may hold another unit: evict that
             for other in [
@@ -549,14 +552,21 @@ def sharded(
     stage: int = 3,
     unit_bytes: int | None = None,
     store: Store | None = None,
+    units: Units | None = None,
 ) -> Callable[..., ShardedStorage]:
     """Return a factory of a model's storage for `Module.initialize`.
 
     Args:
-        model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
+        model, ranks, stage, unit_bytes, store, units: see `ShardedStorage`.
     """
     return partial(
-        ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store
+        ShardedStorage,
+        model=model,
+        ranks=ranks,
+        stage=stage,
+        unit_bytes=unit_bytes,
+        store=store,
+        units=units,
     )
 
 
@@ -569,21 +579,35 @@ class Unit:
     parameters: tuple[Parameter, ...]
 
 
-def cut_units(
-    model: Module, limit_bytes: int, itemsize: int
-) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
+Units: TypeAlias = tuple[tuple[Unit, ...], tuple[Parameter, ...]]
+"""The units, and the parameters that are in none, as several units use them."""
+
+
+def cut_units(model: Module, limit_bytes: int, itemsize: int) -> Units:
     """Cut a model's chain into units; return them, and the parameters that several units use.
+
+    Args:
+        model: a sequence, or a part of one; any other module is one unit.
+        limit_bytes, itemsize: see `cut_runs`.
+    """
+    layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
+    return as_units(model, cut_runs(layers, limit_bytes, itemsize))
+
+
+def cut_runs(
+    layers: Sequence[ChainLayer], limit_bytes: int, itemsize: int
+) -> list[tuple[ChainLayer, ...]]:
+    """Cut layers into runs for units.
 
     The layers of one child of the model, such as a residual block, stay together. Successive
     children are merged while their parameters fit the limit; a child without parameters joins the
     one before it.
 
     Args:
-        model: a sequence, or a part of one; any other module is one unit.
+        layers: of a chain.
         limit_bytes: at least 1.
         itemsize: bytes of an element.
     """
-    layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
     blocks = [
         tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])
     ]
@@ -599,17 +623,29 @@ def cut_units(
             sizes.append(0)
         merged[-1] += block
         sizes[-1] += size
-    runs = [
+    return [
         tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
     ]
+
+
+def as_units(
+    model: Module,
+    runs: Sequence[tuple[ChainLayer, ...]],
+    tied: Collection[Parameter] = (),
+) -> Units:
+    """Return the units of runs of a model's layers, and the parameters in none.
+
+    Args:
+        tied: parameters that are in no unit, because other ranks use them, too.
+    """
     users = Counter(item for run in runs for item in parameters_of(run) if not item.rank_local)
+    alone = {item for item, count in users.items() if count == 1} - {*tied}
     units = [
-        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if users[item] == 1))
+        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if item in alone))
         for run in runs
     ]
-    return tuple(units), tuple(
-        item for item in model.parameters() if users[item] != 1 and not item.rank_local
-    )
+    rest = (item for item in model.parameters() if item not in alone and not item.rank_local)
+    return tuple(units), tuple(rest)
 
 
 @dataclass(frozen=True)
@@ -646,6 +682,7 @@ def predict_bytes(
     unit_bytes: int | None = None,
     is_node_shared: bool = False,
     offloaded: str | None = None,
+    units: Units | None = None,
 ) -> StateBytes:
     """Return the exact bytes a rank will hold, for one parameter group, without values.
 
@@ -659,11 +696,14 @@ def predict_bytes(
         is_node_shared: whether the node's ranks share one copy of the parameters.
         offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and parameters in stage 3;
             None for nothing.
+        units: see `ShardedStorage`.
     """
-    units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
-    lengths = [_length(unit.parameters, itemsize) for unit in units]
+    cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    lengths = [_length(unit.parameters, itemsize) for unit in cut]
     shared_length = _length(shared, itemsize)
-    full = _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
+    full = (
+        _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
+    )
     own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
     local = sum(len(part(length, size, rank)) for length in [*lengths, shared_length]) * itemsize
     scratch = (max(lengths, default=0) + shared_length) * itemsize

@@ -227,7 +227,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         """
         super().finish()
         if not self._in_units:
-            for number in (*reversed(range(len(self.storage.units))), COMMON):
+            # in a pipeline, stages 2 and 3 have summed each microbatch's units already
+            units = range(len(self.storage.units) if self.stage == 1 else 0)
+            for number in (*reversed(units), COMMON):
                 self.storage.reduce(number)
 
     # ---- the model ----
