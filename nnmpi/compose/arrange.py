@@ -94,8 +94,8 @@ class Arrangement:
         backend: of this rank.
         layers: the full model's chain; empty without a pipeline.
         cuts: the layers of each stage of the pipeline.
-        segments: for each stage, the layers of its segments: the units of ZeRO 2 and 3, otherwise
-            all of them.
+        segments: for each stage, the layers of its segments: the units of ZeRO 2 and 3, or what
+            is recomputed to fit a limit of activations; otherwise all of them.
         costs: measured for the cuts; empty if nothing was measured.
         ties: this rank's parameters that other ranks of its pipeline have, too.
         classes: the number of classes if the logits are sharded over tp (a last layer with
@@ -166,12 +166,18 @@ class Arrangement:
         """ZeRO's units of this rank's segments; None if they are cut from the full model."""
         if not self.segments or self.layout.zero < 2:
             return None
-        runs = [
-            self.layers[cut.start : cut.stop]
-            for stage in self.stages
-            for cut in self.segments[stage]
-        ]
+        runs = list(self.own_segments.values())
         return as_units(self.model, runs, {tie.parameter for tie in self.ties})
+
+    @cached_property
+    def own_segments(self) -> dict[int, tuple[ChainLayer, ...]]:
+        """This rank's segments, by number; empty without a pipeline."""
+        numbers = enumerate((s, cut) for s, cuts in enumerate(self.segments) for cut in cuts)
+        return {
+            number: self.layers[cut.start : cut.stop]
+            for number, (stage, cut) in numbers
+            if stage in self.stages
+        }
 
     @cached_property
     def is_plain(self) -> bool:
@@ -356,9 +362,11 @@ def _segments(
     layers: Sequence[ChainLayer], cuts: Sequence[range], layout: Layout, itemsize: int
 ) -> tuple[tuple[range, ...], ...]:
     """Return the layers of each stage's segments."""
-    if layout.zero < 2:
+    result, limit = [], 1
+    if layout.zero > 1:
+        limit = layout.unit_bytes or UNIT_BYTES[layout.zero]
+    elif not layout.limits_activations:
         return tuple((cut,) for cut in cuts)
-    result, limit = [], layout.unit_bytes or UNIT_BYTES[layout.zero]
     for cut in cuts:
         lengths = map(len, cut_runs(layers[cut.start : cut.stop], limit, itemsize))
         result.append(_by_lengths(lengths, cut.start))

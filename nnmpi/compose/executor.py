@@ -14,8 +14,8 @@ sends travel while the rank computes, and every microbatch has buffers of its ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from nnmpi.compose.stats import PassReport
 from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import RunStage, Stage, run_chain
+from nnmpi.parallel.pipeline.stage import RunStage, Stage, StageCost, run_chain
 from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import SegmentHome, lower, shard_weights, split_stages
@@ -49,7 +49,6 @@ from nnmpi.schedule.schedule import (
     Schedule,
     parts,
     peak_saved,
-    stages_of,
 )
 from nnmpi.schedule.schedules import INFERENCE, Generator, make
 from nnmpi.tensor.sharded import gather_shards
@@ -182,7 +181,6 @@ class Executor:
     Attributes:
         stages: this rank's, by number; segments of stages under ZeRO 2 and 3.
         count: the number of stages altogether.
-        stage_now: the stage of the last backward pass.
     """
 
     def __init__(
@@ -216,8 +214,8 @@ class Executor:
         if segments:
             self._schedule = layout.schedule
             self.stages = {
-                number: self._make_stage(arrangement, number, segments[number])
-                for number in stages_of(self.rank, self.ranks, self.count, self._home)
+                number: self._make_stage(arrangement, number, segments[number].start)
+                for number in arrangement.own_segments
             }
             self._messages = Messages(mesh.pp, synchronous_sends)
             boundaries = {
@@ -228,7 +226,6 @@ class Executor:
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
-        self.stage_now = 0
         self._unit_of = {number: unit for unit, number in enumerate(self.stages)}
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
@@ -255,13 +252,12 @@ class Executor:
     ) -> tuple[list[Tensor], bool]:
         return [self._caller.run_uncut(self._to_sharded(tensors[0]), microbatch)], True
 
-    def _make_stage(self, arrangement: Arrangement, number: int, cut: range) -> Stage:
-        is_last = number == self.count - 1
-        layers = arrangement.layers[cut.start : cut.stop]
-        stashed = stashed_at(arrangement.layers, cut.start)
+    def _make_stage(self, arrangement: Arrangement, number: int, first: int) -> Stage:
+        is_last, layers = number == self.count - 1, arrangement.own_segments[number]
+        stashed = stashed_at(arrangement.layers, first)
         run = run_chain(number, layers, stashed, self.end if is_last else None)
         run = run if self._sequence is None else self._for_positions(run, is_last)
-        recomputes = arrangement.layout.recomputes
+        recomputes = arrangement.layout.activation_memory is not None
         if recomputes:
             run = partial(repeatable, ModelPart(arrangement.model, layers), {}, run)
         return Stage(run, self._caller.mode, is_last, recomputes, is_cut=True)
@@ -349,16 +345,51 @@ class Executor:
         self._report.total_s = clock.now() - begin
         return self._report
 
-    def peak_bytes(self, saved: Mapping[int, int]) -> int:
-        """Return the peak bytes of activations in the last pass.
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure each stage's microbatches in the block."""
+        for stage in self.stages.values():
+            stage.measures, stage.cost = True, StageCost()
+        try:
+            yield
+        finally:
+            for stage in self.stages.values():
+                stage.measures = False
+
+    def peak_bytes(self, most: int) -> int:
+        """Return the peak bytes of activations in the last pass, which was measured.
 
         Args:
-            saved: stage -> the bytes that it saves for a microbatch's backward pass.
+            most: of a microbatch of an uncut model.
         """
-        if any(stage.recomputes for stage in self.stages.values()):
-            return max(saved.values(), default=0) + self._report.peak_waiting
-        by_stage = {stage: saved.get(stage, 0) for stage in self.stages}
-        return peak_saved(self._now.schedule, self.rank, by_stage)
+        if self.count == 1:
+            return most
+        costs = {number: stage.cost for number, stage in self.stages.items()}
+        return int(self.peak_of(costs, self.recomputed))
+
+    def peak_of(self, costs: Mapping[int, StageCost], recomputed: Collection[int]) -> float:
+        """Return the peak bytes of the last pass's program if these stages are recomputed.
+
+        A stage's outputs are the next one's inputs if that is on this rank; the data are no
+        activations.
+        """
+        waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
+        saved = {
+            number: waiting[number] + cost.inner + cost.outputs * (number + 1 not in costs)
+            for number, cost in costs.items()
+        }
+        again = {number: waiting[number] for number in recomputed}
+        return peak_saved(self._now.schedule, self.rank, saved, again)
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that are recomputed."""
+        return frozenset(number for number, stage in self.stages.items() if stage.recomputes)
+
+    def recompute(self, numbers: Collection[int]) -> None:
+        """Recompute these stages from now on."""
+        for number, stage in self.stages.items():
+            stage.recomputes = number in numbers
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -388,9 +419,7 @@ class Executor:
                 if watched:
                     # the peak is after a forward: backwards only free memory
                     stages = self.stages.values() if kind is Kind.F else ()
-                    live = sum(entry.live for entry in stages)
-                    waiting = sum(entry.waiting_bytes for entry in stages)
-                    record_call(self._end, op, live, waiting)
+                    record_call(self._end, op, sum(entry.live for entry in stages))
                 if stage == 0 and kind in _LAST:
                     record_call(self._caller.end_backward, microbatch)
             if self._messages is not None:
@@ -412,14 +441,13 @@ class Executor:
         computed_s = clock.now() - self._began - self._paused_s - met_s
         self._paused_s += self._caller.pace(computed_s, self._share * part, self._paused_s)
 
-    def _end(self, instruction: Instruction, live: int, waiting_bytes: int) -> None:
+    def _end(self, instruction: Instruction, live: int) -> None:
         """Note the time and memory of an instruction."""
         kind, report, begin, end = instruction.kind, self._report, self._began, clock.now()
         if kind in COMPUTE:
             report.samples.append((instruction, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, live)
-            report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             self._world.collective_s += end - begin
         if kind not in RECEIVES and kind in _STYLES:
@@ -470,7 +498,6 @@ class Executor:
             self._values[stage + 1, microbatch] = outputs
 
     def _backward(self, stage: int, microbatch: int, halves: bool) -> None:
-        self.stage_now = stage
         if stage == self.count - 1:
             if self._caller.poll is not None:
                 record_call(self._caller.poll)

@@ -59,8 +59,9 @@ class Layout:
             "fixed" are not counted.
         state_arrays: optimizer arrays per parameter, for the limit (Adam 2, SGD 0).
         activation_memory: most bytes of activations per rank; the rest is recomputed (see
-            `memory.recompute`). "least" saves as little as possible: each pipeline stage saves
-            only its input. None saves everything. A pipeline takes "least" or None.
+            `memory.recompute`). A pipeline recomputes segments of its stages (see
+            `memory.fitting`), in the first step all of them, and measures them. "least" saves as
+            little as possible: each pipeline stage saves only its input. None saves everything.
         offload: the destination of activations if that is faster than recomputing them: a folder
             (for a file), or "host" for a device's arrays (see `memory.store`); None for none.
         offload_state: the arrays that stay there and are read in when needed: "optimizer" (its
@@ -182,8 +183,8 @@ class Layout:
             (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
             (refusals.EXPERTS, self.expert_parallel, "expert_parallel"),
             (refusals.ZERO, self.zero > 0, zero),
-            (refusals.LEAST, self.recomputes, memory),
-            (refusals.LIMIT, self.activation_memory not in (None, LEAST), memory),
+            (refusals.LEAST, self.activation_memory == LEAST, memory),
+            (refusals.LIMIT, self.limits_activations, memory),
             (
                 refusals.ACTIVATIONS_OUT,
                 self.offload is not None and self.offload_state is None,
@@ -234,9 +235,9 @@ class Layout:
         return home_of(self.schedule) if self._example is None else self._example.home
 
     @property
-    def recomputes(self) -> bool:
-        """True if pipeline stages save only their inputs and recompute in the backward pass."""
-        return self.activation_memory == LEAST
+    def limits_activations(self) -> bool:
+        """True if activations have a limit in bytes."""
+        return self.activation_memory not in (None, LEAST)
 
 
 @dataclass(frozen=True)

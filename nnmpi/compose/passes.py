@@ -17,13 +17,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, starmap
 from math import isfinite, nan
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
@@ -40,6 +42,7 @@ from nnmpi.backend.recording import (
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import NnmpiError, UsageError, is_own
 from nnmpi.base.shard import split
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, BoundMesh
@@ -66,6 +69,7 @@ from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
+from nnmpi.memory.fitting import choose_recomputed
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
@@ -73,6 +77,7 @@ from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
+from nnmpi.parallel.pipeline.stage import StageCost
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.tensor.backward import leaves_of
@@ -149,7 +154,7 @@ class Running:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The key of a batch's recording."""
+        """The key of a batch's recording, but for what is recomputed."""
         full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self.parts]
         return self.trains, full.length, full.x.dtype, full.y.dtype, *shapes
 
@@ -202,6 +207,10 @@ class Passes(PassHandler):
             with agreed(arrangement.mesh.world):
                 self._store = Store(arrangement.layout.offload, backend)
         self._budget = budget
+        # of a pipeline's stages, and the largest batch for which they were measured
+        self._limit = arrangement.layout.activation_memory if arrangement.stages else None
+        self._fitted_size = 0
+        self._fitted = ""  # how they fit, until it is reported
         self.updates_per_microbatch = arrangement.layout.asynchronous
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
@@ -263,7 +272,15 @@ class Passes(PassHandler):
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
             before = [buffer.data.copy() for _, buffer in self._watched]
-            passed = self.executor.run(now.inputs, self._seeds(now), now.kind, refusal)
+            fits = isinstance(self._limit, int) and batch.global_elements > self._fitted_size
+            if fits:
+                self.executor.recompute(self.executor.stages)
+                refusal = "activations are measured"
+            with self.executor.measuring() if fits else nullcontext():
+                kind = *now.kind, self.executor.recomputed
+                passed = self.executor.run(now.inputs, self._seeds(now), kind, refusal)
+            if fits:
+                self._fit_stages(batch.global_elements)
             for (name, buffer), values in zip(self._watched, before, strict=True):
                 if not bool((buffer.data == values).all()):
                     raise UsageError(_BUFFER_MOVES.format(name))
@@ -276,6 +293,26 @@ class Passes(PassHandler):
             self.exchange.finish()
             self.exchange.note_squares(now.scalars)
         return report
+
+    def _fit_stages(self, size: int) -> None:
+        """Choose the stages to recompute from now on, the same on ranks with the same stages."""
+        assert isinstance(self._limit, int)
+        executor, mesh = self.executor, self._arrangement.mesh
+        costs = [[*map(float, stage.cost)] for stage in executor.stages.values()]
+        for group in (mesh.replicas, mesh.tp):
+            costs = np.max(group.gather(costs), axis=0).tolist() if group.size > 1 else costs
+        cost_of = dict(zip(executor.stages, starmap(StageCost, costs), strict=True))
+        peak = partial(executor.peak_of, cost_of)
+        seconds = {number: cost.seconds for number, cost in cost_of.items()}
+        with agreed(mesh.world):
+            chosen = choose_recomputed(seconds, peak, self._limit)
+        executor.recompute(chosen)
+        self._fitted_size = size
+        self._fitted = (
+            f"activations take {format_bytes(int(peak(chosen)))} at most on this rank,"
+            f" {format_bytes(int(peak(())))} if all were kept; {len(chosen)} of {len(costs)}"
+            " segments are recomputed"
+        )
 
     def send_sums(self) -> Callable[[], tuple[float, float, int]]:
         """Begin to copy this rank's contribution of the last batch: losses, score, counted labels.
@@ -359,8 +396,9 @@ class Passes(PassHandler):
         if planned is not None and planned.plan != self._reported:
             self._reported = planned.plan
             return [planned.describe()]
+        lines, self._fitted = [self._fitted] * bool(self._fitted), ""
         if not self._passes:
-            return []
+            return lines
         # without an epoch's short last batch
         full = max(report.samples for report in self._passes)
         passes = [
@@ -369,7 +407,7 @@ class Passes(PassHandler):
             if report.passed is not None and report.samples == full
         ]
         plan = self.executor.schedule_for(passes[0].microbatches)
-        lines = [_forecast(self._arrangement.mesh, plan, passes)]
+        lines.append(_forecast(self._arrangement.mesh, plan, passes))
         old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
         if self.updates_per_microbatch:
@@ -509,7 +547,7 @@ class Passes(PassHandler):
                 self.model, self._budget, self.backend, self.world, self._store, sharded
             )
         return self.planned(
-            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows
+            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_elements
         )
 
     # ---- for the executor: see `PassHandler` ----
@@ -601,7 +639,8 @@ def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (
-            layout.activation_memory is not None and not arrangement.stages
+            layout.limits_activations
+            or (layout.activation_memory is not None and not arrangement.stages)
         ),
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(
             strangers
@@ -695,7 +734,7 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     number_of = {span.parameter: i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
         stage: sorted(number_of[parameter] for parameter in parameters_of(layers))
-        for stage, layers in arrangement.stages.items()
+        for stage, layers in arrangement.own_segments.items()
     }
 
 

@@ -25,10 +25,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, PIPEDREAM): _VERSIONS,
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
-    (
-        LIMIT,
-        PIPELINE,
-    ): "a pipeline saves all activations, or with activation_memory least only each stage's input",
+    (LIMIT, PIPEDREAM): _VERSIONS,
     (ACTIVATIONS_OUT, PIPELINE): "a pipeline cannot offload its activations",
     (STATE_OUT, PIPEDREAM): "pipedream uses the optimizer state after every microbatch",
     (

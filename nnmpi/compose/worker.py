@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -439,7 +439,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     @contextmanager
     def _counting(self) -> Iterator[None]:
         executor = self.passes.executor
-        with self.ledger.measuring(lambda: executor.stage_now, executor.peak_bytes):
+        with executor.measuring(), self.ledger.measuring(executor.peak_bytes):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
@@ -554,8 +554,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
         self._require_same_rows([samples.shape, labels.shape])
-        given = self.group.gather([number, len(samples), count_targets(labels)])
-        counts = {number: (rows, targets) for number, rows, targets in given}
+        row_elements = prod(samples.shape[1:])
+        given = self.group.gather([number, len(samples), count_targets(labels), row_elements])
+        counts = {number: (rows, targets) for number, rows, targets, _ in given}
         first = sum(counts[before][0] for before in range(number))
         return Batch(
             x=np.ascontiguousarray(samples),
@@ -566,6 +567,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             epoch=0,
             number=self.optimizer.steps,
             targets=(sum(targets for _, targets in counts.values()),),
+            row_elements=max(elements for *_, elements in given),
         )
 
     def _require_same_rows(self, rows: Sequence[Any]) -> None:

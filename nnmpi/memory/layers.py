@@ -21,7 +21,14 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
-from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
+from nnmpi.memory.store import (
+    BYTE_S,
+    SavedArrays,
+    Store,
+    operations_of,
+    owner_id,
+    saved_memory,
+)
 from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, Stashed, closed_runs, open_chain, unpack
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
@@ -329,8 +336,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
             forward_s, _ = time(lambda: before.run(layer))
         keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
         after, outputs = _Around.of(x, retained)
-        tapes = {id(tape): tape for end in outputs if end.tape and (tape := end.tape.find())}
-        saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
+        saved = saved_memory(operations_of(outputs), outside)
         differentiable = [end for end in outputs if end.requires_grad]
         backward_s = 0.0
         if differentiable:
@@ -341,7 +347,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
             backward_s, _ = time(lambda: root.backward(seed))  # noqa: B023
         gradient = sum(leaf.data.nbytes for leaf in leaves if leaf.grad is not None)
         rounds.append((forward_s, keep_s, backward_s))
-        del leaves, x, retained, outputs, tapes, differentiable
+        del leaves, x, retained, outputs, differentiable
     owners = before.owners, after.owners
     forward_s, keep_s, backward_s = map(min, zip(*rounds[1:], strict=True))
     return LayerCost(

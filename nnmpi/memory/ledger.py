@@ -24,9 +24,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from nnmpi.base.errors import UsageError
-from nnmpi.memory.store import saved_memory
+from nnmpi.memory.store import saved_memory, weights_of
 from nnmpi.tensor.backward import watching
-from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.function import Function
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
@@ -81,29 +81,21 @@ class MemoryLedger:
         self._peak = max(self._peak, sum(self._held.values()))
 
     @contextmanager
-    def measuring(
-        self, stage: Callable[[], int], of_all: Callable[[Mapping[int, int]], int]
-    ) -> Iterator[None]:
+    def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
         """Count the arrays that the block's operations save, as activations.
 
         Args:
-            stage: returns the number of the stage whose backward pass begins.
-            of_all: {stage: the most bytes of a microbatch} -> of all that were in flight at once;
-                called after the block.
+            of_all: the peak bytes of one microbatch -> of all that were in flight at once; called
+                after the block.
         """
-        before, most = self._held[ACTIVATIONS], dict[int, int]()  # before: the recordings' bytes
+        before, most = self._held[ACTIVATIONS], 0  # before: the recordings' bytes
 
         def see(operations: Sequence[Function]) -> None:
-            edges = [edge for operation in operations for edge in operation.edges or ()]
-            local = [
-                item.data
-                for item in edges
-                if isinstance(item, Variable) and item.buffer is not None
-            ]
+            nonlocal most
+            local = weights_of(operations)
             # an operation of a plan reports the plan's bytes
             planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
-            saved = sum(saved_memory(operations, local).values())
-            most[stage()] = max(most.get(stage(), 0), saved, *planned)
+            most = max(most, sum(saved_memory(operations, local).values()), *planned)
 
         token = watching.set(see)
         try:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 
@@ -249,19 +250,32 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
     return peak_saved(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
 
 
-def peak_saved(schedule: Schedule, rank: int, saved: Mapping[int, N]) -> N:
+def peak_saved(
+    schedule: Schedule,
+    rank: int,
+    saved: Mapping[int, N],
+    waiting: Mapping[int, N] = MappingProxyType({}),
+) -> N:
     """Return a rank's peak of saved activations, weighted by each stage's size.
 
     With halved backwards, an activation is saved until W. Without backwards none is saved after its
     forward.
+
+    Args:
+        saved: by stage.
+        waiting: of the stages that are recomputed, what is saved from the forward to the backward.
     """
     trains = schedule.trains
     now: N = 0
     most: N = 0
     for instruction in schedule.instructions(rank):
-        if instruction.kind is Kind.F:
-            now += saved[instruction.stage]
-            most = max(most, now)
-        if instruction.kind in (Kind.B, Kind.W) or (instruction.kind is Kind.F and not trains):
-            now -= saved[instruction.stage]
+        kind, whole = instruction.kind, saved.get(instruction.stage, 0)
+        until = waiting.get(instruction.stage, whole)
+        if kind is Kind.F:
+            now += until
+        elif kind in (Kind.B, Kind.I):
+            now += whole - until
+        most = max(most, now)
+        if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
+            now -= whole if trains else until
     return most

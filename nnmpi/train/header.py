@@ -144,7 +144,7 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
 
 def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     microbatches = inputs.train_loader.microbatches
-    recompute = ", computing activations again" if where.layout.recomputes else ""
+    recompute = ", computing activations again" * (where.layout.activation_memory is not None)
     samples = -(-inputs.batch_size // microbatches)
     return [
         (

@@ -268,6 +268,13 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
     (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
 )
+FITTED: tuple[tuple[Setup, Layout], ...] = (
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000)),
+    (GPT, Layout(pp=2, split=(2, 2, 2, 2), schedule="zb-v", activation_memory=75_000)),
+    (GPT, Layout(dp=2, pp=2, split=(3, 5), zero=3, unit_bytes=1, activation_memory=20_000)),
+    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=30_000)),
+    (NOISY, Layout(pp=3, tp=2, activation_memory=5_700)),
+)
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
     "mlp": ZERO_MLP,
@@ -380,6 +387,7 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
     *((setup, replace(layout, zero=zero)) for setup, layout in PIPELINES for zero in (2, 3)),
+    *FITTED,
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),

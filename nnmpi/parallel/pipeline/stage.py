@@ -12,12 +12,14 @@ An uncut model is a program of one stage. A stage sends nothing and does not dep
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import active
+from nnmpi.memory.store import operations_of, owner_id, saved_memory, weights_of
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
@@ -61,6 +63,22 @@ class _InFlight:
     outputs: list[Tensor] | None
 
 
+class StageCost(NamedTuple):
+    """What a microbatch costs a stage, the largest one.
+
+    Attributes:
+        inputs: bytes of its inputs, which it holds from the forward to the backward.
+        inner: bytes of what else its operations save.
+        outputs: bytes of its outputs, without inputs.
+        seconds: of a recomputation.
+    """
+
+    inputs: float = 0
+    inner: float = 0
+    outputs: float = 0
+    seconds: float = 0.0
+
+
 class Stage:
     """Computes a part of a model for one microbatch after another.
 
@@ -71,6 +89,11 @@ class Stage:
         is_last: whether the outputs are the model's, and go to no other stage.
         recompute: whether only a microbatch's input is kept, and the rest computed again.
         is_cut: whether it is one of several stages.
+
+    Attributes:
+        recomputes: as given; it may change between passes.
+        measures: whether backward passes measure their microbatches.
+        cost: the largest measured one.
     """
 
     def __init__(
@@ -84,6 +107,7 @@ class Stage:
         self._alone = graph_alone if is_cut else nullcontext
         self.run, self._scope, self._is_last = run, scope, is_last
         self.recomputes = recompute
+        self.measures, self.cost = False, StageCost()
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
 
@@ -91,15 +115,6 @@ class Stage:
     def live(self) -> int:
         """The number of microbatches whose activations are in memory."""
         return len(self._in_flight) + len(self._halves)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes of the inputs of microbatches that are to be recomputed."""
-        if not self.recomputes:
-            return 0
-        return sum(
-            leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves
-        )
 
     def outputs(self, microbatch: int) -> Sequence[Tensor]:
         """Return the outputs of a microbatch in flight, if they are in memory."""
@@ -139,12 +154,15 @@ class Stage:
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
         """
-        flight = self._in_flight.pop(microbatch)
+        flight, begin = self._in_flight.pop(microbatch), clock.now()
         if self.recomputes:
             with self._alone(), self._scope(microbatch, True):
                 flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
         outputs, flight.outputs = flight.outputs, None
         assert outputs is not None
+        if self.measures:
+            cost = _cost(flight.leaves, outputs, (clock.now() - begin) * self.recomputes)
+            self.cost = StageCost(*map(max, self.cost, cost))
         _mark_as_inputs(flight.leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
@@ -179,6 +197,18 @@ class Stage:
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Outputs:
         _mark_as_inputs(leaves)
         return self.run(leaves, single, microbatch)
+
+
+def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -> StageCost:
+    """Return the cost of a microbatch, from its graph."""
+    nodes = operations_of(outputs)
+    saved = saved_memory(nodes, weights_of(nodes))
+    inputs, ends = (
+        {owner_id(x.data): x.data.nbytes for x in tensors} for tensors in (leaves, outputs)
+    )
+    inner = sum(saved[owner] for owner in saved.keys() - inputs.keys() - ends.keys())
+    new = sum(ends[owner] for owner in ends.keys() - inputs.keys())
+    return StageCost(sum(inputs.values()), inner, new, seconds)
 
 
 def _mark_as_inputs(leaves: Sequence[Tensor]) -> None:
