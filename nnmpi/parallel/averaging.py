@@ -225,15 +225,20 @@ class Gossip(Averaging):
     `comm.algorithms.gossip` defines which rank sends to which; there are at least two.
     """
 
+    _moves = -1  # of the storage, when the sums were bound
+
     def after_step(self, step: int, rows: int) -> None:
         """Average with the neighbours; see `Averaging.after_step`."""
         self._done += 1
         data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
-        with keep_frozen(self.storage):
-            sums = [
+        if self._moves != self.storage.moves:
+            self._moves = self.storage.moves
+            self._sums = [
                 self.group.bind(array, "gossip", tag, NEIGHBOUR_AVERAGE.name)
                 for tag, array in enumerate(data)
             ]
+        sums = self._sums
+        with keep_frozen(self.storage):
             for pending in sums:
                 pending.start()
             # The rank sleeps, and uses no core, while its neighbours are late. A list, so that all

@@ -349,3 +349,17 @@ def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
         used = group.gather(time.process_time() - began)
         assert max(used) < 0.6 * late_s, used
         averaging.release()
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_gossip_binds_its_messages_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each step, which would make a scratch array as long as the model."""
+    model = nn.Linear(3, 2).initialize(seed=0)
+    mixing = Gossip(group, model.storage, optim.SGD(model.storage, lr=0.1))
+    bound: list[str] = []
+    old = mixing.group.bind
+    monkeypatch.setattr(mixing.group, "bind", lambda *args: bound.append("") or old(*args))
+    for step in range(4):
+        mixing.after_step(step, 1)
+    mixing.release()
+    assert len(bound) == len(model.storage.data)

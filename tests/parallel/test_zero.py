@@ -30,7 +30,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
+from nnmpi.parallel.zero.storage import ShardedStorage, cut_units, predict_bytes, sharded
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, differences, run
@@ -403,3 +403,26 @@ def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: P
         formula = re.sub(r"(\d) (?=[PU(])", r"\1 * ", formulas[not apart])
         expected = eval(formula, {"P": elements, "N": ranks, "U": 0, "A": 0, "B": 0})
         assert held[stage] == pytest.approx(expected, rel=1e-3), stage
+
+
+def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many units there are: all of stage 1 are summed between two."""
+    waits: Counter[int] = Counter()
+
+    def wait(self: ShardedStorage, old: Callable[..., None]) -> None:
+        waits[self.ranks.rank] += 1
+        old(self)
+
+    old = ShardedStorage.wait_for_others
+    monkeypatch.setattr(ShardedStorage, "wait_for_others", lambda self: wait(self, old))
+
+    def main(group: Group) -> None:
+        where = arrange(models.mlp((6,), 3, hidden=[8] * 5), group, Layout(zero=1, unit_bytes=1))
+        model = where.model.initialize(seed=0, storage=where.storage)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+        for _ in range(2):
+            waits[group.rank] = 0
+            worker.step(np.ones((4, 6)), np.arange(4) % 3)
+
+    simulate(main, 2)
+    assert max(waits.values()) <= 5

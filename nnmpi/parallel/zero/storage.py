@@ -34,10 +34,10 @@ there are no slots. Gradients are added in place (`comm.node_sum`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import nan
 from typing import Any, NoReturn, TypeAlias
 
@@ -329,27 +329,35 @@ class ShardedStorage(FlatStorage):
             if self.rank_local[span.buffer]:
                 span.parameter.finish_gradient()
 
-    def reduce(self, number: int) -> None:
-        """Reduce-scatter a unit's gradients, and accumulate this rank's part. Collective."""
+    def reduce(self, *numbers: int) -> None:
+        """Reduce-scatter units' gradients, and accumulate this rank's part. Collective."""
+        full = list(chain.from_iterable(map(self._complete, numbers)))
+        if not full:
+            return
+        with self.ranks.collective(REDUCE_SCATTER.name):
+            self.wait_for_others()
+            for i in full:
+                self._sum(i)
+            self.wait_for_others()
+
+    def _complete(self, number: int) -> Iterable[int]:
+        """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        if any(self.spans[i].parameter.requires_grad for i in numbers):
-            ends = dict.fromkeys(pieces, 0)
-            for i in numbers:
-                span = self.spans[i]
-                span.parameter.finish_gradient()
-                # zero the gap: scratch still has another unit's gradients there
-                self._grads[span.buffer][ends[span.buffer] : span.start] = 0
-                ends[span.buffer] = span.stop
-                if self.stage > 1:
-                    span.parameter.grad = None
-            for i, end in ends.items():
-                self._grads[i][end:] = 0
-            with self.ranks.collective(REDUCE_SCATTER.name):
-                self.wait_for_others()
-                for i in ends:
-                    self._sum(i)
-                self.wait_for_others()
+        if not any(self.spans[i].parameter.requires_grad for i in numbers):
+            return ()
+        ends = dict.fromkeys(pieces, 0)
+        for i in numbers:
+            span = self.spans[i]
+            span.parameter.finish_gradient()
+            # zero the gap: scratch still has another unit's gradients there
+            self._grads[span.buffer][ends[span.buffer] : span.start] = 0
+            ends[span.buffer] = span.stop
+            if self.stage > 1:
+                span.parameter.grad = None
+        for i, end in ends.items():
+            self._grads[i][end:] = 0
+        return ends
 
     def _sum(self, i: int) -> None:
         """Sum one full array over the ranks; accumulate this rank's part."""

@@ -229,8 +229,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         if not self._in_units:
             # in a pipeline, stages 2 and 3 have summed each microbatch's units already
             units = range(len(self.storage.units) if self.stage == 1 else 0)
-            for number in (*reversed(units), COMMON):
-                self.storage.reduce(number)
+            self.storage.reduce(*reversed(units), COMMON)
 
     # ---- the model ----
 
