@@ -37,6 +37,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, TP, BoundMesh, Mesh
 from nnmpi.compose.layout import Layout
+from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
@@ -51,7 +52,7 @@ from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import (
     UNIT_BYTES,
-    Units,
+    UnitCut,
     as_units,
     cut_runs,
     predict_bytes,
@@ -162,7 +163,7 @@ class Arrangement:
         return storage
 
     @cached_property
-    def units(self) -> Units | None:
+    def units(self) -> UnitCut | None:
         """ZeRO's units of this rank's segments; None if they are cut from the full model."""
         if not self.segments or self.layout.zero < 2:
             return None
@@ -202,6 +203,14 @@ class Arrangement:
         return (
             SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
         )
+
+    def local(self, batch: Batch) -> tuple[Batch, list[str]]:
+        """Return this rank's part of its replica's batch, and a checksum of the full one.
+
+        The checksum is there if several ranks are given the same rows, which they then compare.
+        """
+        rows = [f"{batch.checksum()}"] if self.same_rows else []
+        return (batch if self.sequence is None else self.sequence.part(batch)), rows
 
     @property
     def data_ranks(self) -> int:

@@ -74,6 +74,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
             each rank has its own.
         notice: an option that could not be used as given, and why; otherwise empty.
+        updates_in_passes: whether weights are updated within passes, after every microbatch.
         squares: the sum that `note_squares` noted, once it is read; NaN for none.
     """
 
@@ -92,7 +93,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self.group = trainer.group
         self.replica_group = arrangement.mesh.replicas
         self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
-        self._updates = arrangement.layout.asynchronous
+        self.updates_in_passes = arrangement.layout.asynchronous
         self.strategy = self._start(options)
         self.optimizer.ranks = self.replica_group
         self.notice = self.strategy.notice
@@ -100,6 +101,11 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
         return DataParallel(self.model, self.replica_group, *args, runs_backward=self._is_uncut)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there is a gradient of the whole step."""
+        return not self.updates_in_passes
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
@@ -132,7 +138,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
-        if self._updates:
+        if not self.has_norm:
             norm = math.nan
         elif trusted(self.squares) or (self._is_wide and math.isfinite(self.squares)):
             norm = math.sqrt(self.squares)

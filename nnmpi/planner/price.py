@@ -53,7 +53,7 @@ from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import (
     UNIT_BYTES,
     StateBytes,
-    Units,
+    UnitCut,
     as_units,
     cut_runs,
     predict_bytes,
@@ -387,7 +387,7 @@ class ModelShapes:
         """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, _ = self._model(tp)
-        parts: list[tuple[Module, Units | None]] = [(model, None)]
+        parts: list[tuple[Module, UnitCut | None]] = [(model, None)]
         if pp > 1:
             tied, parts = self._tied(tp, pp, virtual, home), []
             for stages in self._stages_of(tp, pp, virtual, home):

@@ -219,20 +219,37 @@ _NEEDED_NEXT = {Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF}
 
 
 def _check_weights(schedule: Schedule, positions: Positions) -> None:
-    """Refuse computing with weights that are not there, and weights that stay."""
-    if Kind.GATHER not in schedule.kinds:
-        return
+    """Refuse computing with weights that are not there, weights that stay, and mixed gradients.
+
+    The gradients of all stages of a rank pass through the same memory if replicas share them out.
+    """
+    ops = [op for op in positions.all if op.microbatch is not None]
+    gathers = any(op.kind in WEIGHTS for op in ops)
+    sums_each = any(op.kind is Kind.REDUCE for op in ops) and all(
+        op.kind != Kind.STEP for op in ops
+    )
     for rank, program in enumerate(schedule.programs):
         held: dict[int, Position] = {}
+        unsummed: Instruction | None = None
         for at, item in enumerate(program):
             for op in parts(item):
-                here = Position(rank, at)
+                here, is_held = Position(rank, at), op.stage in held
+                if op.kind is Kind.GATHER and is_held:
+                    positions.fail(f"{op} gathers weights that are there", [held[op.stage], here])
+                if gathers and op.kind in COMPUTE | {Kind.FREE} and not is_held:
+                    positions.fail(f"{op} needs weights that are not gathered", [here])
                 if op.kind is Kind.GATHER:
                     held[op.stage] = here
-                elif op.stage not in held and op.kind in COMPUTE | {Kind.FREE}:
-                    positions.fail(f"{op} needs the weights of {op.stage}, not gathered", [here])
                 elif op.kind is Kind.FREE:
                     del held[op.stage]
+                elif sums_each and op.kind is Kind.REDUCE:
+                    unsummed = None
+                elif sums_each and op.kind in (Kind.B, Kind.W):
+                    if unsummed is not None:
+                        positions.fail(
+                            f"{op} comes before the gradients of {unsummed} are summed", [here]
+                        )
+                    unsummed = op
         for stage, where in held.items():
             positions.fail(f"the weights of {stage} are gathered, and never freed", [where])
 

@@ -107,7 +107,7 @@ class ShardedStorage(FlatStorage):
         stage: int,
         unit_bytes: int | None = None,
         store: Store | None = None,
-        units: Units | None = None,
+        units: UnitCut | None = None,
     ) -> None:
         if stage not in STAGES:
             raise UsageError(
@@ -560,7 +560,7 @@ def sharded(
     stage: int = 3,
     unit_bytes: int | None = None,
     store: Store | None = None,
-    units: Units | None = None,
+    units: UnitCut | None = None,
 ) -> Callable[..., ShardedStorage]:
     """Return a factory of a model's storage for `Module.initialize`.
 
@@ -587,11 +587,11 @@ class Unit:
     parameters: tuple[Parameter, ...]
 
 
-Units: TypeAlias = tuple[tuple[Unit, ...], tuple[Parameter, ...]]
+UnitCut: TypeAlias = tuple[tuple[Unit, ...], tuple[Parameter, ...]]
 """The units, and the parameters that are in none, as several units use them."""
 
 
-def cut_units(model: Module, limit_bytes: int, itemsize: int) -> Units:
+def cut_units(model: Module, limit_bytes: int, itemsize: int) -> UnitCut:
     """Cut a model's chain into units; return them, and the parameters that several units use.
 
     Args:
@@ -640,7 +640,7 @@ def as_units(
     model: Module,
     runs: Sequence[tuple[ChainLayer, ...]],
     tied: Collection[Parameter] = (),
-) -> Units:
+) -> UnitCut:
     """Return the units of runs of a model's layers, and the parameters in none.
 
     Args:
@@ -690,7 +690,7 @@ def predict_bytes(
     unit_bytes: int | None = None,
     is_node_shared: bool = False,
     offloaded: str | None = None,
-    units: Units | None = None,
+    units: UnitCut | None = None,
 ) -> StateBytes:
     """Return the exact bytes a rank will hold, for one parameter group, without values.
 
