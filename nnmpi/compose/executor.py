@@ -30,13 +30,14 @@ from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
+from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.stage import RunStage, Stage, StageCost, run_chain
 from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
 from nnmpi.schedule.check import check
-from nnmpi.schedule.lower import SegmentHome, lower, shard_weights, split_stages
+from nnmpi.schedule.lower import SegmentHome, lower, offload, shard_weights, split_stages
 from nnmpi.schedule.schedule import (
     COMPUTE,
     RECEIVES,
@@ -92,8 +93,11 @@ class PassProgram(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _program(rank: int, *shape: Any) -> PassProgram:
+def _program(rank: int, moved: frozenset[int], *shape: Any) -> PassProgram:
     schedule = _executable(*shape)
+    if moved:
+        schedule = offload(schedule, rank, moved)
+        check(schedule)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
     items_of_rank = (parts(item) for item in schedule.programs[rank])
     items = tuple(
@@ -181,6 +185,7 @@ class Executor:
     Attributes:
         stages: this rank's, by number; segments of stages under ZeRO 2 and 3.
         count: the number of stages altogether.
+        moved: the stages whose saved arrays are moved to a store between forward and backward.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class Executor:
         self._stage_home = layout.home
         self._home: Home = SegmentHome(layout.home, tuple(accumulate(self._counts)))
         self._zero = layout.zero if segments else 0
-        self._model = arrangement.model
+        self._model, self._backend = arrangement.model, backend
         self._schedule: Generator = SERIAL
         self.stages = {0: Stage(self._run_uncut, caller.mode)}
         if segments:
@@ -226,6 +231,7 @@ class Executor:
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+        self.save_memory(self.recomputed)
         self._unit_of = {number: unit for unit, number in enumerate(self.stages)}
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
@@ -241,6 +247,9 @@ class Executor:
             Kind.RECV_ACT: partial(record_call, self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: partial(self._send, Kind.SEND_GRAD),
             Kind.RECV_GRAD: partial(record_call, self._receive, Kind.RECV_GRAD),
+            Kind.OUT: self._send_out,
+            Kind.DROP: lambda stage, microbatch: self.stages[stage].drop(microbatch),
+            Kind.IN: lambda stage, microbatch: self.stages[stage].bring_in(microbatch),
             Kind.GATHER: partial(record_call, self._gather),
             Kind.FREE: partial(record_call, self._free),
             Kind.REDUCE: partial(record_call, self._reduce),
@@ -321,7 +330,9 @@ class Executor:
         begin = clock.now()
         self._passes += 1
         name = self._schedule if seeds else INFERENCE
-        self._now = _program(self.rank, *self._shape(name, len(inputs)))
+        self._asked = self._shape(name, len(inputs))
+        moved = self.moved if seeds else frozenset[int]()
+        self._now = _program(self.rank, moved, *self._asked)
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
         self._timeline = timeline.current()
         try:
@@ -365,31 +376,42 @@ class Executor:
         if self.count == 1:
             return most
         costs = {number: stage.cost for number, stage in self.stages.items()}
-        return int(self.peak_of(costs, self.recomputed))
+        return int(self.peak_of(costs, self.recomputed, self.moved))
 
-    def peak_of(self, costs: Mapping[int, StageCost], recomputed: Collection[int]) -> float:
-        """Return the peak bytes of the last pass's program if these stages are recomputed.
+    def peak_of(
+        self, costs: Mapping[int, StageCost], again: Collection[int], moved: Collection[int] = ()
+    ) -> float:
+        """Return the peak bytes of a pass like the last one, for a choice of stages.
 
         A stage's outputs are the next one's inputs if that is on this rank; the data are no
         activations.
+
+        Args:
+            again: the stages that are recomputed.
+            moved: those whose saved arrays are moved to a store meanwhile.
         """
         waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
-        saved = {
-            number: waiting[number] + cost.inner + cost.outputs * (number + 1 not in costs)
+        staying = {
+            number: waiting[number] + cost.outputs * (number + 1 not in costs)
             for number, cost in costs.items()
         }
-        again = {number: waiting[number] for number in recomputed}
-        return peak_saved(self._now.schedule, self.rank, saved, again)
+        saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
+        schedule = _program(self.rank, frozenset(moved), *self._asked).schedule
+        left = {number: waiting[number] for number in again}
+        return peak_saved(schedule, self.rank, saved, left, staying)
 
     @property
     def recomputed(self) -> frozenset[int]:
         """The stages that are recomputed."""
         return frozenset(number for number, stage in self.stages.items() if stage.recomputes)
 
-    def recompute(self, numbers: Collection[int]) -> None:
-        """Recompute these stages from now on."""
+    def save_memory(
+        self, again: Collection[int], moved: Collection[int] = (), store: Store | None = None
+    ) -> None:
+        """Recompute some stages from now on, and move what others save to a store meanwhile."""
         for number, stage in self.stages.items():
-            stage.recomputes = number in numbers
+            stage.recomputes = number in again
+        self.moved, self._store_of_saved = frozenset(moved), store
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -487,6 +509,10 @@ class Executor:
             self._caller.reduce(stage, microbatch)
 
     # ---- computing ----
+
+    def _send_out(self, stage: int, microbatch: int) -> None:
+        assert self._store_of_saved is not None
+        self.stages[stage].send_out(microbatch, self._store_of_saved, self._backend)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         if stage:
@@ -644,6 +670,7 @@ _STYLES = {
     Kind.SEND_GRAD: ("gradient", timeline.SEND),
     Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
     Kind.GATHER: ("gather", timeline.RECEIVE),
+    Kind.DROP: ("activations out", timeline.WAITING),
     Kind.REDUCE: ("reduce", timeline.REDUCE),
     Kind.STEP: ("update", timeline.COMPUTE),
 }

@@ -157,6 +157,16 @@ class Layout:
                 " offload; give activation_memory or offload_state, or leave offload out"
             )
         if self.offload_state is None:
+            if (
+                self.offload is not None
+                and self.activation_memory == LEAST
+                and self.pp not in (None, 1)
+            ):
+                raise UsageError(
+                    f"with activation_memory {LEAST} a pipeline recomputes all but its stages'"
+                    " inputs, so nothing is left to offload; give a number of bytes, or leave"
+                    " offload out"
+                )
             return
         _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))
         if self.offload is None:
@@ -185,11 +195,6 @@ class Layout:
             (refusals.ZERO, self.zero > 0, zero),
             (refusals.LEAST, self.activation_memory == LEAST, memory),
             (refusals.LIMIT, self.limits_activations, memory),
-            (
-                refusals.ACTIVATIONS_OUT,
-                self.offload is not None and self.offload_state is None,
-                "offload",
-            ),
             (
                 refusals.STATE_OUT,
                 self.offload_state is not None,

@@ -69,10 +69,10 @@ from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.memory.fitting import choose_recomputed
+from nnmpi.memory.fitting import choose_savings
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store
+from nnmpi.memory.store import BYTE_S, Store, measure_bandwidth
 from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
@@ -203,7 +203,8 @@ class Passes(PassHandler):
         self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
         budget = None if arrangement.stages else arrangement.layout.activation_memory
-        if budget is not None and arrangement.layout.offload is not None:
+        limited = budget is not None or arrangement.layout.limits_activations
+        if limited and arrangement.layout.offload is not None:
             with agreed(arrangement.mesh.world):
                 self._store = Store(arrangement.layout.offload, backend)
         self._budget = budget
@@ -274,7 +275,7 @@ class Passes(PassHandler):
             before = [buffer.data.copy() for _, buffer in self._watched]
             fits = isinstance(self._limit, int) and batch.global_elements > self._fitted_size
             if fits:
-                self.executor.recompute(self.executor.stages)
+                self.executor.save_memory(self.executor.stages)
                 refusal = "activations are measured"
             with self.executor.measuring() if fits else nullcontext():
                 kind = *now.kind, self.executor.recomputed
@@ -303,15 +304,30 @@ class Passes(PassHandler):
             costs = np.max(group.gather(costs), axis=0).tolist() if group.size > 1 else costs
         cost_of = dict(zip(executor.stages, starmap(StageCost, costs), strict=True))
         peak = partial(executor.peak_of, cost_of)
-        seconds = {number: cost.seconds for number, cost in cost_of.items()}
+        again_s = {number: clock.reproducible(cost.seconds) for number, cost in cost_of.items()}
+        if not any(again_s.values()):  # times may not decide
+            again_s = {number: BYTE_S * (1 + cost.inner) for number, cost in cost_of.items()}
+        moving_s = {}
+        if self._store is not None:
+            most = int(max(cost.inner for cost in cost_of.values()))
+            with agreed(mesh.world):
+                byte_s = 1 / measure_bandwidth(self._store, self.backend, most)
+            byte_s = max(map(float, mesh.world.gather(byte_s)))
+            moving_s = {number: 2 * byte_s * cost.inner for number, cost in cost_of.items()}
         with agreed(mesh.world):
-            chosen = choose_recomputed(seconds, peak, self._limit)
-        executor.recompute(chosen)
+            # a backward takes twice as long as a forward
+            hidden_s = 3 * sum(again_s.values())
+            chosen = choose_savings(again_s, moving_s, hidden_s, peak, self._limit)
+            if self._store is not None:
+                most = sum(int(cost_of[number].inner) for number in chosen.moved)
+                self._store.reserve(most * len(self._now.cuts))
+        executor.save_memory(*chosen, self._store)
         self._fitted_size = size
+        moved = f", {len(chosen.moved)} go out and come back" * (self._store is not None)
         self._fitted = (
-            f"activations take {format_bytes(int(peak(chosen)))} at most on this rank,"
-            f" {format_bytes(int(peak(())))} if all were kept; {len(chosen)} of {len(costs)}"
-            " segments are recomputed"
+            f"activations take {format_bytes(int(peak(*chosen)))} at most on this rank,"
+            f" {format_bytes(int(peak(())))} if all were kept; {len(chosen.again)} of {len(costs)}"
+            f" segments are recomputed{moved}"
         )
 
     def send_sums(self) -> Callable[[], tuple[float, float, int]]:

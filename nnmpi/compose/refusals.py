@@ -10,8 +10,7 @@ from nnmpi.base.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
-ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
-FP16, CLIP = "fp16", "clip"
+STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
 
 _PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
@@ -26,7 +25,6 @@ REFUSED: dict[tuple[str, str], str] = {
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
     (LIMIT, PIPEDREAM): _VERSIONS,
-    (ACTIVATIONS_OUT, PIPELINE): "a pipeline cannot offload its activations",
     (STATE_OUT, PIPEDREAM): "pipedream uses the optimizer state after every microbatch",
     (
         EXPERTS,

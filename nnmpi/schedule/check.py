@@ -6,6 +6,7 @@
     order on each rank                      receive, forward, send; forward, backward; all
                                             backwards, sum, update
     weights that replicas share out         gathered before they are used, freed after their last use
+    activations in a store                  moved out after the forward, back before the backward
     order on each channel                   messages are received in the order of their sends
     no deadlock                             with rendezvous sends, and so with eager ones, too
 
@@ -161,6 +162,8 @@ def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
             yield Kind.F.at(stage, m)
+            if Kind.OUT.at(stage, m) in positions:
+                yield from (kind.at(stage, m) for kind in (Kind.OUT, Kind.DROP, Kind.IN))
             if trains:
                 is_whole = Kind.B.at(stage, m) in positions
                 is_halved = Kind.I.at(stage, m) in positions or Kind.W.at(stage, m) in positions
@@ -205,8 +208,11 @@ def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction
 
 _NEEDED: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.F: (Kind.RECV_ACT,),
-    Kind.B: (Kind.F, Kind.RECV_GRAD),
-    Kind.I: (Kind.F, Kind.RECV_GRAD),
+    Kind.B: (Kind.F, Kind.RECV_GRAD, Kind.IN),
+    Kind.I: (Kind.F, Kind.RECV_GRAD, Kind.IN),
+    Kind.OUT: (Kind.F,),
+    Kind.DROP: (Kind.OUT,),
+    Kind.IN: (Kind.DROP,),
     Kind.W: (Kind.I,),
     Kind.SEND_ACT: (Kind.F,),
     Kind.SEND_GRAD: (Kind.B, Kind.I),

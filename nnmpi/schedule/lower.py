@@ -20,7 +20,7 @@ wait forever. For these `receive_early` posts each receive when its message is s
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
@@ -207,6 +207,51 @@ def shard_weights(schedule: Schedule, gathers: bool) -> Schedule:
 
     programs = (tuple(change(rank, program)) for rank, program in enumerate(schedule.programs))
     return replace(schedule, programs=tuple(programs))
+
+
+def offload(schedule: Schedule, rank: int, moved: Collection[int]) -> Schedule:
+    """Move what some stages of a rank save to a store, between a forward and its backward.
+
+        F0 OUT0 | F1 DROP0 OUT1 | F2 DROP1 ... | IN0 B2 | B0
+
+    Transfers run beside the instruction that follows them. What is needed again too soon stays.
+
+    Args:
+        schedule: executable.
+        moved: the stages.
+    """
+    program = schedule.programs[rank]
+    computed = [op for item in program for op in parts(item) if op.kind in COMPUTE]
+    forward = {(op.stage, op.microbatch): i for i, op in enumerate(computed) if op.kind is Kind.F}
+    ends = {
+        i: forward[op.stage, op.microbatch] for i, op in enumerate(computed) if op.kind in _BEGINS
+    }
+    gone = {end: i for end, i in ends.items() if computed[i].stage in moved and end - i > 2}
+    leaves = set(gone.values())
+
+    def change() -> Iterator[Item]:
+        number, leaving = -1, list[Instruction]()
+        for item in program:
+            if isinstance(item, Fused) or item.kind not in COMPUTE:
+                yield item
+                continue
+            number += 1
+            if number + 1 in gone:
+                following = computed[number + 1]
+                yield Kind.IN.at(following.stage, following.microbatch)
+            yield item
+            yield from leaving
+            leaving.clear()
+            if number in leaves:
+                yield Kind.OUT.at(item.stage, item.microbatch)
+                leaving.append(Kind.DROP.at(item.stage, item.microbatch))
+
+    programs = list(schedule.programs)
+    programs[rank] = tuple(change())
+    return replace(schedule, programs=tuple(programs))
+
+
+_BEGINS = (Kind.B, Kind.I)  # the kinds that begin a backward
 
 
 def fuse(schedule: Schedule) -> Schedule:

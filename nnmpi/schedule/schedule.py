@@ -45,6 +45,9 @@ class Kind(StrEnum):
     RECV_GRAD   get the gradient of the output of s from s+1
     GATHER      start to gather the weights of s, which replicas share out (ZeRO 3)
     FREE        the memory of the gathered weights of s is free again
+    OUT         start to move what s has saved for its backward on m to a store
+    DROP        wait for that; its memory is free then
+    IN          start to move it back
     REDUCE      the gradients of s are final: start their sum over the replicas, without waiting
     STEP        wait for that sum, and update the weights of s
 
@@ -62,6 +65,9 @@ class Kind(StrEnum):
     RECV_GRAD = "RECV_GRAD"
     GATHER = "GATHER"
     FREE = "FREE"
+    OUT = "OUT"
+    DROP = "DROP"
+    IN = "IN"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -255,6 +261,7 @@ def peak_saved(
     rank: int,
     saved: Mapping[int, N],
     waiting: Mapping[int, N] = MappingProxyType({}),
+    staying: Mapping[int, N] = MappingProxyType({}),
 ) -> N:
     """Return a rank's peak of saved activations, weighted by each stage's size.
 
@@ -264,6 +271,7 @@ def peak_saved(
     Args:
         saved: by stage.
         waiting: of the stages that are recomputed, what is saved from the forward to the backward.
+        staying: of the stages that are moved to a store, what stays in memory.
     """
     trains = schedule.trains
     now: N = 0
@@ -275,6 +283,9 @@ def peak_saved(
             now += until
         elif kind in (Kind.B, Kind.I):
             now += whole - until
+        elif kind in (Kind.DROP, Kind.IN):
+            gone = whole - staying[instruction.stage]
+            now += gone if kind is Kind.IN else -gone
         most = max(most, now)
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
             now -= whole if trains else until

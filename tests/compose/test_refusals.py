@@ -28,7 +28,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "zero": {"zero": 1},
     "limit": {"activation_memory": 2**20},
     "least": {"activation_memory": "least"},
-    "activations out": {"activation_memory": 2**20, "offload": "/tmp"},
     "state out": {"offload": "/tmp", "offload_state": "optimizer"},
 }
 

@@ -7,6 +7,7 @@ A new layer, option or strategy that must not change a run becomes a row here.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,20 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
 )
 FITTED: tuple[tuple[Setup, Layout], ...] = (
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000)),
-    (GPT, Layout(pp=2, split=(2, 2, 2, 2), schedule="zb-v", activation_memory=75_000)),
+    (GPT, Layout(pp=2, split=(2, 2, 2, 2), schedule="zb-v", activation_memory=110_000)),
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000, offload=gettempdir())),
+    (
+        GPT,
+        Layout(
+            dp=2,
+            pp=2,
+            split=(3, 5),
+            zero=3,
+            unit_bytes=1,
+            activation_memory=20_000,
+            offload=gettempdir(),
+        ),
+    ),
     (GPT, Layout(dp=2, pp=2, split=(3, 5), zero=3, unit_bytes=1, activation_memory=20_000)),
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=30_000)),
     (NOISY, Layout(pp=3, tp=2, activation_memory=5_700)),

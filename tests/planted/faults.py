@@ -277,8 +277,8 @@ FAULTS = (
     Fault(
         "fitting: a segment that fits is recomputed all the same",
         "nnmpi/memory/fitting.py",
-        "if peak(chosen - {item}) <= budget:",
-        "if peak(chosen - {item}) < 0:",
+        "choice = fewer if peak(*fewer) <= budget else choice",
+        "choice = fewer if peak(*fewer) < 0 else choice",
         "tests/memory/test_fitting.py",
     ),
     Fault(

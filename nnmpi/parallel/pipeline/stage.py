@@ -18,8 +18,16 @@ import numpy as np
 
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active
-from nnmpi.memory.store import operations_of, owner_id, saved_memory, weights_of
+from nnmpi.memory.store import (
+    SavedArrays,
+    Store,
+    operations_of,
+    owner_id,
+    saved_memory,
+    weights_of,
+)
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
@@ -110,6 +118,7 @@ class Stage:
         self.measures, self.cost = False, StageCost()
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
+        self._away: dict[int, SavedArrays] = {}
 
     @property
     def live(self) -> int:
@@ -154,6 +163,8 @@ class Stage:
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
         """
+        if microbatch in self._away:
+            self._away.pop(microbatch).wait()
         flight, begin = self._in_flight.pop(microbatch), clock.now()
         if self.recomputes:
             with self._alone(), self._scope(microbatch, True):
@@ -189,8 +200,26 @@ class Stage:
         if half is not None:
             half.finish()
 
+    def send_out(self, microbatch: int, store: Store, backend: Backend) -> None:
+        """Start to move what a microbatch saved to a store, without its inputs and outputs."""
+        flight = self._in_flight[microbatch]
+        assert flight.outputs is not None
+        nodes, ends = operations_of(flight.outputs), [*flight.leaves, *flight.outputs]
+        arrays = SavedArrays(nodes, [*weights_of(nodes), *(x.data for x in ends)], backend)
+        arrays.send(store)
+        self._away[microbatch] = arrays
+
+    def drop(self, microbatch: int) -> None:
+        """Free the memory of what was sent, once it has arrived."""
+        self._away[microbatch].release()
+
+    def bring_in(self, microbatch: int) -> None:
+        """Start to move it back, for the backward."""
+        self._away[microbatch].fetch()
+
     def clear(self) -> None:
         """Drop all microbatches, after a pass that ended early."""
+        self._away.clear()
         self._in_flight.clear()
         self._halves.clear()
 
