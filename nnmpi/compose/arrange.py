@@ -93,8 +93,9 @@ class Arrangement:
         parameters: the full model's parameters in order: name -> number of elements.
         buffers: the names of its buffers.
         backend: of this rank.
-        layers: the full model's chain; empty without a pipeline.
-        cuts: the layers of each stage of the pipeline.
+        layers: the full model's chain; empty if it is not cut.
+        cuts: the layers of each stage of the pipeline; one stage has all of them under ZeRO 2 and
+            3 alone.
         segments: for each stage, the layers of its segments: the units of ZeRO 2 and 3, or what
             is recomputed to fit a limit of activations; otherwise all of them.
         costs: measured for the cuts; empty if nothing was measured.
@@ -123,7 +124,7 @@ class Arrangement:
 
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
-        """This rank's stages, by number; empty without a pipeline."""
+        """This rank's stages, by number; empty if a pass runs the full model as it is."""
         numbers = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {
             number: self.layers[self.cuts[number].start : self.cuts[number].stop]
@@ -172,7 +173,7 @@ class Arrangement:
 
     @cached_property
     def own_segments(self) -> dict[int, tuple[ChainLayer, ...]]:
-        """This rank's segments, by number; empty without a pipeline."""
+        """This rank's segments, by number; empty if a pass runs the full model as it is."""
         numbers = enumerate((s, cut) for s, cuts in enumerate(self.segments) for cut in cuts)
         return {
             number: self.layers[cut.start : cut.stop]
@@ -186,6 +187,11 @@ class Arrangement:
         return self.mesh.model.size == 1 and not (
             self.layout.fixed or self.layout.zero or self.layout.expert_parallel
         )
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether several ranks have the stages of a replica."""
+        return self.mesh.pp.size > 1
 
     @property
     def data_rank(self) -> int:
@@ -316,6 +322,11 @@ def arrange(
     arrangement = replace(arrangement, classes=logits.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
+    elif layout.zero > 1:  # its units are segments of a single stage
+        layers = open_chain(model)
+        cuts = (range(len(layers)),)
+        segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+        arrangement = replace(arrangement, layers=layers, cuts=cuts, segments=segments)
     _check_memory(arrangement, dtype)
     return arrangement
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
 
-class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel weights"):
+class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel"):
     """All-reduces buckets of gradients over the replicas. Collective throughout.
 
     Other exchanges derive from it.
@@ -68,7 +68,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     Attributes:
         parallel: the strategy, as a loop of your own uses it; a full model's backwards are its
             passes.
-        weights: gathers weights before they are computed with; None if no gather is needed.
         keeps_own: whether each rank still has its own gradients after a failed step.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
@@ -82,7 +81,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     is_fused: ClassVar[bool] = False
     holders = 1
     _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
-    weights: ShardedDataParallel | None = None
     squares = math.nan
     _is_wide = False  # whether a kernel sums them in float64, where no small ones are lost
 
@@ -92,7 +90,8 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self.optimizer = trainer.optimizer
         self.group = trainer.group
         self.replica_group = arrangement.mesh.replicas
-        self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
+        # a full model, whose hooks report final gradients; otherwise the pass's program does
+        self._is_uncut = not arrangement.stages
         self.updates_in_passes = arrangement.layout.asynchronous
         self.strategy = self._start(options)
         self.optimizer.ranks = self.replica_group
@@ -239,16 +238,13 @@ class ZeroExchange(Exchange):
     keeps_own = False
 
     def _start(self, options: GradientExchange) -> Replicas:
-        stage = self.arrangement.layout.zero
-        parallel = ShardedDataParallel(
+        return ShardedDataParallel(
             self.model,
             self.replica_group,
-            stage,
+            self.arrangement.layout.zero,
             options.algorithm,
             runs_backward=self._is_uncut,
         )
-        self.weights = parallel if stage > 1 else None
-        return parallel
 
     def finish(self) -> None:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""

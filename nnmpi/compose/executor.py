@@ -217,11 +217,12 @@ class Executor:
         self._schedule: Generator = SERIAL
         self.stages = {0: Stage(self._run_uncut, caller.mode)}
         if segments:
-            self._schedule = layout.schedule
+            self._schedule = layout.schedule if self.ranks > 1 else SERIAL
             self.stages = {
                 number: self._make_stage(arrangement, number, segments[number].start)
                 for number in arrangement.own_segments
             }
+        if self.ranks > 1:
             self._messages = Messages(mesh.pp, synchronous_sends)
             boundaries = {
                 s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
@@ -335,6 +336,8 @@ class Executor:
         self._now = _program(self.rank, moved, *self._asked)
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
         self._timeline = timeline.current()
+        if self._zero > 1:
+            self._storage.in_program = True
         try:
             if self._boundaries:
                 self._begin_messages(self._now, inputs)
@@ -353,6 +356,9 @@ class Executor:
                 stage.clear()
             self._caller.abort()
             raise
+        finally:
+            if self._zero > 1:
+                self._storage.in_program = False
         self._report.total_s = clock.now() - begin
         return self._report
 

@@ -221,15 +221,16 @@ class Passes(PassHandler):
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
-        self.is_cut = self.executor.count > 1
+        # by the program; otherwise hooks report the final gradients of a full model
+        self._in_segments = bool(arrangement.stages)
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
         # an error in the last stage's loss is raised when all ranks meet
-        self._defers = self.is_cut and not self.updates_per_microbatch
+        self._defers = arrangement.is_pipeline and not self.updates_per_microbatch
         self.failed: NnmpiError | None = None
         self._classes = 0  # of this rank's logits, once they are known
-        self.is_alone = backend.is_device and trainer.group.size == 1 and not self.is_cut
+        self.is_alone = backend.is_device and trainer.group.size == 1 and not self._in_segments
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
@@ -262,13 +263,14 @@ class Passes(PassHandler):
         self._scalars.clear()
         now = self._begin(batch, step, self._scalars, cuts, scale=scale)
         report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
-        if self.is_cut:
+        is_pipeline = self._arrangement.is_pipeline
+        if self._in_segments:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else OBSERVED
-            if self.is_cut and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
+            if is_pipeline and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
                 refusal = "a split backward pass needs its graph"
-            elif self.is_cut and len(batch.y) < self._most_rows:
+            elif is_pipeline and len(batch.y) < self._most_rows:
                 # a pipeline replays batches of the largest size only
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
@@ -285,7 +287,7 @@ class Passes(PassHandler):
             for (name, buffer), values in zip(self._watched, before, strict=True):
                 if not bool((buffer.data == values).all()):
                     raise UsageError(_BUFFER_MOVES.format(name))
-            if self.is_cut:
+            if is_pipeline:
                 report.passed = passed
                 report.staleness = tuple(now.staleness)
                 report.wait_s = passed.wait_s
@@ -375,7 +377,7 @@ class Passes(PassHandler):
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error with the origin of a non-finite loss or gradient."""
         if (
-            self.is_cut
+            self._in_segments
             or self._arrangement.layout.expert_parallel
             or (self.exchange is not None and not self.exchange.keeps_own)
         ):
@@ -558,9 +560,8 @@ class Passes(PassHandler):
         if self._budget is None or not self._now.trains or current().again:
             return self.executor.end(self.model(x), microbatch)
         if self.planned is None:
-            sharded = None if self.exchange is None else self.exchange.weights
             self.planned = RecomputedModel(
-                self.model, self._budget, self.backend, self.world, self._store, sharded
+                self.model, self._budget, self.backend, self.world, self._store
             )
         return self.planned(
             x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_elements
@@ -572,15 +573,16 @@ class Passes(PassHandler):
         """See `PassHandler`."""
         if self._looks:
             self._looks = False
-            for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
-                _warn_of_untracked(self.model, loss)
+            for stage in self.executor.stages.values():
+                for output in stage.outputs(microbatch):
+                    _warn_of_untracked(self.model, output)
         self._final = 0
-        if self.exchange is not None and not self.is_cut:
+        if self.exchange is not None and not self._in_segments:
             self.exchange.strategy.begin_pass(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
         """See `PassHandler`."""
-        if self.exchange is not None and not self.is_cut:
+        if self.exchange is not None and not self._in_segments:
             self.exchange.strategy.finish_pass()
             self.exchange.strategy.end_pass()
 
@@ -649,9 +651,6 @@ def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
-        "ZeRO 2 and 3 acquire and release weights and gradients between layers": (
-            layout.zero > 1 and not arrangement.stages
-        ),
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (

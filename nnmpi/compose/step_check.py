@@ -33,7 +33,7 @@ class StepCheck:
         mesh = arrangement.mesh
         self._world, self._sharers = mesh.world, arrangement.same_rows
         # the stages of a pipeline have different parameters
-        self._copies = mesh.replicas if arrangement.stages else mesh.world
+        self._copies = mesh.replicas if arrangement.is_pipeline else mesh.world
         self._storage = storage
         self._trained: list[bool] = []
         self._frozen: list[str] = []

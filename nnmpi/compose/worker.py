@@ -589,7 +589,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             totals = evaluate_all(
                 self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
             )
-        if self.passes.is_cut:
+        if self.arrangement.is_pipeline:
             with agreed(self.group):
                 self.passes.raise_failed()
         self._check.require_same_rows([crc32(f"{rows}".encode())])
@@ -681,7 +681,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
         if is_used:
             used[feature] = text
     refusals.refuse(used)
-    if worker.arrangement.layout.asynchronous and not worker.arrangement.stages:
+    if worker.arrangement.layout.asynchronous and not worker.arrangement.is_pipeline:
         raise UsageError(  # no stage would ever update
             "the pipeline schedule pipedream needs two stages or more; give pp 2 or more, or leave"
             " the schedule out"

@@ -147,24 +147,12 @@ def recomputing(mode: Mode | None = None) -> Iterator[None]:
         restore(before)
 
 
-def with_weights(layer: Module, weights: Any | None) -> Layer:
-    """Return a layer's computation after a gather of its weights, if a strategy shards them."""
-
-    def run(x: Tensor) -> Any:
-        assert weights is not None
-        weights.gather_for(layer)
-        return layer(x)
-
-    return layer if weights is None else run
-
-
-def find_layers(model: Module, value: Value, weights: Any | None = None) -> list[range]:
+def find_layers(model: Module, value: Value) -> list[range]:
     """Return the chain's layers in each layer of a plan.
 
     Args:
         model: with the chain.
         value: its input.
-        weights: the strategy that gathers the model's weights; None if they are always there.
 
     Raises:
         UsageError: when the model's result is no single tensor.
@@ -174,7 +162,7 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
     chain = open_chain(model)
     with recomputing(), no_grad():
         for run in closed_runs(chain):
-            x = with_weights(ModelPart(model, chain[run.start : run.stop]), weights)(x)
+            x = ModelPart(model, chain[run.start : run.stop])(x)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
                 before.data, x.data
             ):

@@ -43,7 +43,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f" {counted(len(nodes), 'node')}"
             f" ({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})"
         ),
-        *(_pipeline(inputs, where) if where.stages else []),
+        *(_pipeline(inputs, where) if where.is_pipeline else []),
         f"simulated: {_world(run, slow)}" if sync.simulate else "",
         f"sync: {sync.rule.describe()}" if sync.rule.asynchronous else "",
         f"slow: {slow.describe()}" if slow else "",

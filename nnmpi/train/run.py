@@ -197,7 +197,7 @@ class TrainingRun(Run):
         )
         if self.tokenizer is not None and source is not None:
             config = config.having(tokenizer=source.tokenizer)
-        if not self.arrangement.stages:
+        if not self.arrangement.is_pipeline:
             return config
         return config.having(microbatches=self.inputs.train_loader.microbatches)
 

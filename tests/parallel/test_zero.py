@@ -305,12 +305,14 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> None:
-    layout = Layout(dp=2, zero=stage, activation_memory=10**7)
-    with pytest.raises(
-        UsageError, match="replaced this model's forward, .* make the model an nn.Sequential"
-    ):
-        simulate(partial(run, Setup(lambda *_: Plain()), layout=layout), 2)
+def test_a_model_that_is_one_unit_is_one_segment(stage: int) -> None:
+    """Which a pass's program gathers, also where the model's own forward computes it."""
+    setup = Setup(lambda *_: Plain())
+    (serial,) = simulate(lambda group: run(setup, group), 1)
+    for options in ({}, {"activation_memory": 10**7}, {"activation_memory": "least"}):
+        layout = Layout(dp=2, zero=stage, **options)
+        parallel = simulate(partial(run, setup, layout=layout, allreduce="ring"), 2)
+        assert not differences(parallel[0], serial, setup)
 
 
 @pytest.mark.host_only("windows are of the host's memory")

@@ -127,7 +127,8 @@ class Stage:
 
     def outputs(self, microbatch: int) -> Sequence[Tensor]:
         """Return the outputs of a microbatch in flight, if they are in memory."""
-        return self._in_flight[microbatch].outputs or ()
+        flight = self._in_flight.get(microbatch)
+        return () if flight is None else flight.outputs or ()
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's output for one microbatch; empty on the last stage.

@@ -62,6 +62,10 @@ from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Allocate, FlatStorage, Parameter, Span
 
+NO_GATHER = (
+    "each rank has only part of this model's parameters, and the strategy that gathers them"
+    " was released; to continue with a whole model, call gather_model() instead of release()"
+)
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
@@ -89,10 +93,13 @@ class ShardedStorage(FlatStorage):
         slices: the ranges of these parts in the full arrays.
         units: the model's units.
         stage, ranks: as given.
+        in_program: whether a pass's program gathers and frees the weights now.
 
     Raises:
         UsageError: for an unknown stage.
     """
+
+    in_program = False
 
     def __init__(
         self,
@@ -505,6 +512,8 @@ class ShardedStorage(FlatStorage):
         """Start to gather a unit's parameters, unless they are there."""
         if number in self._resident or self.stage < 3 or self._node is not None:
             return
+        if self._group is None:
+            raise UsageError(NO_GATHER)
         if number != COMMON:  # out of turn, its slot may hold another unit: evict that
             for other in [
                 item for item in self._resident if item != COMMON and (item - number) % 2 == 0
