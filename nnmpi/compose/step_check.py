@@ -34,7 +34,7 @@ class StepCheck:
         self._world, self._sharers = mesh.world, arrangement.same_rows
         # the stages of a pipeline have different parameters
         self._copies = mesh.replicas if arrangement.is_pipeline else mesh.world
-        self._storage = storage
+        self._parameters = [span.parameter for span in storage.spans]
         self._trained: list[bool] = []
         self._frozen: list[str] = []
         self._step: list[str] = []
@@ -43,14 +43,16 @@ class StepCheck:
     def begin(self, step: str, rows: Sequence[str]) -> None:
         """Begin a step: describe it, and this rank's rows if several ranks compute the same ones."""
         self._step, self._rows = [step], list(rows)
-        parameters = [span.parameter for span in self._storage.spans]
-        trained = [item.requires_grad for item in parameters]
-        if trained != self._trained:
+        trained = [item.requires_grad for item in self._parameters]
+        if trained != self._trained:  # seldom: texts of all parameters cost more than their flags
             self._trained = trained
-            self._frozen = [f"{item.name} frozen" for item in parameters if not item.requires_grad]
+            frozen = (item.name for item in self._parameters if not item.requires_grad)
+            self._frozen = [f"{name} frozen" for name in frozen]
 
     def number(self) -> int:
         """Return this rank's summand."""
+        if self._world.size == 1:
+            return 0
         parts = [(self._world, self._step), (self._copies, self._frozen)]
         return sum(
             crc32(f"{texts}".encode()) * (1 - group.size * group.is_root)
