@@ -94,7 +94,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
         self._updates = arrangement.layout.asynchronous
         self.strategy = self._start(options)
-        self.optimizer.ranks = self.replica_group
         self.notice = self.strategy.notice
 
     def _start(self, options: GradientExchange) -> Replicas:
@@ -175,7 +174,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
 
     def release(self) -> None:
         """Detach from the model; a second call does nothing."""
-        self.optimizer.ranks = None
         self.strategy.release()
 
     def _sum_ties(self) -> None:

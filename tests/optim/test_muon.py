@@ -53,8 +53,6 @@ def trained(group: Group, stage: int) -> dict[str, Any]:
     )
     parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     optimizer = Muon(model.storage, lr=0.02)
-    if not stage:
-        optimizer.ranks = group
     for _ in range(STEPS):
         model.zero_grad()
         loss = cross_entropy(model(tokens % 11), (tokens + 3) % 11, reduction="sum")
