@@ -16,16 +16,8 @@ on whole planes:
 
     | corner 0: all pixels of the block | corner 1 | corner 2 | corner 3 |      of a 2 x 2 pooling
 
-In channels-last images the pixels under a kernel row are one run of memory. On the host columns are
-such runs, and each kernel row has a product of its own:
-
-    y[i]  =  sum over r of  runs of row i + r  @  W[r]                   runs (rows, pixels, kw c)
-
-Each pixel is then copied kw times, not kh kw times, and W[r] is small enough for products without
-packing (see `backend.gemm`): for 32 images of 16 x 16 and 5 x 5 kernels from 32 to 64 channels, 6.1
-ms instead of 9.7. Columns are whole windows on a device, where larger products are faster, and
-where runs, products or images are small. If the runs are short (few channels), the matrix is stored
-transposed, and the copy runs along the images' rows instead.
+If a window's rows are short (few channels), the matrix is stored transposed, and the copy runs along
+the images' rows instead.
 
 `Im2col` computes any convolution, one group after another. `Im2colReluPool` fuses bias, ReLU and
 max-pooling: it pools each block at once and never stores the convolution's whole result. Backward
@@ -43,7 +35,7 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
@@ -58,16 +50,6 @@ from nnmpi.ops.planes import Planes, flattened
 COLUMNS_BYTES = 3 << 18
 DEVICE_BYTES = 1 << 28  # the same on a device, which needs larger products to be busy
 SHORT_RUN = 24  # elements
-LEAST_PRODUCT = 1 << 17  # multiplications; smaller products take less time than their calls
-# By rows, the kernels' gradient has a product for each image, as deep as it has pixels. For 32
-# images of 8 x 8 and 4 x 4 kernels with stride 2 from 128 to 256 channels, whole windows take 0.6
-# of the time; for results of 8 x 8 and 5 x 5 kernels, 1.04.
-LEAST_PIXELS = 64
-
-
-# runs of pixels, each with a matrix (pixels, terms) or a stack of them (images, pixels, terms) for
-# each part of the kernels
-RunsOfPixels: TypeAlias = list[tuple[slice, list[Array]]]
 
 
 class Strip(NamedTuple):
@@ -75,33 +57,11 @@ class Strip(NamedTuple):
 
     Attributes:
         rows: of the result, after pooling.
-        pixels: of the convolution: corners, images, rows and columns together.
-        products: the matrices of these pixels.
+        columns: (pixels, terms): corners, images, rows and columns together.
     """
 
     rows: slice
-    pixels: int
-    products: RunsOfPixels
-
-    def multiply(self, xp: Any, kernel: Array, out: Array) -> None:
-        """Write the products with the kernels (parts, terms, o) to `out`, (pixels, o)."""
-        for run, matrices in self.products:
-            for number, matrix in enumerate(matrices):
-                target = out[run]
-                if matrix.ndim == 3:
-                    target = target.reshape(*matrix.shape[:2], out.shape[1])
-                gemm(xp, matrix, kernel[number], target, number > 0)
-
-    def add_to(self, sums: "list[ProductSum]", grad: Array) -> None:
-        """Add the kernels' gradients, one per part, given that of the pixels, (pixels, o)."""
-        for run, matrices in self.products:
-            for total, matrix in zip(sums, matrices, strict=True):
-                if matrix.ndim == 2:
-                    total.add(matrix.T, grad[run])
-                    continue
-                images = grad[run].reshape(*matrix.shape[:2], grad.shape[1])
-                for left, right in zip(matrix, images, strict=True):
-                    total.add(left.T, right)
+    columns: Array
 
 
 class Columns:
@@ -120,48 +80,29 @@ class Columns:
     Attributes:
         out: rows and columns of the result, after pooling.
         count: images in a block; the last one may have fewer.
-        parts: of the kernels: their rows, if these are multiplied one by one; otherwise 1.
     """
 
     def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
         self._xp, self._x, self._spec = xp, x, spec
-        (n, h, w, c), (top, left), (kh, kw) = x.shape, spec.padding, spec.kernel
+        (n, h, w, c), (top, left) = x.shape, spec.padding
         self.out = spec.pooled_size(h, w)
         # each window is one pixel: the images are the columns
         alone = spec[:3] == ((1, 1), (1, 1), (0, 0)) and spec.pool == NO_POOL
         self._is_pixels = alone and x.flags.c_contiguous
-        self._short, host = kw * c < SHORT_RUN, xp.__name__ == "numpy"
-        plane = prod(self.out) * kw * c * outputs  # multiplications of a product by rows
-        large = plane >= LEAST_PRODUCT and prod(self.out) >= LEAST_PIXELS
-        by_rows = host and not self._short and kh > 1 and large
-        self.parts = kh if by_rows else 1
-        # rows of the images: the distance of those that neighbouring rows of the result see, and
-        # the first one that each corner of the pooling and row of the kernels sees
-        self._step = spec.pool[0] * spec.stride[0]
-        self._starts = [
-            [a * spec.stride[0] + r * spec.dilation[0] for r in range(kh)]
-            for a in range(spec.pool[0])
-        ]
-        first = [start for starts in self._starts for start in starts]
-        self._phases = sorted({start % self._step for start in first}) if by_rows else [0]
-        self._more = max(first) // self._step if by_rows else 0
-        width = self.out[1] * spec.pool[1] * kw * c  # elements of a row of columns by rows
-        row = width * (len(self._phases) if by_rows else spec.pool[0] * kh)
-        kernel = kh * kw * c
-        result = self.out[1] * prod(spec.pool) * outputs
-        room = max(COLUMNS_BYTES, kernel * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
-        most = room // (max(1, row + result) * x.dtype.itemsize)  # rows of the result
-        self.count = max(1, min(n, most // max(1, self.out[0] + self._more)))
-        self._strip_rows = max(1, min(self.out[0], most - self._more))
-        size = 0 if self._is_pixels else self.count * (self._strip_rows + self._more) * row
+        self._short, host = spec.kernel[1] * c < SHORT_RUN, xp.__name__ == "numpy"
+        terms = prod(spec.kernel) * c
+        row = self.out[1] * prod(spec.pool)  # windows of a row of the result
+        room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
+        most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
+        self.count = max(1, min(n, most // max(1, self.out[0])))
+        self._strip_rows = max(1, min(self.out[0], most))
+        size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
         self._memory: Array = xp.empty((size,), x.dtype)
         # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
-        self._bordered, height = x, h + 2 * top
-        if by_rows:
-            height = max(height, self._step * (self.out[0] + self._more))
-        if height > h or left:
-            self._bordered = xp.zeros((self.count, height, w + 2 * left, c), x.dtype)
+        self._bordered = x
+        if top or left:
+            self._bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), x.dtype)
             self._inner = self._bordered[:, top : top + h, left : left + w]
 
     def blocks(self) -> Iterator[slice]:
@@ -177,20 +118,17 @@ class Columns:
         """
         height, n = self.out[0], block.stop - block.start
         if self._is_pixels:
-            pixels = _pixels(self._x[block])
-            yield Strip(slice(0, height), len(pixels), [(slice(len(pixels)), [pixels])])
+            yield Strip(slice(0, height), _pixels(self._x[block]))
             return
         images = self._bordered[block if self._inner is None else slice(n)]
         if self._inner is not None and fill:
             copy(self._xp, self._inner[:n], self._x[block])
-        make = self._joined if self.parts == 1 else self._by_rows
         for start in range(0, height, self._strip_rows):
             rows = slice(start, min(start + self._strip_rows, height))
-            count = prod(self._spec.pool) * n * (rows.stop - start) * self.out[1]
-            yield Strip(rows, count, make(images, rows, fill))
+            yield Strip(rows, self._copied(images, rows, fill))
 
-    def _joined(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
-        """Copy whole windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
+    def _copied(self, images: Array, rows: slice, fill: bool) -> Array:
+        """Copy windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
         spec = self._spec
         # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
         seen = corners(windows(images, spec.kernel, spec.stride, spec.dilation), spec.pool)
@@ -202,34 +140,7 @@ class Columns:
             seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
         if fill:
             copy(self._xp, memory.reshape(seen.shape), seen)
-        matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
-        return [(slice(pixels), [matrix])]
-
-    def _by_rows(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
-        """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
-        spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
-        kw, pool = spec.kernel[1], spec.pool[1]
-        count, columns = rows.stop - rows.start, self.out[1]
-        shape = (len(self._phases), pool, n, count + self._more, columns, kw * c)
-        memory = self._memory[: prod(shape)].reshape(shape)
-        for number, phase in enumerate(self._phases if fill else ()):
-            strip = images[:, phase + rows.start * step :]
-            seen = windows(strip, (1, kw), (step, spec.stride[1]), (1, spec.dilation[1]))
-            for j in range(pool):
-                target = memory[number, j].reshape(*shape[2:5], kw, c)
-                part = seen[:, : shape[3], j : j + (columns - 1) * pool + 1 : pool, 0]
-                self._xp.copyto(target, part)
-        size, products = n * count * columns, RunsOfPixels()
-        for starts in self._starts:
-            for j in range(pool):
-                matrices = []
-                for start in starts:
-                    skip = start // step
-                    seen = memory[self._phases.index(start % step), j, :, skip : skip + count]
-                    matrices.append(seen.reshape(n, count * columns, kw * c))
-                begin = len(products) * size
-                products.append((slice(begin, begin + size), matrices))
-        return products
+        return memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
 
 
 class ProductSum:
@@ -362,7 +273,7 @@ class Im2col(ConvAlgorithm):
             for block in columns.blocks():
                 for strip in columns.strips(block):
                     place = _pixels(result[block][:, strip.rows])
-                    strip.multiply(xp, _parts(kernel, columns), place)
+                    gemm(xp, strip.columns, kernel, place)
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -386,12 +297,11 @@ class Im2col(ConvAlgorithm):
             # a group's outputs are not contiguous in `place`: a product cannot be written there
             summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
             columns = Columns(xp, x[..., inputs], spec, shape[1])
-            totals = [ProductSum(xp, part) for part in _parts(summed, columns)]
+            total = ProductSum(xp, summed)
             for block in columns.blocks():
                 for strip in columns.strips(block):
-                    strip.add_to(totals, _pixels(sent[block][:, strip.rows]))
-            for total in totals:
-                total.finish()
+                    total.add(strip.columns.T, _pixels(sent[block][:, strip.rows]))
+            total.finish()
             if spec.groups > 1:
                 xp.copyto(place, summed.reshape(place.shape))
 
@@ -416,10 +326,10 @@ class Im2colReluPool(ConvAlgorithm):
         for block in columns.blocks():
             for strip in columns.strips(block):
                 start = block.start * image + strip.rows.start * row
-                size = strip.pixels * o // places
+                size = len(strip.columns) * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                strip.multiply(xp, _parts(kernel, columns), z.reshape(strip.pixels, o))
+                gemm(xp, strip.columns, kernel, z.reshape(len(strip.columns), o))
                 won = None if winner is None else winner[start : start + size]
                 if won is not None:
                     xp.copyto(won, 0)
@@ -437,30 +347,27 @@ class Im2colReluPool(ConvAlgorithm):
         columns = Columns(xp, x, spec, o)
         memory = xp.empty((places * columns.count * height * row,), dtype)
         planes = Planes(xp, places, columns.count * height * row)
-        to_weight = []
-        if out.weight is not None:
-            whole = out.weight.reshape(prod(weight.shape[:3]), o)
-            to_weight = [ProductSum(xp, part) for part in _parts(whole, columns)]
+        to_weight = None if out.weight is None else ProductSum(xp, _matrix(xp, out.weight))
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
         ones = xp.ones(places * columns.count * height * width, dtype)
         spread = None  # dy of all images, for that of x
         if out.x is not None:
             spread = xp.zeros((n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o), dtype)
         for block in columns.blocks():
-            for strip in columns.strips(block, bool(to_weight)):
+            for strip in columns.strips(block, to_weight is not None):
                 start = (block.start * height + strip.rows.start) * row
-                size = strip.pixels * o // places
+                size = len(strip.columns) * o // places
                 dy = memory[: places * size].reshape(places, size)
                 planes.gradient(flat[start : start + size], kept[start : start + size], dy)
-                pixels = dy.reshape(strip.pixels, o)  # in the order of the columns
-                if to_weight:
-                    strip.add_to(to_weight, pixels)
+                pixels = dy.reshape(len(strip.columns), o)  # in the order of the columns
+                if to_weight is not None:
+                    to_weight.add(strip.columns.T, pixels)
                 if to_bias is not None:
                     to_bias.add(ones[: len(pixels)], pixels)
                 if spread is not None:
                     target = corners(spread, spec.pool)[:, :, block, strip.rows]
                     copy(xp, target, dy.reshape(target.shape))
-        for item in (*to_weight, to_bias):
+        for item in (to_weight, to_bias):
             if item is not None:
                 item.finish()
         if out.x is not None and spread is not None:
@@ -471,11 +378,6 @@ def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
     c, o = c // spec.groups, o // spec.groups
     for g in range(spec.groups):
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
-
-
-def _parts(kernel: Array, columns: Columns) -> Array:
-    """Return kernels (kh kw c, o) as a view (parts, terms, o)."""
-    return kernel.reshape(columns.parts, len(kernel) // columns.parts, kernel.shape[1])
 
 
 def _matrix(xp: Any, weight: Array) -> Array:
