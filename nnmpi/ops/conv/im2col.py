@@ -52,24 +52,13 @@ DEVICE_BYTES = 1 << 28  # the same on a device, which needs larger products to b
 SHORT_RUN = 24  # elements
 
 
-class Strip(NamedTuple):
-    """The columns of some rows of a block's images.
-
-    Attributes:
-        rows: of the result, after pooling.
-        columns: (pixels, terms): corners, images, rows and columns together.
-    """
-
-    rows: slice
-    columns: Array
-
-
 class Columns:
     """The columns of one block of images after another, in the same memory.
 
-        for block in columns.blocks():                  a slice of the images
-            for strip in columns.strips(block):         some of their rows: all, unless images are
-                                                        large
+        for pixels, matrix in columns:      a block of images, or some rows of one of them
+
+        pixels: an index of the result, after pooling: (images, rows)
+        matrix: their windows (corners images rows columns, kh kw c)
 
     Args:
         xp: the array library.
@@ -78,69 +67,59 @@ class Columns:
         outputs: elements of the result per row of columns.
 
     Attributes:
-        out: rows and columns of the result, after pooling.
-        count: images in a block; the last one may have fewer.
+        length: the most rows of a matrix.
     """
 
     def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
         self._xp, self._x, self._spec = xp, x, spec
         (n, h, w, c), (top, left) = x.shape, spec.padding
-        self.out = spec.pooled_size(h, w)
+        self._height, width = spec.pooled_size(h, w)
         # each window is one pixel: the images are the columns
         alone = spec[:3] == ((1, 1), (1, 1), (0, 0)) and spec.pool == NO_POOL
         self._is_pixels = alone and x.flags.c_contiguous
         self._short, host = spec.kernel[1] * c < SHORT_RUN, xp.__name__ == "numpy"
-        terms = prod(spec.kernel) * c
-        row = self.out[1] * prod(spec.pool)  # windows of a row of the result
+        terms, row = prod(spec.kernel) * c, width * prod(spec.pool)
         room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
-        self.count = max(1, min(n, most // max(1, self.out[0])))
-        self._strip_rows = max(1, min(self.out[0], most))
-        size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
+        self._count = max(1, min(n, most // max(1, self._height)))
+        self._rows = max(1, min(self._height, most))
+        self.length = self._count * self._rows * row
+        size = 0 if self._is_pixels else self.length * terms
         self._memory: Array = xp.empty((size,), x.dtype)
         # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
         self._bordered = x
         if top or left:
-            self._bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), x.dtype)
+            self._bordered = xp.zeros((self._count, h + 2 * top, w + 2 * left, c), x.dtype)
             self._inner = self._bordered[:, top : top + h, left : left + w]
 
-    def blocks(self) -> Iterator[slice]:
-        """Yield the images of one block after another."""
-        for start in range(0, len(self._x), self.count):
-            yield slice(start, min(start + self.count, len(self._x)))
-
-    def strips(self, block: slice, fill: bool = True) -> Iterator[Strip]:
-        """Yield the columns of a block's images, strip by strip.
-
-        They overwrite the previous ones, or are the images themselves. Without `fill` their values
-        are undefined.
-        """
-        height, n = self.out[0], block.stop - block.start
-        if self._is_pixels:
-            yield Strip(slice(0, height), _pixels(self._x[block]))
-            return
-        images = self._bordered[block if self._inner is None else slice(n)]
-        if self._inner is not None and fill:
-            copy(self._xp, self._inner[:n], self._x[block])
-        for start in range(0, height, self._strip_rows):
-            rows = slice(start, min(start + self._strip_rows, height))
-            yield Strip(rows, self._copied(images, rows, fill))
-
-    def _copied(self, images: Array, rows: slice, fill: bool) -> Array:
-        """Copy windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
-        spec = self._spec
-        # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
-        seen = corners(windows(images, spec.kernel, spec.stride, spec.dilation), spec.pool)
-        seen = seen[:, :, :, rows]
-        terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
-        memory = self._memory[: pixels * terms]
-        if self._short:
-            # (kh, kw, c, pool_h, pool_w, n, rows, columns)
-            seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
-        if fill:
-            copy(self._xp, memory.reshape(seen.shape), seen)
-        return memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
+    def __iter__(self) -> Iterator[tuple[tuple[slice, slice], Array]]:
+        """Copy and yield the columns of some pixels; those yielded before become undefined."""
+        n, height, spec = len(self._x), self._height, self._spec
+        for block in steps(n, self._count):
+            if self._is_pixels:
+                yield (block, slice(height)), _pixels(self._x[block])
+                continue
+            images = self._bordered[block]
+            if self._inner is not None:
+                images = self._bordered[: block.stop - block.start]
+                copy(self._xp, self._inner[: len(images)], self._x[block])
+            # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
+            seen = windows(images, spec.kernel, spec.stride, spec.dilation)
+            seen = corners(seen, spec.pool)
+            for rows in steps(height, self._rows):
+                part = seen[:, :, :, rows]
+                pixels, terms = prod(part.shape[:5]), prod(part.shape[5:])
+                memory = self._memory[: pixels * terms]
+                if self._short:
+                    part = part.transpose(5, 6, 7, 0, 1, 2, 3, 4)
+                copy(self._xp, memory.reshape(part.shape), part)
+                matrix = (
+                    memory.reshape(terms, pixels).T
+                    if self._short
+                    else memory.reshape(pixels, terms)
+                )
+                yield (block, rows), matrix
 
 
 class ProductSum:
@@ -269,11 +248,8 @@ class Im2col(ConvAlgorithm):
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
-            columns = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
-            for block in columns.blocks():
-                for strip in columns.strips(block):
-                    place = _pixels(result[block][:, strip.rows])
-                    gemm(xp, strip.columns, kernel, place)
+            for pixels, columns in Columns(xp, x[..., inputs], self.spec, kernel.shape[1]):
+                gemm(xp, columns, kernel, _pixels(result[pixels]))
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -296,11 +272,9 @@ class Im2col(ConvAlgorithm):
             shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
             # a group's outputs are not contiguous in `place`: a product cannot be written there
             summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
-            columns = Columns(xp, x[..., inputs], spec, shape[1])
             total = ProductSum(xp, summed)
-            for block in columns.blocks():
-                for strip in columns.strips(block):
-                    total.add(strip.columns.T, _pixels(sent[block][:, strip.rows]))
+            for pixels, columns in Columns(xp, x[..., inputs], spec, shape[1]):
+                total.add(columns.T, _pixels(sent[pixels]))
             total.finish()
             if spec.groups > 1:
                 xp.copyto(place, summed.reshape(place.shape))
@@ -314,59 +288,51 @@ class Im2colReluPool(ConvAlgorithm):
     ) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)
         columns = Columns(xp, x, self.spec, o)
-        row = columns.out[1] * o  # elements of y
-        image = columns.out[0] * row
-        flat = flattened(y)
-        planes = Planes(xp, places, columns.count * image)
-        winner: Array | None = xp.empty((y.size,), planes.dtype) if keep else None
+        planes = Planes(xp, places, columns.length // places * o)
+        winner: Array | None = xp.empty(y.shape, planes.dtype) if keep else None
         kernel = _matrix(xp, weight)
         # without a pooling the product goes straight to y
-        memory = xp.empty((places * columns.count * image,), x.dtype) if places > 1 else None
-        biases = None if bias is None else repeated(xp, bias, columns.count * prod(columns.out))
-        for block in columns.blocks():
-            for strip in columns.strips(block):
-                start = block.start * image + strip.rows.start * row
-                size = len(strip.columns) * o // places
-                h = flat[start : start + size]
-                z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                gemm(xp, strip.columns, kernel, z.reshape(len(strip.columns), o))
-                won = None if winner is None else winner[start : start + size]
-                if won is not None:
-                    xp.copyto(won, 0)
-                if places > 1:
-                    planes.largest(z, h, won)
-                planes.bias_relu(biases, h, won)
+        memory = xp.empty((columns.length * o,), x.dtype) if places > 1 else None
+        biases = None if bias is None else repeated(xp, bias, columns.length // places)
+        for pixels, matrix in columns:
+            h = flattened(y[pixels])
+            z = h if memory is None else memory[: places * h.size]
+            gemm(xp, matrix, kernel, z.reshape(len(matrix), o))
+            won = None if winner is None else flattened(winner[pixels])
+            if won is not None:
+                xp.copyto(won, 0)
+            if places > 1:
+                planes.largest(z.reshape(places, h.size), h, won)
+            planes.bias_relu(biases, h, won)
         return winner
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients
     ) -> None:
-        spec, (n, height, width, o), dtype = self.spec, grad.shape, x.dtype
-        places, row = prod(spec.pool), width * o
-        flat = xp.reshape(grad, (grad.size,))
+        spec, o, dtype = self.spec, weight.shape[3], x.dtype
+        grad, places = xp.ascontiguousarray(grad), prod(spec.pool)
         columns = Columns(xp, x, spec, o)
-        memory = xp.empty((places * columns.count * height * row,), dtype)
-        planes = Planes(xp, places, columns.count * height * row)
+        memory = xp.empty((columns.length * o,), dtype)
+        planes = Planes(xp, places, columns.length // places * o)
         to_weight = None if out.weight is None else ProductSum(xp, _matrix(xp, out.weight))
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
-        ones = xp.ones(places * columns.count * height * width, dtype)
+        ones = xp.ones(columns.length, dtype)
         spread = None  # dy of all images, for that of x
         if out.x is not None:
-            spread = xp.zeros((n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o), dtype)
-        for block in columns.blocks():
-            for strip in columns.strips(block, to_weight is not None):
-                start = (block.start * height + strip.rows.start) * row
-                size = len(strip.columns) * o // places
-                dy = memory[: places * size].reshape(places, size)
-                planes.gradient(flat[start : start + size], kept[start : start + size], dy)
-                pixels = dy.reshape(len(strip.columns), o)  # in the order of the columns
-                if to_weight is not None:
-                    to_weight.add(strip.columns.T, pixels)
-                if to_bias is not None:
-                    to_bias.add(ones[: len(pixels)], pixels)
-                if spread is not None:
-                    target = corners(spread, spec.pool)[:, :, block, strip.rows]
-                    copy(xp, target, dy.reshape(target.shape))
+            size = spec._replace(pool=NO_POOL).pooled_size(*x.shape[1:3])
+            spread = xp.zeros((len(x), *size, o), dtype)
+        for pixels, matrix in columns:
+            dh = flattened(grad[pixels])
+            dy = memory[: places * dh.size].reshape(places, dh.size)
+            planes.gradient(dh, flattened(kept[pixels]), dy)
+            local = dy.reshape(len(matrix), o)  # in the order of the columns
+            if to_weight is not None:
+                to_weight.add(matrix.T, local)
+            if to_bias is not None:
+                to_bias.add(ones[: len(local)], local)
+            if spread is not None:
+                target = corners(spread, spec.pool)[(slice(None), slice(None), *pixels)]
+                copy(xp, target, dy.reshape(target.shape))
         for item in (to_weight, to_bias):
             if item is not None:
                 item.finish()
@@ -378,6 +344,12 @@ def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
     c, o = c // spec.groups, o // spec.groups
     for g in range(spec.groups):
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
+
+
+def steps(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of up to `size` out of `count`."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _matrix(xp: Any, weight: Array) -> Array:
