@@ -72,6 +72,17 @@ def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -
     assert group.gather(wrong) == [[]] * group.size
 
 
+@pytest.mark.both_worlds(max_size=3)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_after_a_release_a_rank_deals_only_what_is_sharded(group: Group, stage: int) -> None:
+    model = whole().initialize(seed=3)
+    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+    dealt = model.storage.replicas
+    parallel.release()
+    right = [dealt is group, model.storage.replicas is (group if stage else None)]
+    assert group.gather(right) == [[True, True]] * group.size
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_work_is_dealt_out_evenly(size: int) -> None:
     shapes = [span.parameter.declared for span, *_ in Muon(whole().initialize().storage)._matrices]
