@@ -158,7 +158,7 @@ class FusedUpdate:
         """
         scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
-        self.storage.version.count += 1
+        self.storage.finish_update()
         with self._group.collective("other ranks"):
             self._node.barrier.run()
 
