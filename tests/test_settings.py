@@ -89,10 +89,10 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Units: (lambda kind: kind(2), ""),
     **dict.fromkeys(
         (optim.SGD, optim.Adam, optim.AdamW, optim.Muon, optim.Adadelta),
-        (optimizer, "lr steps ranks run_id"),
+        (optimizer, "lr steps run_id"),
     ),
-    optim.RMSprop: (optimizer, "lr steps ranks run_id factors"),
-    optim.Adagrad: (optimizer, "lr steps ranks run_id factors"),
+    optim.RMSprop: (optimizer, "lr steps run_id factors"),
+    optim.Adagrad: (optimizer, "lr steps run_id factors"),
     optim.ConstantRate: (lambda kind: kind(0.1), ""),
     optim.Cosine: (lambda kind: kind(0.1, 9), ""),
     optim.StepDecay: (lambda kind: kind(0.1, 9), ""),
@@ -102,7 +102,8 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     optim.ReduceOnPlateau: (lambda kind: kind(0.1), "lr factor patience threshold best waited"),
     optim.Arrays: (
         lambda kind: kind([np.ones(2)], [np.ones(2)]),
-        "data grads moves node_shared distributed state_store",  # an optimizer refuses other arrays
+        # an optimizer refuses other arrays
+        "data grads moves node_shared distributed replicas state_store extra_slots",
     ),
     data.Loader: (
         lambda kind: kind(rows(), 30),
@@ -139,7 +140,7 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
 # of arrays and of what has happened, and what others implement or a function makes
 OTHERS = {
     *(nnmpi.NnmpiError, nnmpi.Tensor, nn.Parameter, nn.Buffer, nn.Module, nn.Sharding),
-    *(optim.Optimizer, optim.Storage, data.Batch, data.Tokenizer, data.Transform),
+    *(optim.Optimizer, data.Batch, data.Tokenizer, data.Transform),
     *(data.Text, data.TextSource, memory.MemoryReport),
 }
 # which of every layer may be written: those of a tree, of its names and of its shards

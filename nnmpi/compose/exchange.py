@@ -94,7 +94,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self._is_uncut = not arrangement.stages
         self.updates_in_passes = arrangement.layout.asynchronous
         self.strategy = self._start(options)
-        self.optimizer.ranks = self.replica_group
         self.notice = self.strategy.notice
 
     def _start(self, options: GradientExchange) -> Replicas:
@@ -180,7 +179,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
 
     def release(self) -> None:
         """Detach from the model; a second call does nothing."""
-        self.optimizer.ranks = None
         self.strategy.release()
 
     def _sum_ties(self) -> None:

@@ -103,7 +103,7 @@ class MaxPool2dFunction(Pool2dFunction):
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
                 first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, to_library(namespace(x), first))
+                xp.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])
@@ -116,7 +116,9 @@ class MaxPool2dFunction(Pool2dFunction):
         if kernels is not None:
             return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
         grad = xp.ascontiguousarray(grad)
-        result = xp.zeros(shape, grad.dtype)
+        seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
+        make = xp.empty if seen == shape[1:3] and not over.overlap else xp.zeros
+        result = make(shape, grad.dtype)
         planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
             view = over.positions(result)

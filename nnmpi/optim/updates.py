@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
@@ -14,7 +15,6 @@ from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,
     Optimizer,
-    Storage,
     compiled_update,
     decayed_gradient,
 )

@@ -167,12 +167,12 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
     right = [
         close(flat(model.storage.data), flat(full.storage.data)),
-        not plain.optimizer.extra_slots,
+        not plain.storage.extra_slots,
     ]
     assert everywhere(group, right), right
     for item in (outer, plain):
         item.release()
-    assert not outer.optimizer.extra_slots  # another strategy finds the optimizer's own state
+    assert not outer.storage.extra_slots  # another strategy finds the optimizer's own state
 
 
 @pytest.mark.simulated(min_size=2)

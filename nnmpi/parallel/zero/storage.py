@@ -120,7 +120,8 @@ class ShardedStorage(FlatStorage):
             raise UsageError(
                 f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}"
             )
-        self.ranks, self.stage, self._store = ranks, stage, store
+        self.ranks = self.replicas = ranks
+        self.stage, self._store = stage, store
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
