@@ -52,6 +52,8 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if rng.random() < 0.15:
         state = rng.choice(("optimizer", "all" if layout.get("zero") == 3 else "optimizer"))
         layout |= {"offload": tempfile.gettempdir(), "offload_state": state}
+    elif isinstance(layout["activation_memory"], int) and rng.random() < 0.4:
+        layout["offload"] = tempfile.gettempdir()
     if rng.random() < 0.05:
         layout["reduction"] = "fixed"
     if sizes["pp"] > 1:
