@@ -261,13 +261,6 @@ FAULTS = (
         "tests/schedule",
     ),
     Fault(
-        "lower: weights are gathered for their slot's owner",
-        "nnmpi/schedule/lower.py",
-        "slot[op.stage] != slot[item.stage]",
-        "slot[op.stage] == slot[item.stage]",
-        "tests/equivalence/test_rows.py",
-    ),
-    Fault(
         "lower: a segment's backward in the order of its forward",
         "nnmpi/schedule/lower.py",
         "segments if op.kind is Kind.F else reversed(segments)",

@@ -221,6 +221,18 @@ def test_units_are_gathered_summed_and_freed(data: st.DataObject) -> None:
         assert _is_refused(spoiled(schedule, exchange)) or {one, other} == {Kind.FREE, Kind.GATHER}
 
 
+def test_gradients_are_summed_before_the_next_backward() -> None:
+    """They pass through the same memory."""
+    schedule = in_units("1f1b", 1, 1, 1, 2, gathers=False)
+    text = " ".join(map(str, schedule.programs[0]))
+    assert "1B0 1REDUCE0 0B0 0REDUCE0" in text
+    program = list(schedule.programs[0])
+    at = program.index(Kind.REDUCE.at(1, 0))
+    program[at : at + 2] = reversed(program[at : at + 2])
+    with pytest.raises(ScheduleError, match="0B0 comes before the gradients of 1B0 are summed"):
+        check(replace(schedule, programs=(tuple(program),)))
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
