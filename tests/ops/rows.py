@@ -288,27 +288,22 @@ def nll(draw: Draw) -> Case:
     )
 
 
-def probabilities(function):
-    """Return a builder for a loss of probabilities away from 0 and 1, or of their logarithms."""
-
-    def build(draw: Draw) -> Case:
-        case = error(function)(draw)
-        case.inputs[:] = [1 / (2 + np.exp(-np.clip(x, -1, 1))) for x in case.inputs]
-        return case
-
-    return build
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return numbers between 0.1 and 0.9."""
+    return rng.uniform(0.1, 0.9, shape)
 
 
-def error(function, apart=0.0):
+def error(function, apart=0.0, values=anywhere):
     """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array.
 
     Args:
         apart: what lies between them at least, for losses whose slope jumps where they are equal.
+        values: of the elements.
     """
 
     def build(draw: Draw) -> Case:
         size, reduction = draw_shape(draw), draw(st.sampled_from(REDUCTIONS))
-        x, target = arrays(draw, anywhere, (size, size))
+        x, target = arrays(draw, values, (size, size))
         if apart:
             target = x + np.where(np.signbit(target), -apart, apart) + np.clip(target, -1, 1)
         if draw(st.booleans()):
@@ -379,8 +374,8 @@ OPS: list[Row] = [
     *rows("ops.huber", any=error(ops.huber, 3.0)),
     *rows("ops.binary_cross_entropy", any=error(ops.binary_cross_entropy)),
     *rows("ops.nll", any=nll),
-    *rows("ops.binary_nll", any=probabilities(ops.binary_nll)),
-    *rows("ops.kl_div", any=probabilities(ops.kl_div)),
+    *rows("ops.binary_nll", any=error(ops.binary_nll, values=probabilities)),
+    *rows("ops.kl_div", any=error(ops.kl_div, values=probabilities)),
     *rows("ops.dropout", any=dropout_case),
     *rows("ops.embedding", any=embedding_case),
 ]

@@ -8,6 +8,7 @@ So x is copied kernel_depth times, and the planes' sum is the product's own.
 
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor, stack
 
 Triple = int | tuple[int, int, int]
@@ -53,6 +54,8 @@ def conv3d(
         triple(*item)
         for item in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
     )
+    for item in (x, weight):
+        require_floating("conv3d", item)
     if x.ndim != 5 or weight.ndim != 5:
         raise ShapeError(
             f"conv3d of {x.shape} and a weight {weight.shape} needs (batch, depth, height, width,"
