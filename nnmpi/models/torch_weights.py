@@ -31,7 +31,7 @@ from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.errors import CheckpointError, NnmpiError
-from nnmpi.base.files import foreign, write_atomically
+from nnmpi.base.files import foreign, parse_json, write_atomically
 from nnmpi.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose2d
 from nnmpi.nn.gru import GRU, GRULayer
 from nnmpi.nn.linear import Linear
@@ -230,6 +230,20 @@ def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
         yield stored
 
 
+def read_array(file: Path, stored: Any, name: str) -> Array:
+    """Return an array of an open safetensors file; bfloat16, which NumPy lacks, as float32."""
+    part = stored.get_slice(name)
+    if part.get_dtype() != "BF16":
+        result: Array = stored.get_tensor(name)
+        return result
+    with file.open("rb") as content:  # the length of a JSON header, the header, the arrays
+        size = int.from_bytes(content.read(8), "little")
+        start, stop = parse_json(content.read(size))[name]["data_offsets"]
+        content.seek(8 + size + start)
+        halves = np.frombuffer(content.read(stop - start), "<u2")
+    return (halves.astype("u4") << 16).view("f4").reshape(part.get_shape())
+
+
 def read_torch(file: Path) -> dict[str, Array]:
     """Return the arrays of a state_dict in safetensors.
 
@@ -237,7 +251,7 @@ def read_torch(file: Path) -> dict[str, Array]:
         CheckpointError: when it cannot be read.
     """
     with open_arrays(file, CheckpointError) as stored:
-        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+        return {name: read_array(file, stored, name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 
 def _of_module(

@@ -216,7 +216,7 @@ class GroupNorm(Module):
         return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)
 
 
-class InstanceNorm(Module):
+class InstanceNorm(Module, fixed="num_features"):
     """Normalizes each channel of each image (Ulyanov et al., 2016): (batch, ..., num_features).
 
     One class for sequences, images and volumes. Statistics are each sample's own, in evaluation,

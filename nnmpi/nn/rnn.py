@@ -76,7 +76,7 @@ class GRUCell(GRULayer):
         return super().forward(x[:, None], h)[:, 0]
 
 
-class LSTMCell(LSTMDirection):
+class LSTMCell(LSTMDirection, fixed="reverse"):
     """One time step of an `LSTM`: x (batch, input_size), (h, c) -> the next (h, c)."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
