@@ -152,3 +152,20 @@ def test_images_with_channels_first_are_to_be_turned() -> None:
             models.cnn(shape, 10)
     with pytest.raises(nnmpi.NnmpiError, match="try model mlp"):
         models.cnn((5,), 10)
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("from nnmpi.data import DataLoader", "nnmpi.data.Loader"),
+        ("from nnmpi.optim import lr_scheduler", "the schedules of nnmpi.optim"),
+        ("from nnmpi.nn import functional as F", "nnmpi.ops"),
+        ("import nnmpi.nn.functional as F", "nnmpi.ops"),
+        ("from nnmpi import Wrker", "did you mean 'Worker'"),
+    ],
+)
+def test_an_import_is_answered(line: str, right: str) -> None:
+    """Python's own error of a missing name would leave the sentence out."""
+    with pytest.raises(ImportError, match=rf"; (in nnmpi: )?{right}"):
+        exec(line)
+    exec("from nnmpi.data import images, tables")  # modules of the package
