@@ -534,7 +534,7 @@ def binary_cross_entropy(
     if isinstance(logits, Tensor) and logits.made_by == "sigmoid":
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
-            " before it"
+            " before it, or use binary_nll (nn.BCELoss)"
         )
     return _error("binary_cross_entropy", _from_logits, logits, target, reduction)
 
