@@ -100,3 +100,54 @@ def test_what_cannot_be_one_mean_is_refused() -> None:
     asynchronous = partial(AsynchronousWorker, sync=Sync("asp"))
     with pytest.raises(NnmpiError, match=r"class weights.*synchronous Worker"):
         simulated(LOSSES["layer"], asynchronous)
+
+
+TOKENS = np.random.default_rng(1).integers(0, 4, (8, 7))
+NEXT = np.where(np.arange(48).reshape(8, 6) % 11 == 3, -1, TOKENS[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "microbatches"),
+    [(1, Layout(), 4), (3, Layout(), 2), (2, Layout(sp=2, dp=1), 1), (4, Layout(pp=2, dp=2), 2)],
+)
+def test_of_sequences_every_label_that_counts_has_its_weight(
+    ranks: int, layout: Layout, microbatches: int
+) -> None:
+    """Also where positions are sharded, and where a microbatch counts fewer labels."""
+    loss = nn.CrossEntropyLoss(WEIGHT, reduction="none", ignore_index=-1)
+    samples = data.Dataset("t", TOKENS[:, :-1], NEXT, 4)
+
+    def train(group: Group) -> list[float]:
+        model = models.gpt(4, 6, 8, 1, 2)
+        where = nnmpi.arrange(model, group, layout, samples.x[:1], dtype="float64")
+        where.model.initialize(0, "float64")
+        optimizer = optim.SGD(where.model.storage, lr=0.5)
+        worker = Worker(where.model, optimizer, group, loss=loss, arrangement=where)
+        ranks: dict[str, Any] = {"rank": where.data_rank, "world": where.data_ranks}
+        loader = data.Loader(samples, 4, microbatches=microbatches, shuffle=False, **ranks)
+        found = [worker.step(batch).loss for batch in loader.epoch(0)]
+        return [*found, worker.evaluate(loader.epoch(0)).loss]
+
+    model, right = models.gpt(4, 6, 8, 1, 2).initialize(0, "float64"), []
+    optimizer = optim.SGD(model.storage, lr=0.5)
+    for rows in (slice(0, 4), slice(4, 8)):
+        model.zero_grad()
+        mean = plain(loss)(model(samples.x[rows]), NEXT[rows])
+        mean.backward()
+        optimizer.step()
+        right.append(mean.item())
+    right.append(plain(loss)(model(samples.x), NEXT).item())
+    for found in nnmpi.simulate(train, ranks):
+        np.testing.assert_allclose(found, right, rtol=1e-9)
+
+
+def test_sharded_classes_are_refused() -> None:
+    def program(group: Group) -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+        net.sharding = {"1": nn.Sharding.VOCAB}
+        where = nnmpi.arrange(net, group, Layout(tp=2, dp=1))
+        optimizer = optim.SGD(where.model.initialize(seed=0).storage, lr=0.1)
+        Worker(where.model, optimizer, group, loss=LOSSES["layer"], arrangement=where)
+
+    with pytest.raises(UsageError, match=r"this loss would see only part.*Sharding\.COLUMN"):
+        nnmpi.simulate(program, 2)
