@@ -6,7 +6,7 @@
 So x is copied kernel_depth times, and the planes' sum is the product's own.
 """
 
-from nnmpi.base.errors import ShapeError, UsageError, check_int
+from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor, stack
@@ -20,11 +20,10 @@ def triple(name: str, value: Triple, least: int) -> tuple[int, int, int]:
     Raises:
         UsageError: for a value below `least`, or another number of values.
     """
-    values = value if isinstance(value, tuple | list) else (value,) * 3
+    values = check_ints(name, value if isinstance(value, tuple | list) else (value,) * 3, least)
     if len(values) != 3:
         raise UsageError(f"{name} must be one or three whole numbers, not {value!r}")
-    depth, rows, columns = (check_int(name, item, least) for item in values)
-    return depth, rows, columns
+    return values
 
 
 def conv3d(
