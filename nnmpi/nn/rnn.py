@@ -84,6 +84,8 @@ class LSTMCell(LSTMDirection, fixed="reverse"):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the next h and c, each (batch, hidden_size); they begin with 0 without a state."""
+        if isinstance(state, Tensor):
+            raise UsageError("an LSTMCell's state is a pair: h, c = cell(x, (h, c))")
         y = super().forward(x[:, None], state, ends=True)
         return y[:, 1], y[:, 2]
 
