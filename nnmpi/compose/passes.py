@@ -53,14 +53,18 @@ from nnmpi.compose.losses import (
     LOSS,
     SCORE,
     SQUARES,
+    WEIGHTS,
     DeferredScalars,
     SumCrossEntropy,
     SumError,
     SumLoss,
+    balanced,
     check_classes,
     check_labels,
     count_correct,
+    has_class_weights,
     is_own_loss,
+    label_weights,
     sum_of,
     to_device,
 )
@@ -115,13 +119,12 @@ def evaluate_all(
             if evaluate(batch):
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
-    loss, score, samples, targets = group.sum_floats(
-        [values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets]
-    )
+    own = values.get(LOSS, 0.0), values.get(SCORE, 0.0), values.get(WEIGHTS, own_targets)
+    loss, score, weights, samples, targets = group.sum_floats([*own, rows, own_targets])
     return Totals(
         samples=int(samples) // parts,
         targets=int(targets),
-        loss_sum=loss,
+        loss_sum=loss * (targets / weights if weights else 1.0),
         score_sum=score,
         wall_s=clock.now() - begin,
     )
@@ -198,6 +201,13 @@ class Passes(PassHandler):
         # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
+        is_loose = exchange is None or arrangement.layout.asynchronous
+        if is_loose and any(map(has_class_weights, self._losses)):
+            raise UsageError(
+                "the loss has class weights, whose mean needs all labels of a global batch; updates"
+                " of single workers or microbatches have none: train with a synchronous Worker, or"
+                " without weights"
+            )
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self.planned: RecomputedModel | None = None
         self._reported: Plan = ()  # the last reported plan
@@ -372,6 +382,8 @@ class Passes(PassHandler):
         cuts = _evaluation_cuts(len(batch.y), count, batch.first_row)
         now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
+        if self.reports_loss and has_class_weights(now.loss):
+            self.evaluated.add(WEIGHTS, label_weights(now.loss, batch))
         return self.reports_loss
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -456,6 +468,7 @@ class Passes(PassHandler):
         loss = self._losses[not trains]
         if trains:  # an evaluation has several batches
             self.failed = None
+            loss = balanced(loss, batch, self.world, self.reports_loss)
         batch = to_device(self._with_known_labels(batch, loss), self.model, self.backend)
         self.length = batch.length or 0
         parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets

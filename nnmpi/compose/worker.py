@@ -115,8 +115,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             or a function (logits, labels) -> one loss per label, or their sum if it takes
             `reduction="sum"`. The sum is divided once, by the valid labels of the global batch:
             integer labels are valid unless negative; for other labels, samples are counted. With
-            sharded classes (`arrangement.classes`) it must be
-            `compose.losses.SumCrossEntropy(arrangement)`.
+            class weights it is divided by those of the valid labels. With sharded classes
+            (`arrangement.classes`) it must be `compose.losses.SumCrossEntropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with
             the sum.
