@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.storage import ShardedStorage, cut_units, predict_bytes, sharded
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
-from tests.equivalence.reference import Setup, differences, run
-from tests.equivalence.rows import ZERO
+from tests.equivalence.reference import Setup, batches, build, differences, run
+from tests.equivalence.rows import GPT, LIMITED, ZERO
 from tests.harness.refusals import told
 
 TOKENS, TIME = 13, 6
@@ -428,3 +429,29 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
 
     simulate(main, 2)
     assert max(waits.values()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", Layout(dp=2, pp=2, split=(4, 4), zero=3, unit_bytes=1)),
+        ("gpt", Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="zb-v", zero=2)),
+        ("experts", Layout(dp=3, pp=1, zero=3, expert_parallel=True)),
+        ("experts", Layout(dp=2, pp=2, split=(4, 4), zero=3, expert_parallel=True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["auto", "ring"])
+def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> None:
+    """To the byte, also where ranks hold other parts: a stage, an expert."""
+    setup = GPT if name == "gpt" else LIMITED
+
+    def main(group: Group) -> None:
+        worker = build(setup, group, layout, allreduce=way)
+        for batch in islice(batches(setup, worker), 2):
+            worker.step(batch)
+        report = worker.ledger.report()
+        assert report.predicted
+        assert {kind: report.held[kind] for kind in report.predicted} == report.predicted
+
+    simulate(main, (layout.dp or 1) * (layout.pp or 1))
