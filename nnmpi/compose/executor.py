@@ -183,7 +183,7 @@ class Executor:
             `comm.point_to_point`).
 
     Attributes:
-        stages: this rank's, by number; segments of stages under ZeRO 2 and 3.
+        stages: this rank's, by number; or their segments, see `Arrangement.segments`.
         count: the number of stages altogether.
         moved: the stages whose saved arrays are moved to a store between forward and backward.
     """
@@ -402,7 +402,9 @@ class Executor:
             for number, cost in costs.items()
         }
         saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
-        schedule = _program(self.rank, frozenset(moved), *self._asked).schedule
+        schedule = _executable(*self._asked)
+        if moved:  # not checked: many choices are tried
+            schedule = offload(schedule, self.rank, moved)
         left = {number: waiting[number] for number in again}
         return peak_saved(schedule, self.rank, saved, left, staying)
 

@@ -65,7 +65,8 @@ class Layout:
         offload: the destination of activations if that is faster than recomputing them: a folder
             (for a file), or "host" for a device's arrays (see `memory.store`); None for none.
         offload_state: the arrays that stay there and are read in when needed: "optimizer" (its
-            state) or "all" (also the weights; requires `zero` 3); None for none.
+            state) or "all" (also the weights, but for a rank's own experts; requires `zero` 3);
+            None for none.
         sp: ranks that share the positions of each sequence.
         sp_attention: attention over sharded positions: "ulysses" or "ring" (see
             `parallel.sequence`).
@@ -157,15 +158,12 @@ class Layout:
                 " offload; give activation_memory or offload_state, or leave offload out"
             )
         if self.offload_state is None:
-            if (
-                self.offload is not None
-                and self.activation_memory == LEAST
-                and self.pp not in (None, 1)
-            ):
+            in_segments = self.pp not in (None, 1) or self.zero > 1
+            if self.offload is not None and self.activation_memory == LEAST and in_segments:
                 raise UsageError(
-                    f"with activation_memory {LEAST} a pipeline recomputes all but its stages'"
-                    " inputs, so nothing is left to offload; give a number of bytes, or leave"
-                    " offload out"
+                    f"with activation_memory {LEAST} a pipeline, as ZeRO 2 and 3, recomputes all"
+                    " but its segments' inputs, so nothing is left to offload; give a number of"
+                    " bytes, or leave offload out"
                 )
             return
         _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))

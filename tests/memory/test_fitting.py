@@ -69,9 +69,12 @@ def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
     assert sum(moved for _, moved, _ in results) > 0
 
 
-def test_least_in_a_pipeline_leaves_nothing_to_offload(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [PLAIN, {"zero": 3}], ids=str)
+def test_least_in_segments_leaves_nothing_to_offload(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="nothing is left to offload"):
-        Layout(**PLAIN, activation_memory="least", offload=str(tmp_path))
+        Layout(**layout, activation_memory="least", offload=str(tmp_path))
 
 
 def test_chosen_savings_fit_and_none_of_theirs_does() -> None:
