@@ -14,6 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.memory.fitting import choose_savings
+from tests.device.here import on_device
 from tests.equivalence.reference import batches, build
 from tests.equivalence.rows import GPT
 
@@ -56,7 +57,8 @@ def test_too_small_a_budget_is_refused_on_all_ranks() -> None:
 
 def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
     """Of GPipe's three microbatches in flight; by 1F1B's two none could be away."""
-    layout = PLAIN | {"schedule": "gpipe", "activation_memory": 60_000, "offload": str(tmp_path)}
+    store = "host" if on_device() else str(tmp_path)
+    layout = PLAIN | {"schedule": "gpipe", "activation_memory": 60_000, "offload": store}
 
     def main(group: Group) -> tuple[int, int, list[float]]:
         worker = build(GPT, group, Layout(**layout))
