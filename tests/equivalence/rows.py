@@ -150,28 +150,12 @@ def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
 
 def experts(ranks: int, _: Setup) -> list[Layout | None]:
     """Return replicas that have all experts, share out what they have, and share out the
-    experts, beside every other axis.
+    experts.
     """
-    shared = Layout(dp=ranks, expert_parallel=True)
-    mixed = (
-        {"zero": 1},
-        {"zero": 2, "unit_bytes": 1, "activation_memory": "least"},
-        {"zero": 3, "unit_bytes": 1},
-        {"activation_memory": 40_000},
-        {"sp": 2, "sp_attention": "ring"},
-        {"tp": 2},
-        {"pp": 2, "split": (4, 4), "schedule": "zero-bubble"},
-    )
     return [
         Layout(dp=ranks),
         Layout(dp=ranks, zero=3, unit_bytes=1),
-        shared,
-        *(
-            replace(shared, dp=ranks // by, **options)
-            for options in mixed
-            for by in [2 if {"sp", "tp", "pp"} & {*options} else 1]
-            if ranks % by == 0
-        ),
+        Layout(dp=ranks, expert_parallel=True),
     ]
 
 
@@ -257,6 +241,13 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "zero": 3, "unit_bytes": 1},
     {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "schedule": "zb-v"},
     {"dp": 6},  # a rank has no expert
+    {"dp": 3, "zero": 1},
+    {"dp": 3, "zero": 2, "unit_bytes": 1, "activation_memory": "least"},
+    {"dp": 3, "zero": 3, "unit_bytes": 1},
+    {"dp": 3, "activation_memory": 40_000},
+    {"sp": 2, "sp_attention": "ring"},
+    {"tp": 2},
+    {"pp": 2, "split": (4, 4), "schedule": "zero-bubble"},
 )
 # ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
 PIPELINES: tuple[tuple[Setup, Layout], ...] = (
@@ -411,7 +402,10 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
-    *((LIMITED, replace(SHARED_EXPERTS, **options)) for options in BESIDE_EXPERTS),
+    *(
+        ((EXPERTS, LIMITED)[number % 2], replace(SHARED_EXPERTS, **options))
+        for number, options in enumerate(BESIDE_EXPERTS)
+    ),
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),

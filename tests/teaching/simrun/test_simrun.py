@@ -640,8 +640,8 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
         return time.process_time() - begin
 
     seconds(300)
-    few = min(seconds(3_000) for _ in range(2))
-    assert seconds(24_000) < 8 * 3 * few + 0.5
+    few = min(seconds(1_500) for _ in range(2))
+    assert seconds(12_000) < 8 * 2 * few + 0.25
 
 
 def test_a_rank_without_end_is_named(
