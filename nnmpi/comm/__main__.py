@@ -29,6 +29,7 @@ from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.pages.page import write_page
+from nnmpi.base.pages.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -94,6 +95,7 @@ def main(words: Sequence[str]) -> str:
     known = [item for item in options_of(CommConfig) if item.name in options.split()]
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
+    check_figure(asked.svg)
     ranks = asked.ranks
     if ranks is None:
         fit = find_network_fit(asked.network, None)
@@ -146,7 +148,9 @@ def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
         return drawn
     beside = {name: result for (what, name), result in COLLECTIVES.items() if what == operation}
     machine = parse_network(asked.network, ranks, ranks)
-    animation = compare(beside | {collective.name: collective}, collective.name, ranks, machine)
+    animation = compare(
+        beside | {collective.name: collective}, collective.name, ranks, machine, asked.bytes
+    )
     write_page(asked.html, "collective", f"{operation} by {collective.name}", animation)
     return f"{drawn}\n\nopen {asked.html} in a browser"
 
@@ -193,7 +197,7 @@ ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
     "list": (_list, "", "ranks bytes network"),
     "prove": (_prove, ALGORITHM, "operation ranks"),
-    "render": (_render, ALGORITHM, "operation ranks network html svg"),
+    "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
     "fit": (_fit, "", "out"),
 }

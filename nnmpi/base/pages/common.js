@@ -42,6 +42,8 @@ function short(value, units) {
   const [unit, size] = units.find(([, size]) => value >= size) || units[units.length - 1];
   return `${Number((value / size).toPrecision(3))} ${unit}`;
 }
+const number = (value) =>
+  value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const seconds = (s) =>
   s === 0
     ? "0 s"

@@ -7,8 +7,6 @@
 const COLOURS = ["#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"]; // legible in both themes
 const PAINT = { other: "#6b7785" };
 DATA.names.forEach((name, i) => (PAINT[name] = COLOURS[i]));
-const number = (value) =>
-  value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const card = (title, ...content) =>
   el("section", { class: "card" }, el("h2", {}, title), ...content);
 const rows = (pairs) =>
@@ -191,9 +189,9 @@ function show() {
   PAGE.replaceChildren(
     ...(last ? [el("h2", { class: "result" }, `test ${known(last)[0]}`)] : []),
     ...(last ? [el("p", { class: "soft" }, [...known(last).slice(1), said(last)].join(", "))] : []),
-    ...earlier.filter((item) => item.loss !== last.loss).map((item) =>
-      el("p", { class: "soft" }, `${said(item)}: test ${known(item).join(", ")}`),
-    ),
+    ...earlier
+      .filter((item) => item.loss !== last.loss)
+      .map((item) => el("p", { class: "soft" }, `${said(item)}: test ${known(item).join(", ")}`)),
     ...(DATA.charts.length
       ? [
           el(
