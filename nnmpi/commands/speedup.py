@@ -237,7 +237,7 @@ def _table(rows: Sequence[Scaled]) -> str:
 
 def _describe(given: Mapping[str, Any], options: ScalingConfig) -> str:
     """Return what is trained, and between which ranks: the title of the figure."""
-    known = {name: option.default for name, option in all_options().items()} | given
+    known = {name: option.default for name, option in all_options().items()} | {**given}
     parts = [
         f"{known['model']} on {known['dataset']}",
         f"batch {known['batch_size']}{' per rank' * options.weak}",
