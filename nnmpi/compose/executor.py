@@ -480,7 +480,8 @@ class Executor:
             report.peak_live = max(report.peak_live, live)
         elif kind in SENDS:
             self._world.collective_s += end - begin
-        if kind not in RECEIVES and kind in _STYLES:
+        is_shown = kind in _STYLES and kind not in RECEIVES
+        if is_shown and not (self._zero > 1 and kind is Kind.REDUCE):  # the collective shows itself
             self._show(instruction, begin, end)
 
     def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:
@@ -677,7 +678,6 @@ _STYLES = {
     Kind.RECV_ACT: ("activation", timeline.RECEIVE),
     Kind.SEND_GRAD: ("gradient", timeline.SEND),
     Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
-    Kind.GATHER: ("gather", timeline.RECEIVE),
     Kind.DROP: ("activations out", timeline.WAITING),
     Kind.REDUCE: ("reduce", timeline.REDUCE),
     Kind.STEP: ("update", timeline.COMPUTE),
