@@ -42,7 +42,7 @@ PROGRAMS = {
     for name, text in PAGES.items()
     if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 }
-READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "pairs.py", "net.py"}
+READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "pairs.py", "net.py", "mine.py"}
 
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
