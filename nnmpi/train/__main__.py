@@ -3,11 +3,6 @@
 import gc
 import sys
 
-from nnmpi.base.early import explain_signals
-
-if __name__ == "__main__":
-    explain_signals()  # before the slow imports: `python -m nnmpi.train`, as launchers start it
-
 gc.disable()  # imports leave no cycles to collect
 
 from nnmpi.train.cli import launch  # noqa: E402
