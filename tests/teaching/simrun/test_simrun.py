@@ -27,6 +27,20 @@ rank, size = comm.Get_rank(), comm.Get_size()
 # A program (its first line is line 6), the exception, and what its sentence says (a regular
 # expression).
 DEFECTS = {
+    "a thread of a rank that polls": (
+        """\
+        import threading
+
+        def poll():
+            while not comm.Iprobe():
+                pass
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        thread.join()""",
+        CommError,
+        r"deadlock.*rank 0 waits for a message from any rank.*polling.*p\.py:9",
+    ),
     "a ring of long sends": (
         "comm.Send(np.zeros(9999), (rank + 1) % size)\ncomm.Recv(np.zeros(9999))",
         CommError,
@@ -644,14 +658,16 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
     assert seconds(12_000) < 8 * 2 * few + 0.25
 
 
+@pytest.mark.parametrize("body", ["pass", "print('x' * 1000)", "threading.Event().wait(2)"])
 def test_a_rank_without_end_is_named(
+    body: str,
     programs: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
-    text = "import time\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: pass\n"
+    text = f"import time, threading\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: {body}\n"
     main(["-n", "2", programs(f"{text}comm.barrier()")])
     assert re.search(
         r"nnmpi: rank 1 has made no call for 0 s\n      at p\.py:9\n  rank 0 waits for barrier.*\n"
