@@ -31,11 +31,12 @@ from numpy.random import mtrand
 
 from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say
 from nnmpi.base.errors import CommError, UsageError, counted, raised_as
+from nnmpi.base.files import check_ordinary
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
-from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Scheduler
+from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Abandoned, Scheduler
 from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.comm.world import WARNING_S
@@ -303,6 +304,7 @@ def run_program(
     """
     try:
         with raised_as(UsageError, f"{program} cannot be read"):
+            check_ordinary(program)
             code = compile(program.read_bytes(), program, "exec")
     except SyntaxError as error:
         print_exception(error.with_traceback(None))
@@ -325,7 +327,7 @@ def run_program(
         error = ended.exc_value
         if isinstance(error, CommError) and not isinstance(error, MpiError):
             of_threads.append(error)
-        elif error is not None:
+        elif error is not None and not isinstance(error, Abandoned):
             print_error(error)
 
     def live(group: Group) -> None:

@@ -222,7 +222,12 @@ class Scheduler:
 
         Raises:
             Abandoned: when another rank has failed.
+            CommError: when all ranks have ended, as for a function given to `atexit`.
         """
+        if self._over.is_set():
+            raise CommError(
+                f"rank {rank.number} communicates when all ranks have ended{_at(find_lines())}"
+            )
         if self.failure is not None:
             self._abandon(rank)
         rank.calls += 1

@@ -2,7 +2,9 @@
 what mpirun prints.
 """
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -674,6 +676,22 @@ def test_a_rank_without_end_is_named(
         r"      at p\.py:10",
         capfd.readouterr().err,
     )
+
+
+def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None:
+    name = programs("import atexit\natexit.register(comm.barrier)")
+    command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "2", name]
+    path = {"PYTHONPATH": str(Path(simrun.__file__).parents[2])}
+    done = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=60
+    )
+    assert re.search(r"rank 1 communicates when all ranks have ended", done.stderr)
+
+
+def test_a_pipe_is_no_program(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.py")
+    with pytest.raises(UsageError, match=r"p\.py cannot be read \(not an ordinary file"):
+        main([str(tmp_path / "p.py")])
 
 
 def test_a_handler_of_signals_is_warned_about(programs: Callable[[str], str]) -> None:
