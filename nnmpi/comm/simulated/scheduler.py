@@ -222,12 +222,7 @@ class Scheduler:
 
         Raises:
             Abandoned: when another rank has failed.
-            CommError: when all ranks have ended, as for a function given to `atexit`.
         """
-        if self._over.is_set():
-            raise CommError(
-                f"rank {rank.number} communicates when all ranks have ended{_at(find_lines())}"
-            )
         if self.failure is not None:
             self._abandon(rank)
         rank.calls += 1
@@ -466,9 +461,17 @@ class Scheduler:
         self._hand_over(None)
 
     def _pass_on(self, rank: SimulatedRank) -> None:
-        """Pass the turn to the next rank, and return when it is this rank's turn again."""
+        """Pass the turn to the next rank, and return when it is this rank's turn again.
+
+        Raises:
+            CommError: when all ranks have ended, as for a wait in a function given to `atexit`.
+        """
         if self._hand_over(rank):
             return
+        if self._over.is_set():
+            raise CommError(
+                f"rank {rank.number} waits for others when all have ended{_at(find_lines())}"
+            )
         rank._gate.acquire()
         self._running = rank
         self.on_turn(rank.number)

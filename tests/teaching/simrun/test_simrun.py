@@ -685,7 +685,7 @@ def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None
     done = subprocess.run(
         command, env=os.environ | path, capture_output=True, text=True, timeout=60
     )
-    assert re.search(r"rank 1 communicates when all ranks have ended", done.stderr)
+    assert re.search(r"rank 1 waits for others when all have ended", done.stderr)
 
 
 def test_a_pipe_is_no_program(tmp_path: Path) -> None:
