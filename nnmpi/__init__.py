@@ -12,14 +12,20 @@ needs no MPI.
 """
 
 import sys
-from difflib import get_close_matches
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from nnmpi.base.errors import NnmpiError
-from nnmpi.base.launcher import limit_threads
-from nnmpi.base.version import VERSION
-from nnmpi.base.words import missing_from
+from nnmpi.base.early import explain_signals, trains
+
+if trains(sys.argv, sys.orig_argv):
+    explain_signals()  # before the slow imports
+
+from difflib import get_close_matches  # noqa: E402
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from nnmpi.base.errors import NnmpiError  # noqa: E402
+from nnmpi.base.launcher import limit_threads  # noqa: E402
+from nnmpi.base.version import VERSION  # noqa: E402
+from nnmpi.base.words import missing_from  # noqa: E402
 
 limit_threads()  # must come before NumPy is loaded
 

@@ -1,16 +1,10 @@
 """`nnmpi COMMAND`: run a command; without one, list them. `python -m nnmpi COMMAND` is the same."""
 
 import sys
+from runpy import run_module
 
-from nnmpi.base.early import explain_signals
-
-if sys.argv[1:2] == ["train"]:
-    explain_signals()  # before the slow imports
-
-from runpy import run_module  # noqa: E402
-
-from nnmpi.base.command import say  # noqa: E402
-from nnmpi.commands.table import COMMANDS, PACKAGES, list_commands  # noqa: E402
+from nnmpi.base.command import say
+from nnmpi.commands.table import COMMANDS, PACKAGES, list_commands
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from types import FrameType
 
 from nnmpi.base.command import check_numbers, printable, read_command, say
 from nnmpi.base.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
-from nnmpi.base.files import json_text, opened_to_write, read_json
+from nnmpi.base.files import check_ordinary, json_text, opened_to_write, read_json
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.commands.launching import (
     Launcher,
@@ -127,7 +127,7 @@ class Supervisor:
         self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
         self._fewest = max(plan.replica, -(-plan.fewest // plan.replica) * plan.replica)
         self._began_with = _identity(self._files.finished)
-        self._known_starts = _count_lines(self._files.starts)
+        self._known_starts = count_lines(self._files.starts)
 
     def run(self) -> str:
         """Train to the end, and return a sentence about it.
@@ -277,14 +277,14 @@ class Supervisor:
         self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float
     ) -> tuple[int, str]:
         """Wait for a job's end; return its status and the cause in words."""
-        starts, is_passed_on = _count_lines(self._files.starts), False
+        starts, is_passed_on = count_lines(self._files.starts), False
         limit_s, is_up = self._plan.start_limit_s, False
         while job.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(POLL_S)
             if self._insists:
                 kill(job.pid)
-            is_up = is_up or _count_lines(self._files.starts) > starts
+            is_up = is_up or count_lines(self._files.starts) > starts
             if self._signal and not is_passed_on and not self._insists:
                 is_passed_on = True
                 self._pass_on(job, launcher, is_up)
@@ -314,7 +314,7 @@ class Supervisor:
         return now is not None and now != self._began_with
 
     def _was_up(self) -> bool:
-        return _count_lines(self._files.starts) > self._known_starts
+        return count_lines(self._files.starts) > self._known_starts
 
     def _step(self) -> int:
         """Return the step of the last checkpoint; 0 without one."""
@@ -403,8 +403,10 @@ def _identity(file: Path) -> tuple[int, int] | None:
     return None
 
 
-def _count_lines(file: Path) -> int:
+def count_lines(file: Path) -> int:
+    """Return the number of a file's lines; 0 if it cannot be read."""
     with suppress(OSError):
+        check_ordinary(file)
         return file.read_bytes().count(b"\n")
     return 0
 

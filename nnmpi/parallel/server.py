@@ -56,7 +56,7 @@ has the version of its weights. So a message at the wrong time is an error, not 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -255,9 +255,9 @@ class MessageBuffer:
     """
 
     def __init__(self, kind: type[Push | Reply], arrays: Sequence[Array], backend: Backend) -> None:
-        self._kind, self._backend = kind, backend
+        self._kind, self._fields, self._backend = kind, fields(kind), backend
         # float64 is exact for the header's integers, which are below 2**53
-        header = ("header", "f8", (len(fields(kind)),))
+        header = ("header", "f8", (len(self._fields),))
         layout = np.dtype(
             [header, *((f"{i}", str(array.dtype), array.shape) for i, array in enumerate(arrays))]
         )
@@ -268,13 +268,14 @@ class MessageBuffer:
 
     def write(self, message: Push | Reply, arrays: Sequence[Array]) -> None:
         """Copy a message and its arrays into the buffer."""
-        self._header[:] = astuple(message)
+        # no tuples of a generator's values: Python keeps 2,000 of each length when they are freed
+        self._header[:] = [*vars(message).values()]
         for value, array in zip(self._values, arrays, strict=True):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Any, list[Array]]:
         """Return the message and its arrays on the backend; NumPy's are views of the buffer."""
-        pairs: Any = zip(fields(self._kind), self._header.tolist(), strict=True)
+        pairs: Any = zip(self._fields, self._header.tolist(), strict=True)
         numbers = {item.name: item.type(number) for item, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 

@@ -319,7 +319,12 @@ def grade(assignment: Assignment, submission: Path) -> Grade:
             if outcome.name in criterion.needs and outcome.status != PASSED
         ]
         outcomes.append(_judge(assignment, criterion, submission, missing))
-    return Grade(printable(submission.name), tuple(outcomes))
+    return Grade(_label(submission), tuple(outcomes))
+
+
+def _label(submission: Path) -> str:
+    """Return a submission's name on one line: a line break in it would forge another's row."""
+    return printable(submission.name).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _public(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -430,7 +435,7 @@ def grade_class(
             except (subprocess.SubprocessError, TypeError, ValueError) as error:
                 problem = f"its grading took too long, or ended by itself ({type(error).__name__})"
         outcomes = (_outcome(criterion, BLOCKED, problem) for criterion in assignment.criteria)
-        return Grade(printable(submission.name), tuple(outcomes))
+        return Grade(_label(submission), tuple(outcomes))
 
     grades: dict[int, Grade] = {}
 

@@ -13,6 +13,7 @@ import logging  # noqa: F401 (ranks share it; so its state before the first rank
 import random
 import signal
 import sys
+import threading
 import warnings
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -30,11 +31,12 @@ from numpy.random import mtrand
 
 from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say
 from nnmpi.base.errors import CommError, UsageError, counted, raised_as
+from nnmpi.base.files import check_ordinary
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
-from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Scheduler
+from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Abandoned, Scheduler
 from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.comm.world import WARNING_S
@@ -302,6 +304,7 @@ def run_program(
     """
     try:
         with raised_as(UsageError, f"{program} cannot be read"):
+            check_ordinary(program)
             code = compile(program.read_bytes(), program, "exec")
     except SyntaxError as error:
         print_exception(error.with_traceback(None))
@@ -318,6 +321,14 @@ def run_program(
     scheduler.stall_s, scheduler.patience_s = WARNING_S, PATIENCE_S
     scheduler.on_stall = lambda text: print(f"nnmpi: {text}", file=sys.__stderr__, flush=True)
     endings: list[SystemExit] = []
+    of_threads: list[CommError] = []  # of threads that ranks have started
+
+    def end_thread(ended: threading.ExceptHookArgs) -> None:
+        error = ended.exc_value
+        if isinstance(error, CommError) and not isinstance(error, MpiError):
+            of_threads.append(error)
+        elif error is not None and not isinstance(error, Abandoned):
+            print_error(error)
 
     def live(group: Group) -> None:
         main = ModuleType("__main__")
@@ -335,8 +346,9 @@ def run_program(
             print(f"(on rank {group.rank} of {given.ranks}, with seed {seed})", file=sys.stderr)
             raise SystemExit(1) from None
 
-    caller = sys.argv, sys.path
+    caller = sys.argv, sys.path, threading.excepthook
     sys.argv, sys.path = [str(program), *args], [interpreter._folder, *sys.path]
+    threading.excepthook = end_thread
     try:
         with redirect_stdout(interpreter):
             interpreter.begin()
@@ -345,10 +357,12 @@ def run_program(
             finally:
                 interpreter.turn(given.ranks)
     finally:
-        sys.argv, sys.path = caller
+        sys.argv, sys.path, threading.excepthook = caller
         interpreter.finish()
         if endings:  # instead of the deadlock of the other ranks, its consequence
             raise endings[0]
+    if of_threads:
+        raise of_threads[0]
     return run, ["".join(state.text) for state in interpreter.states]
 
 

@@ -38,6 +38,7 @@ from nnmpi.base.files import (
     json_text,
     opened_to_write,
     read_json,
+    read_text,
     remove_folder,
     sync_folder,
     write_json,
@@ -145,7 +146,7 @@ class RunFolder:
         line = f"{LAST_WORDS}{error}\n"
         with suppress(OSError, ValueError):
             # not where the folder was withdrawn, or on another node
-            if self.starts.exists() and not self.console.read_text().endswith(line):
+            if self.starts.exists() and not read_text(self.console).endswith(line):
                 with opened_to_write(self.console, "a") as stream:
                     stream.write(line)
 

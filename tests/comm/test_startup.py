@@ -1,6 +1,7 @@
 """The limit of MPI's own start, and launches that are refused."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_a_job_without_a_home_directory_starts() -> None:
         timeout=60,
     )
     assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
+
+
+def test_signals_stay_as_they_are_when_mpi_starts() -> None:
+    """UCX would take SIGHUP, so that a closed terminal ended nothing."""
+    program = "import os, signal, nnmpi; nnmpi.start(); os.kill(os.getpid(), int({}))"
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        ran = subprocess.run(
+            [sys.executable, "-c", program.format(int(number))],
+            env={name: value for name, value in os.environ.items() if name[:3] != "UCX"},
+            cwd=ROOT,
+            timeout=60,
+        )
+        assert ran.returncode == -number
 
 
 def test_an_error_without_an_output_is_one_sentence() -> None:

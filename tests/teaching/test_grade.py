@@ -362,12 +362,23 @@ def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path
     (folder / "loop.py").symlink_to(folder / "loop.py")
     (folder / "zoe").symlink_to(folder / "two")
     (folder / "\x1b[2J.py").write_text("")
+    (folder / "x\nbob.py   10 of 10\t.py").write_text("")
     with pytest.raises(UsageError, match="give --as one or --as class"):
         main([str(assignment), str(folder)])
-    main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
+    text = main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
+    assert text.count("\nbob.py") == 1  # no name has a row for another
     result = {load["submission"]: load["outcomes"] for load in json.loads(out.read_text())}
     earned = {name: sum(element["points"] for element in item) for name, item in result.items()}
-    nothing = (r"\x1b[2J.py", "ann", "eve", "loop.py", "two", "zip.zip", "zoe")
+    nothing = (
+        r"\x1b[2J.py",
+        r"x\nbob.py   10 of 10\t.py",
+        "ann",
+        "eve",
+        "loop.py",
+        "two",
+        "zip.zip",
+        "zoe",
+    )
     assert earned == {**dict.fromkeys(nothing, 0), "bob.py": 10, "ring_all_reduce.py": 10}
     for name in ("loop.py", "zip.zip", "zoe"):
         assert result[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"

@@ -12,6 +12,7 @@ from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.commands.run import count_lines
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder
@@ -132,3 +133,13 @@ def test_a_current_folder_that_is_gone_does_not_end_a_run(
     words = ["--dataset", "iris", "--model", "mlp", "--max-steps", "1", "--quiet"]
     simulate(lambda group: main([*words, "--out", str(tmp_path / "run")], group), 1)
     assert (tmp_path / "run" / "finished.json").is_file()
+
+
+def test_a_pipe_in_a_run_is_not_opened(tmp_path: Path) -> None:
+    """Nobody writes into it, so that its reader would wait for ever."""
+    folder = RunFolder(tmp_path)
+    folder.create(Config())
+    folder.starts.write_text("")
+    os.mkfifo(folder.console)
+    folder.note_error(UsageError("another"))
+    assert count_lines(folder.starts) == count_lines(folder.console) == 0

@@ -143,6 +143,9 @@ def refuse_mismatch(
 
 def import_mpi() -> ModuleType:
     """Import mpi4py.MPI without initializing MPI."""
+    # UCX, which both MPIs may load, takes SIGHUP for its debugger as soon as it is loaded, and a
+    # closed terminal would end nothing.
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     try:
         settings = importlib.import_module("mpi4py").rc
         settings.initialize, settings.finalize = False, True

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import heapq
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = str(Path(__file__).parents[2])
 FRONT_FOLDER = f"{PACKAGE_FOLDER}/teaching/mpi_front"  # stands for mpi4py in a program's lines
+LIBRARY_FOLDERS = PACKAGE_FOLDER, sysconfig.get_path("stdlib")  # not a program's own lines
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
 """(file, line) of a call in the source, innermost first."""
@@ -436,7 +438,9 @@ class Scheduler:
                     if item._awaits is not None
                 ]
                 head = f"rank {rank.number} has made no call for {self.stall_s:.0f} s"
-                at = _at(tuple(_frames(frame))[:1])
+                lines = [*_frames(frame)]
+                own = [line for line in lines if not line[0].startswith(LIBRARY_FOLDERS)]
+                at = _at(tuple(own or lines)[:1])
                 self.on_stall("\n".join([f"{head}{at}", *others]))
 
     def _live(self, rank: SimulatedRank, program: Callable[[int], None]) -> None:
@@ -457,9 +461,17 @@ class Scheduler:
         self._hand_over(None)
 
     def _pass_on(self, rank: SimulatedRank) -> None:
-        """Pass the turn to the next rank, and return when it is this rank's turn again."""
+        """Pass the turn to the next rank, and return when it is this rank's turn again.
+
+        Raises:
+            CommError: when all ranks have ended, as for a wait in a function given to `atexit`.
+        """
         if self._hand_over(rank):
             return
+        if self._over.is_set():
+            raise CommError(
+                f"rank {rank.number} waits for others when all have ended{_at(find_lines())}"
+            )
         rank._gate.acquire()
         self._running = rank
         self.on_turn(rank.number)

@@ -2,7 +2,9 @@
 seen.
 """
 
+import gc
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.synchrony.consistency import Task
 from nnmpi.nn.module import Module
-from nnmpi.parallel.server import ParameterServer, Push, PushPull, Reply
+from nnmpi.parallel.server import MessageBuffer, ParameterServer, Push, PushPull, Reply
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
 
@@ -218,6 +220,20 @@ def test_long_messages_do_not_overtake_one_another(
     assert everywhere(
         group, np.allclose(run.weights, serial_weights(4, 9000), rtol=1e-9, atol=1e-12)
     )
+
+
+def test_messages_leave_no_memory_behind() -> None:
+    """Nor in Python's lists of free tuples, which a full collection empties."""
+    buffer, push = (
+        MessageBuffer(Push, [], numpy_backend()),
+        Push(batch=7, part=0, samples=7, targets=7, global_targets=9, lr=0.5),
+    )
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(500):
+        buffer.write(push, [])
+        assert buffer.read() == (push, [])
+    assert sys.getallocatedblocks() - before < 200
 
 
 def test_messages_at_the_wrong_time_are_seen() -> None:

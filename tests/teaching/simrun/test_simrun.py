@@ -2,7 +2,9 @@
 what mpirun prints.
 """
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,20 @@ rank, size = comm.Get_rank(), comm.Get_size()
 # A program (its first line is line 6), the exception, and what its sentence says (a regular
 # expression).
 DEFECTS = {
+    "a thread of a rank that polls": (
+        """\
+        import threading
+
+        def poll():
+            while not comm.Iprobe():
+                pass
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        thread.join()""",
+        CommError,
+        r"deadlock.*rank 0 waits for a message from any rank.*polling.*p\.py:9",
+    ),
     "a ring of long sends": (
         "comm.Send(np.zeros(9999), (rank + 1) % size)\ncomm.Recv(np.zeros(9999))",
         CommError,
@@ -644,20 +660,38 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
     assert seconds(12_000) < 8 * 2 * few + 0.25
 
 
+@pytest.mark.parametrize("body", ["pass", "print('x' * 1000)", "threading.Event().wait(2)"])
 def test_a_rank_without_end_is_named(
+    body: str,
     programs: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
-    text = "import time\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: pass\n"
+    text = f"import time, threading\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: {body}\n"
     main(["-n", "2", programs(f"{text}comm.barrier()")])
     assert re.search(
         r"nnmpi: rank 1 has made no call for 0 s\n      at p\.py:9\n  rank 0 waits for barrier.*\n"
         r"      at p\.py:10",
         capfd.readouterr().err,
     )
+
+
+def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None:
+    name = programs("import atexit\natexit.register(comm.barrier)")
+    command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "2", name]
+    path = {"PYTHONPATH": str(Path(simrun.__file__).parents[2])}
+    done = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=60
+    )
+    assert re.search(r"rank 1 waits for others when all have ended", done.stderr)
+
+
+def test_a_pipe_is_no_program(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.py")
+    with pytest.raises(UsageError, match=r"p\.py cannot be read \(not an ordinary file"):
+        main([str(tmp_path / "p.py")])
 
 
 def test_a_handler_of_signals_is_warned_about(programs: Callable[[str], str]) -> None:
