@@ -7,7 +7,6 @@ from nnmpi.base.words import missing_from
 from nnmpi.ops.activation import (
     gelu,
     leaky_relu,
-    linear_gelu,
     log_softmax,
     relu,
     sigmoid,
@@ -21,7 +20,7 @@ from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gru import gru
-from nnmpi.ops.linear import linear, linear_relu, linear_transposed
+from nnmpi.ops.linear import linear, linear_gelu, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, group_norm, layer_norm, rms_norm

@@ -13,23 +13,23 @@ from typing import Any, Never
 
 import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
-from nnmpi.ops.linear import with_kernels
-from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import converted, read_as, require_floating
+from nnmpi.tensor.function import Function, Grads, converted
+from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
 
 
 def attention_for(array: Array) -> Any:
     """Return the implementation for these arrays: a device's kernels, or the module `attend`."""
-    return kernels_for(array, "attend") or plain
+    kernels = kernels_of(array)
+    return kernels if kernels.of_device else plain
 
 
 def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
@@ -53,6 +53,8 @@ class Attention(Function):
     """
 
     __slots__ = ("causal", "kernels")
+
+    computes = "kernels"
 
     def __init__(self, causal: bool, kernels: Any) -> None:
         self.causal, self.kernels = causal, kernels
@@ -144,6 +146,8 @@ class PackedAttention(Function):
     """
 
     __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
+
+    computes = "kernels"
 
     def __init__(
         self,
@@ -299,7 +303,7 @@ def attention(
     function = kind(
         heads, causal, attention_for(packed.data), before, dropout, mask_key if dropout else None
     )
-    return with_kernels("attend", function, packed)
+    return function(packed)
 
 
 def scaled_dot_product_attention(
@@ -345,4 +349,4 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     q, k, v = (converted(item, reads) for item in (q, k, v))
-    return with_kernels("attend", Attention(causal, attention_for(q.data)), q, k, v)
+    return Attention(causal, attention_for(q.data))(q, k, v)

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
-from nnmpi.backend.kernels import cast, kernels_for
-from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import record_call, to_library
-from nnmpi.backend.sums import add_rows
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, values_of
@@ -39,23 +37,14 @@ class EmbeddingFunction(Function):
         return indices.shard.placement
 
     def forward(self, table: Array, indices: Array) -> Array:
-        kernels = kernels_for(table, "embedding")
+        kernels = kernels_of(table)
         self.saved = (table.shape, table.dtype, indices, kernels)
-        if kernels is None:
-            return cast(namespace(table), table[indices], self.reads)
         return kernels.embedding(namespace(table), table, indices, self.reads)
 
     def backward(self, grad: Array) -> Grads:
-        (shape, dtype, indices, kernels), xp = self.saved, namespace(grad)
-        target, add = self.sum_into(0)
-        if kernels is not None:
-            return kernels.embedding_grad(xp, grad, indices, shape, dtype, target, add), None
-        wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, wide) if target is None or wide != dtype else target
-        if spread is target and not add:
-            spread[...] = 0
-        add_rows(xp, spread, indices, cast(xp, grad, wide))
-        return cast(xp, spread, dtype), None
+        shape, dtype, indices, kernels = self.saved
+        place = self.sum_into(0)
+        return kernels.embedding_grad(namespace(grad), grad, indices, shape, dtype, *place), None
 
 
 def embedding(
@@ -91,7 +80,7 @@ def embedding(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
     rows = values_of(table)
-    if kernels_for(rows, "embedding") is None or isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) or not kernels_of(rows).of_device:
         record_call(_check_indices, values, table.shape[0] if entries is None else entries)
         values = to_library(namespace(rows), values)
     return make(dtype)(table, indices if is_sharded(indices) else values)

@@ -32,7 +32,6 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.base.shard import split
-from nnmpi.ops.activation import LinearGeluFunction
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction
 from nnmpi.tensor.function import Function, Grads
@@ -90,6 +89,7 @@ class Experts(Function):
 
     __slots__ = ("exchange", "gate", "ranks", "weight")
 
+    computes = "float32"
     is_call = True
 
     def __init__(
@@ -150,7 +150,7 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = LinearGeluFunction("gelu_tanh", None)(rows[start : start + entry], w1, b1)
+                inner = LinearFunction(None, form="gelu_tanh")(rows[start : start + entry], w1, b1)
                 results.append(LinearFunction(None)(inner, w2, b2))
             start += entry
         out = concatenate(results)

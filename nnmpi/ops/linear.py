@@ -1,19 +1,20 @@
 """The linear layer's operation, x W + b, alone or fused with an activation."""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, constant
+from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
+from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops.planes import rectify_grad
-from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts
+from nnmpi.tensor.elementwise import gelu_form
+from nnmpi.tensor.function import Function, Grads, converted
+from nnmpi.tensor.operand import given, read_as, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -32,14 +33,13 @@ class LinearFunction(Function):
         reads: the dtype in which a device's product reads x and W, and writes the result; None for
             NumPy's arrays.
         gives: the dtype of the result, if different: float32.
+        form: of the activation that follows: "relu", "gelu" or "gelu_tanh", or "" for none.
     """
 
-    __slots__ = ("gives", "reads")
+    __slots__ = ("form", "gives", "reads")
 
-    kernel = ""  # the name of the compiled kernel for `before_activation`, if one exists
-
-    def __init__(self, reads: Dtype | None, gives: Dtype | None = None) -> None:
-        self.reads, self.gives = reads, gives
+    def __init__(self, reads: Dtype | None, gives: Dtype | None = None, form: str = "") -> None:
+        self.reads, self.gives, self.form = reads, gives, form
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of x, which may be sharded along any axis but the last."""
@@ -59,15 +59,20 @@ class LinearFunction(Function):
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
             out, gives = None, self.gives or reads
-            if bias is None and not self.kernel:  # whose kernels need contiguous arrays
+            if bias is None and not self.form:  # whose kernels need contiguous arrays
                 out = empty_rows(xp, len(rows), weight.shape[1], gives)
             y = gemm(xp, rows, weight, out, dtype=gives)
-        y, slope = self.activate(y, bias)
-        self.saved = (rows, weight if self.needs[0] else None, shape, slope, dtypes)
+        kernels, activated = kernels_of(y), None
+        if self.form:
+            y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
+        elif bias is not None:
+            kernels.add_bias(xp, y, bias)
+        saved = activated, kernels
+        self.saved = (rows, weight if self.needs[0] else None, shape, saved, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, shape, saved, dtypes = self.saved
+        rows, weight, shape, (activated, kernels), dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
             grad = cast(xp, grad, rows.dtype)
@@ -80,7 +85,10 @@ class LinearFunction(Function):
             to_bias = place_for(
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
-        grad = self.before_activation(grad, saved, to_bias)
+        if self.form:
+            grad = kernels.bias_activate_grad(xp, grad, activated, self.form, to_bias)
+        elif to_bias is not None:
+            kernels.bias_grad(xp, grad, to_bias)
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
             to_weight = gemm(xp, *factors, target, add, None if dtypes is None else dtypes[1])
@@ -90,38 +98,6 @@ class LinearFunction(Function):
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias
-
-    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """Return the activation of y + bias, and the array that its gradient needs, or None.
-
-        Args:
-            y: x W (rows, out), which may be overwritten.
-        """
-        if bias is not None:
-            add_bias(self.xp, y, bias)
-        return y, None
-
-    def before_activation(self, grad: Array, saved: Array | None, to_bias: Array | None) -> Array:
-        """Return the gradient of x W + b, (rows, out), and write that of b.
-
-        Args:
-            grad: (rows, out), the gradient of the result.
-            saved: from `activate`.
-            to_bias: (out,), receives the gradient of b; or None.
-        """
-        xp = self.xp
-        if saved is not None:
-            kernels = kernels_for(grad, self.kernel)
-            if kernels is not None:
-                return getattr(kernels, self.kernel)(xp, grad, saved, to_bias)
-            grad = self.times_slope(grad, saved)
-        if to_bias is not None:
-            bias_grad(xp, grad, to_bias)
-        return grad
-
-    def times_slope(self, grad: Array, saved: Array) -> Array:
-        """Return the gradient times the activation's derivative; `saved` is from `activate`."""
-        return self.xp.multiply(grad, saved)
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
@@ -141,52 +117,12 @@ class TransposedLinearFunction(LinearFunction):
         return grad.T, rows
 
 
-class LinearReluFunction(LinearFunction):
-    """max(x W + b, 0)."""
-
-    __slots__ = ()
-
-    kernel = "relu_grad_bias"
-
-    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """See `LinearFunction.activate`; here the gradient needs the result itself."""
-        xp, kernels = self.xp, kernels_for(y, "bias_relu")
-        if kernels is not None:
-            kernels.bias_relu(xp, y, bias)
-            return y, y
-        super().activate(y, bias)
-        y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)
-        return y, y
-
-    def times_slope(self, grad: Array, saved: Array) -> Array:
-        """Return the gradient where the result is positive, 0 elsewhere."""
-        result = self.xp.empty(grad.shape, grad.dtype)
-        rectify_grad(self.xp, self.xp.ascontiguousarray(grad), saved, result)
-        return result
-
-
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
     """Return an array for input i's gradient: the parameter's buffer if it is contiguous."""
     target = function.into(i)
     if target is not None and target.flags.c_contiguous:
         return target
     return function.xp.empty(shape, dtype)
-
-
-def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation `in_float32`, or directly if a device kernel of this name exists.
-
-    Device kernels read half precision and compute in float32 by themselves.
-
-    Args:
-        name: of the operation's kernel.
-        function: the operation.
-        inputs, narrow: as for `in_float32`.
-    """
-    first = inputs[0].data
-    if isinstance(first, np.ndarray) or kernels_for(first, name) is None:
-        return in_float32(function, *inputs, narrow=narrow)
-    return function(*inputs)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -245,9 +181,23 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Compiled kernels sum the bias's gradient in another order: its last bits may differ. Same
     arguments and errors as `linear`.
     """
-    return multiply(
-        LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias
-    )
+    return _activated("linear_relu", "relu", x, weight, bias)
+
+
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none"
+) -> Tensor:
+    """Return GELU(x W + b), bit for bit what `gelu(linear(...))` gives, in one operation.
+
+    Same arguments and errors as `linear` and `gelu`.
+    """
+    return _activated("linear_gelu", gelu_form(approximate), x, weight, bias)
+
+
+def _activated(name: str, form: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    reads = check_linear(name, x, weight, bias)
+    require_floating(name, x)
+    return multiply(partial(LinearFunction, form=form), reads, x, weight, bias)
 
 
 def multiply(

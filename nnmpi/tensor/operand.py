@@ -1,4 +1,4 @@
-"""Rules for operands: dtypes, conversion, and computing in float32.
+"""Rules for operands: which dtypes and shapes may meet.
 
 Dtypes never promote silently. For example, float32 with float64 is an error, so that one stray
 array cannot turn a float32 model into float64 unnoticed. Only mixed precision relaxes the rule.
@@ -8,61 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
-from nnmpi.backend.kernels import cast
-from nnmpi.backend.precision import FLOAT32, is_floating, is_low, low_dtype, precision
+from nnmpi.backend.array import Dtype, Shape
+from nnmpi.backend.precision import FLOAT32, is_floating, low_dtype, precision
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
+from nnmpi.tensor.function import Variable, converted
 from nnmpi.tensor.placement import is_sharded
-
-
-class AsType(Elementwise):
-    """x in another dtype; its gradient has the dtype of x."""
-
-    __slots__ = ("target",)
-
-    def __init__(self, target: Dtype) -> None:
-        self.target = target
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x.dtype,)
-        return cast(self.xp, x, self.target)
-
-    def backward(self, grad: Array) -> Grads:
-        return (cast(self.xp, grad, self.saved[0]),)
-
-
-def converted(x: Any, dtype: Dtype) -> Any:
-    """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
-    if isinstance(x, Variable):
-        return x if x.data.dtype == dtype else AsType(dtype)(x)
-    return cast(namespace(x), x, dtype)
-
-
-def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation to float16 or bfloat16 tensors in float32, and round the result once.
-
-        float16, bfloat16  --AsType--> float32 --operation--> float32 --AsType-->  float16, bfloat16
-        float32, float64   --------------------- operation -------------------->   the same
-
-    Args:
-        inputs: tensors and arrays, and plain values, which pass unchanged.
-        narrow: whether to round a float32 result back; otherwise it stays float32.
-    """
-    low = None
-    for x in inputs:
-        if isinstance(x, Variable) and is_low(x.data.dtype):
-            low = x.data.dtype
-            break
-    if low is None:
-        return function(*inputs)
-    result = function(*map(_raised, inputs))
-    return converted(result, low) if narrow and result.data.dtype == FLOAT32 else result
-
-
-def _raised(x: Any) -> Any:
-    is_low_array = (isinstance(x, Variable) or is_result(x)) and is_low(_dtype(x))
-    return converted(x, FLOAT32) if is_low_array else x
 
 
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:

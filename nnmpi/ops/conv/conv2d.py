@@ -34,14 +34,14 @@ from functools import partial
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.kernels import cast, kernels_for
+from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
-from nnmpi.ops.conv.depthwise import Depthwise
+from nnmpi.ops.conv.depthwise import CompiledDepthwise, Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.on_device import on_device
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
@@ -121,17 +121,18 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         bias: (o,), or None.
         spec: the convolution.
     """
-    (n, h, w, c), o, compiled = x.shape, weight.shape[3], kernels_for(x.data, "winograd")
+    (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x.data)
     kernel = spec.kernel[0]
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
     plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
     if not isinstance(x.data, np.ndarray):
         return None if spec.relu else on_device(x.data, spec, o)
+    single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
-        return None if spec.relu else Depthwise(spec)
+        each = CompiledDepthwise if kernels.convolves and single and x.size else Depthwise
+        return None if spec.relu else each(spec)
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
-        single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
         many = spec.groups > 1  # im2col takes one group after another
         large = c * o >= LARGE_KERNELS * spec.groups
         few = large and n * h * w < FEW_PIXELS
@@ -140,7 +141,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         enough = (many or min(c, o) >= FEW_CHANNELS[side]) and image <= LARGE_BYTES
         tiled = n > 0 and x.dtype.kind == "f" and enough
         if (
-            compiled is not None
+            kernels.convolves
             and kernel == 3
             and not many
             and single
@@ -154,7 +155,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
                 and not (x.requires_grad and grad_enabled())
             ):
                 return CompiledDirect(spec)
-            if compiled.has_products():
+            if kernels.has_products():
                 return CompiledWinograd(spec)
         if tiled:  # with a pooling of its own, tiles of 4 take 0.7 of the time of fused tiles of 2
             return None if side == 4 and spec.pool != NO_POOL else WinogradNumpy(spec, side)

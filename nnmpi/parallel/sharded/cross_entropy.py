@@ -19,7 +19,7 @@ from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.ops.collectives import CATEGORY, sum_in_place
 from nnmpi.ops.loss import CrossEntropy, checked_labels
-from nnmpi.tensor.operand import in_float32, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -27,6 +27,8 @@ class PartCrossEntropy(CrossEntropy):
     """-log softmax(logits)[label] per row, with some classes of the logits on every rank."""
 
     __slots__ = ("classes", "group")
+
+    computes = "float32"
 
     is_call = True
 
@@ -106,7 +108,7 @@ def cross_entropy(
     _check_width(logits.shape, group, classes)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = PartCrossEntropy(group, classes, reduction, ignore_index, float(label_smoothing))
-    return in_float32(function, require_floating("cross_entropy", logits), values, narrow=False)
+    return function(require_floating("cross_entropy", logits), values)
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:
