@@ -81,17 +81,18 @@ class PlainKernels:
         self.copy(xp, result, x)
         return result
 
-    def _float32(self, xp: Any, x: Array) -> Array:
-        """Return half precision, which a device without its kernels may have, in float32."""
-        return self.cast(xp, x, FLOAT32) if is_low(x.dtype) else x
+    def _pair(self, name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+        """Return a + b or a * b."""
+        function = getattr(xp, name)
+        return function(a, b) if out is None else function(a, b, out=out)
 
-    def add(self, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-        """Return a + b."""
-        return xp.add(a, b) if out is None else xp.add(a, b, out=out)
+    def add(self, *args: Any) -> Array:
+        """Return a + b for xp, a, b and perhaps `out`."""
+        return self._pair("add", *args)
 
-    def multiply(self, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-        """Return a * b."""
-        return xp.multiply(a, b) if out is None else xp.multiply(a, b, out=out)
+    def multiply(self, *args: Any) -> Array:
+        """Return a * b, likewise."""
+        return self._pair("multiply", *args)
 
     def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays joined along an axis."""
@@ -149,24 +150,16 @@ class PlainKernels:
 
     # ---- optimizers
 
-    def adam(
-        self,
-        block: Any,
-        rate: float,
-        eps: float,
-        beta1: float,
-        beta2: float,
-        decay: float,
-        factor: float,
-        guard: Array | None,
-    ) -> None:
+    def adam(self, block: Any, *numbers: Any) -> None:
         """Average g in m and g^2 in v; data = factor * data - rate * m / (sqrt(v) + eps).
 
         Args:
             block: an optimizer's `BufferBlock`.
-            decay: g is the gradient plus `decay` times the data.
-            guard: None; a device's kernels change nothing if this number is not finite.
+            numbers: rate, eps, beta1, beta2, decay, factor; g is the gradient plus `decay` times the
+                data. At last None, or the guard: a device's kernels change nothing if this number
+                is not finite.
         """
+        rate, eps, beta1, beta2, decay, factor, _ = numbers
         xp, data, (m, v), change = block.xp, block.data, block.slots, block.scratch[1]
         if factor != 1:
             xp.multiply(data, factor, out=data)
@@ -180,16 +173,14 @@ class PlainKernels:
         xp.multiply(change, rate, out=change)
         xp.subtract(data, change, out=data)
 
-    def sgd(
-        self,
-        block: Any,
-        lr: float,
-        factor: float,
-        decay: float,
-        nesterov: bool,
-        guard: Array | None,
-    ) -> None:
-        """Descend along the gradient plus `decay` times the data, with momentum if `factor`."""
+    def sgd(self, block: Any, *numbers: Any) -> None:
+        """Descend along the gradient, see `optim.updates`.
+
+        Args:
+            block: as for `adam`.
+            numbers: the learning rate, momentum, decay, whether the momentum is Nesterov's, guard.
+        """
+        lr, factor, decay, nesterov, _ = numbers
         xp, data, scratch = block.xp, block.data, block.scratch[1]
         direction = block.decayed_gradient(decay)
         for momentum in block.slots:  # one or none
@@ -266,7 +257,8 @@ class PlainKernels:
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Write the sum over rows of a gradient, in at least float32."""
-        grad = self._float32(xp, grad)
+        if is_low(grad.dtype):
+            grad = self.cast(xp, grad, FLOAT32)
         if grad.dtype == to_bias.dtype:
             row_sum(xp, grad, out=to_bias)
         else:  # on a device, in jit(False): the sum is in float32, the bias may not be
@@ -287,20 +279,16 @@ class PlainKernels:
             y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
             return y, y
         compute, dtype = SMOOTH[form], y.dtype
-        result, *rest = in_blocks(
-            lambda x: compute(xp, x if bias is None else x + bias, keep), self._float32(xp, y)
-        )
+        if is_low(dtype):  # of a device without its kernels
+            y = self.cast(xp, y, FLOAT32)
+        result, *rest = in_blocks(lambda x: compute(xp, x if bias is None else x + bias, keep), y)
         return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
 
     def bias_activate_grad(
         self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
     ) -> Array:
         """Return the gradient of y, and write its sum over the rows to `to_bias`."""
-        if form == "relu":
-            result: Array = xp.empty(grad.shape, grad.dtype)
-            rectify_grad(xp, xp.ascontiguousarray(grad), saved, result)
-        else:
-            result = xp.multiply(grad, saved)
+        result = _relu_grad(xp, grad, saved, 0) if form == "relu" else xp.multiply(grad, saved)
         if to_bias is not None:
             self.bias_grad(xp, result, to_bias)
         return result
@@ -322,9 +310,7 @@ class PlainKernels:
         xp.add(gates, bias, out=gates)
         return gates, bias
 
-    def lstm_step(
-        self, g: Array, product: Array, bias: Array, c: Array, new_c: Array, new_h: Array
-    ) -> None:
+    def lstm_step(self, *arrays: Array) -> None:
         """Compute a step's gates and state after its product.
 
         Args:
@@ -334,6 +320,7 @@ class PlainKernels:
             c: (n, features), before the step.
             new_c, new_h: (n, features), out.
         """
+        g, product, _, c, new_c, new_h = arrays
         xp, (i, f, o, candidate) = namespace(g), _four(g)
         xp.tanh(xp.add(g, product, out=g), out=g)
         xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
@@ -342,16 +329,7 @@ class PlainKernels:
         t = xp.tanh(new_c)
         xp.multiply(xp.multiply(xp.add(o, 1, out=new_h), t, out=new_h), 0.5, out=new_h)
 
-    def lstm_step_grad(
-        self,
-        g: Array,
-        slopes: Array,
-        h: Array,
-        grad: Array,
-        cell: Array,
-        last_c: Array,
-        c: Array,
-    ) -> None:
+    def lstm_step_grad(self, *arrays: Array) -> None:
         """Compute the gradients of a step's gates, before its product.
 
         Args:
@@ -361,6 +339,7 @@ class PlainKernels:
             cell, last_c: (n, features), c after and before the step.
             c: (n, features), the gradient of c after the step; overwritten by the one before it.
         """
+        g, slopes, h, grad, cell, last_c, c = arrays
         xp = namespace(g)
         (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
         xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # 4 times a sigmoid's slope
@@ -377,16 +356,7 @@ class PlainKernels:
             xp.multiply(to_gate, xp.multiply(t, factor, out=part), out=to_gate)
         xp.multiply(c, xp.add(f, 1, out=part), out=c)
 
-    def gru_step(
-        self,
-        g: Array,
-        product: Array,
-        bias: Array,
-        bias_n: Array,
-        inner: Array,
-        h: Array,
-        new_h: Array,
-    ) -> None:
+    def gru_step(self, *arrays: Array) -> None:
         """Compute a step's gates and state after its product.
 
         Args:
@@ -397,6 +367,7 @@ class PlainKernels:
             inner: (n, features), out: h R_n + bias_n.
             h, new_h: (n, features), before the step, and out: after it.
         """
+        g, product, _, bias_n, inner, h, new_h = arrays
         xp = namespace(g)
         (r, z, new), (more_r, more_z, more) = (xp.split(item, 3, axis=1) for item in (g, product))
         for gate, argument in ((r, r + more_r), (z, z + more_z)):
@@ -405,16 +376,7 @@ class PlainKernels:
         new[...] = xp.tanh(new + r * inner)
         new_h[...] = new + z * (h - new)
 
-    def gru_step_grad(
-        self,
-        g: Array,
-        to_gates: Array,
-        to_product: Array,
-        inner: Array,
-        h: Array,
-        grad: Array,
-        to_h: Array,
-    ) -> None:
+    def gru_step_grad(self, *arrays: Array) -> None:
         """Compute the gradients of a step, before its product.
 
         Args:
@@ -425,6 +387,7 @@ class PlainKernels:
             to_h: (n, features), the gradient of h from later steps; overwritten by that of h before
                 the step, without what the product adds.
         """
+        g, to_gates, to_product, inner, h, grad, to_h = arrays
         xp = namespace(g)
         r, z, new = xp.split(g, 3, axis=1)
         total = to_h + grad
@@ -736,14 +699,7 @@ class PlainKernels:
             fold(xp, sums, out)
 
     def group_norm(
-        self,
-        xp: Any,
-        x: Array,
-        scale: Array,
-        shift: Array,
-        count: int,
-        eps: float,
-        keep: bool,
+        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
     ) -> tuple[Array, Residuals]:
         """Return images normalized over groups of `count` channels; saved second are the inverse
         deviations.
@@ -803,6 +759,14 @@ def all_gates(xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, 
     gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
     gemm(xp, rows, weight, out=gates)
     return gates, xp.ascontiguousarray(bias)
+
+
+def compiled_gates(
+    _: Any, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
+) -> tuple[Array, Array, Array]:
+    """See `PlainKernels.lstm_gates`, for steps that halve the sums and add the bias themselves."""
+    gates, bias = all_gates(xp, rows, weight, bias)
+    return gates, recurrent, bias
 
 
 def _four(gates: Array) -> tuple[Array, Array, Array, Array]:

@@ -57,11 +57,15 @@ class CrossEntropy(Function):
         _, shape, _, count = self.saved
         return () if self.reduction == "none" else (int(count), shape[0], prod(shape[:-1]))
 
+    def kernels(self, logits: Array) -> Any:
+        """Return what has the softmax's loss and its gradient, see `PlainKernels.softmax_loss`."""
+        return kernels_of(logits)
+
     def forward(self, logits: Array, labels: Array) -> Array:
         xp, classes = self.xp, logits.shape[-1]
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
-        kernels, settings = kernels_of(logits), (self.ignore_index, self.smoothing)
+        kernels, settings = self.kernels(logits), (self.ignore_index, self.smoothing)
         losses, residuals = kernels.softmax_loss(xp, rows, labels, *settings)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:

@@ -139,7 +139,7 @@ class BatchNormFunction(Function):
         kernels.norm_sums(xp, given, moments, sums)
         to_x, (to_shift, to_scale) = None, sums
         if self.needs[0]:
-            count = grad.size // scale.size
+            count = inf if moments[4:] else grad.size // scale.size  # constant means
             if n is not None:
                 both, count = xp.concatenate(sums), 1
                 record_call(_all_reduce, self.all_reduce, both)
@@ -166,35 +166,21 @@ def _count_ranks(
     return count
 
 
-class FixedNormFunction(Function):
+class FixedNormFunction(BatchNormFunction):
     """Normalization by given means and variances, by a device's kernels, for `fixed_norm`."""
 
-    __slots__ = ("eps",)
+    __slots__ = ()
 
-    computes = "parameters"
-
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
-
-    def forward(self, x: Array, scale: Array, shift: Array, mean: Array, variance: Array) -> Array:
-        xp, kernels = self.xp, kernels_of(x)
-        rows = kernels.samples(xp, x, 1, scale.size)
-        scale, shift = map(xp.ascontiguousarray, (scale, shift))
-        moments = rows, mean, variance, self.eps
-        self.saved = (moments, scale, kernels)
-        return kernels.normalize(xp, moments, scale, shift, False).reshape(x.shape)
+    def forward(self, x: Array, *inputs: Array) -> Array:
+        kernels, (scale, shift, mean, variance) = kernels_of(x), inputs
+        rows = kernels.samples(self.xp, x, 1, scale.size)
+        scale, shift = map(self.xp.ascontiguousarray, (scale, shift))
+        moments = rows, mean, variance, self.eps, True
+        self.saved = (moments, scale, None, kernels, None)
+        return kernels.normalize(self.xp, moments, scale, shift).reshape(x.shape)
 
     def backward(self, grad: Array) -> Grads:
-        (moments, scale, kernels), xp = self.saved, self.xp
-        given = kernels.contiguous(xp, grad).reshape(moments[0].shape)
-        sums = to_shift, to_scale = tuple(
-            place_for(self, i, scale.shape, scale.dtype) for i in (2, 1)
-        )
-        kernels.norm_sums(xp, given, moments, sums, False)
-        to_x = None
-        if self.needs[0]:  # the means are constants
-            to_x = kernels.norm_grad(xp, given, moments, scale, sums, inf).reshape(grad.shape)
-        return to_x, to_scale, to_shift, None, None
+        return *super().backward(grad), None, None
 
 
 def _over_ranks(
@@ -314,7 +300,7 @@ class GroupNormFunction(Function):
         if not x.size:
             return self.xp.empty(x.shape, x.dtype)
         kernels, settings = kernels_of(x), (self.count, self.eps)
-        y, saved = kernels.group_norm(self.xp, x, scale, shift, *settings, True in self.needs)
+        y, saved = kernels.group_norm(self.xp, x, scale, shift, *settings)
         again = None
         if isinstance(x, np.ndarray):
             again = Again(partial(GroupNormFunction, *settings))
@@ -408,7 +394,7 @@ def fixed_norm(
     if x.shard is not None or not kernels_of(x.data).of_device:
         return None
     may_meet("batch_norm", x, scale, shift)
-    return FixedNormFunction(eps)(x, scale, shift, mean, variance)
+    return FixedNormFunction(eps, None, None)(x, scale, shift, mean, variance)
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:

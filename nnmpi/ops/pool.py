@@ -116,7 +116,7 @@ class AvgPool2dFunction(Pool2dFunction):
 
 
 class Upsample2dFunction(Pool2dFunction):
-    """Each pixel as a window of copies, by a device's kernels."""
+    """Each pixel as a window of copies."""
 
     __slots__ = ()
 
@@ -125,23 +125,27 @@ class Upsample2dFunction(Pool2dFunction):
         kernels = kernels_of(x)
         self.saved = (kernels,)
         shape = n, h * rows, w * columns, c
-        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1.0)
+        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1)
 
     def backward(self, grad: Array) -> Grads:
-        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1.0),)
+        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1),)
 
 
-def on_device(function: type[Pool2dFunction], x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
-    """Apply a pooling operation with windows side by side; None without a device's kernels for x.
+def on_device(x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
+    """Return the means of windows side by side; None without a device's kernels for x.
 
     Args:
-        function: `AvgPool2dFunction` or `Upsample2dFunction`.
         x: images.
         kernel: the size of the windows.
     """
     if not kernels_of(x.data).of_device:
         return None
-    return function(PoolWindows(kernel, kernel, (0, 0)))(x)
+    return AvgPool2dFunction(PoolWindows(kernel, kernel, (0, 0)))(x)
+
+
+def upsample(x: Tensor, factor: RowsAndColumns) -> Tensor:
+    """Return images with each pixel as a window of this size."""
+    return Upsample2dFunction(PoolWindows(factor, factor, (0, 0)))(x)
 
 
 def max_pool2d(

@@ -4,7 +4,7 @@ They override `PlainKernels`, whose docstrings explain arguments and results.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
 from types import ModuleType
@@ -20,7 +20,7 @@ from nnmpi.backend.cuda.launch import (
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.plain import LOSSES, PlainKernels, all_gates
+from nnmpi.backend.plain import LOSSES, PlainKernels, all_gates, compiled_gates
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
@@ -53,17 +53,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def adam(self, block: Any, *numbers: Any) -> None:
         self._update("adam", block, *numbers[:-1], guard=numbers[-1])
 
-    def sgd(
-        self,
-        block: Any,
-        lr: float,
-        factor: float,
-        decay: float,
-        nesterov: bool,
-        guard: Array | None,
-    ) -> None:
+    def sgd(self, block: Any, *numbers: Any) -> None:
+        lr, _, decay, _, guard = numbers
         if block.slots:
-            self._update("sgd_momentum", block, lr, factor, decay, nesterov, guard=guard)
+            self._update("sgd_momentum", block, *numbers[:-1], guard=guard)
         else:
             self._update("sgd", block, lr, decay, guard=guard)
 
@@ -104,16 +97,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             and a.flags.c_contiguous
             and b.flags.c_contiguous
         ):
-            return getattr(super(), name)(xp, a, b, out)
+            return super()._pair(name, xp, a, b, out)
         result = xp.empty(a.shape, a.dtype) if out is None else out
         self.flat(name, a.size, a.dtype.itemsize, a, b, result, a.size)
         return result
-
-    def add(self, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-        return self._pair("add", xp, a, b, out)
-
-    def multiply(self, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-        return self._pair("multiply", xp, a, b, out)
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""
@@ -236,26 +223,15 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     # ---- recurrent layers: the steps halve the sums and add the bias
 
-    def lstm_gates(
-        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
-    ) -> tuple[Array, Array, Array]:
-        gates, bias = all_gates(xp, rows, weight, bias)
-        return gates, recurrent, bias
+    lstm_gates = compiled_gates
 
     def gru_gates(self, xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
         return all_gates(xp, rows, weight, bias)
 
-    def lstm_step(self, *arrays: Array) -> None:
-        self.over_cells("lstm_step", *arrays)
-
-    def lstm_step_grad(self, *arrays: Array) -> None:
-        self.over_cells("lstm_step_grad", *arrays)
-
-    def gru_step(self, *arrays: Array) -> None:
-        self.over_cells("gru_step", *arrays)
-
-    def gru_step_grad(self, *arrays: Array) -> None:
-        self.over_cells("gru_step_grad", *arrays)
+    lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
+    lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")
+    gru_step = partialmethod(KernelLauncher.over_cells, "gru_step")
+    gru_step_grad = partialmethod(KernelLauncher.over_cells, "gru_step_grad")
 
     # ---- attention
 
@@ -364,12 +340,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return to_x
 
     def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+        self, xp: Any, logits: Array, labels: Array, *settings: Any
     ) -> tuple[Array, Residuals]:
         """Compute losses, in float32 or more, in one pass over the logits.
 
         A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
+        ignore_index, smoothing = settings
         (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
         wide, count = _accumulated(logits), len(logits)
         losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
@@ -382,19 +359,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         )
         return losses, (logits, labels, powers)
 
-    def softmax_loss_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        ignore_index: int | None,
-        smoothing: float,
-    ) -> Array:
+    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
         """Return the gradient of the logits, whose rows lie as theirs do.
 
         It is computed again from the logits, because a gradient in float32 takes twice the memory
         of bfloat16's logits, and scaling and rounding it later two more passes.
         """
+        ignore_index, smoothing = settings
         logits, labels, powers = saved
         (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
         to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
@@ -466,13 +437,11 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
         return offset, variance, mean
 
-    def normalize(
-        self, xp: Any, moments: Residuals, scale: Array, shift: Array, relative: bool = True
-    ) -> Array:
-        """See `PlainKernels.normalize`, in one pass; offsets that are not `relative` are means."""
-        x, offset, variance, eps = moments
+    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+        """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
+        x, offset, variance, eps, *fixed = moments
         y = xp.empty(x.shape, x.dtype)
-        numbers = (float(eps), int(relative))
+        numbers = (float(eps), int(not fixed))
         self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
         return y
 
@@ -482,16 +451,15 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         grad: Array,
         moments: Residuals,
         targets: tuple[Array, Array],
-        relative: bool = True,
     ) -> None:
-        x, offset, variance, eps = moments
+        x, offset, variance, eps, *fixed = moments
         samples, _, n = x.shape
         if not x.size:
             for target in targets:
                 target.fill(0)
             return
         arrays = (grad, x, offset, variance)
-        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(relative))
+        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(not fixed))
         if partial is not None:
             grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
             self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
@@ -518,7 +486,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         scaled: bool = False,
     ) -> Array:
         """See `PlainKernels.norm_grad`, and the kernel."""
-        (x, offset, variance, eps), share = moments, 1 / max(count, 1)
+        (x, offset, variance, eps, *_), share = moments, 1 / max(count, 1)
         to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
         arrays = (x, offset, variance, scale, *sums, to_x)
         self.over_samples("norm_grad", grad, *arrays, *numbers)
@@ -534,14 +502,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return self.contiguous(xp, x).reshape(count, rows, channels)
 
     def group_norm(
-        self,
-        xp: Any,
-        x: Array,
-        scale: Array,
-        shift: Array,
-        count: int,
-        eps: float,
-        keep: bool,
+        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
     ) -> tuple[Array, Residuals]:
         images = self.samples(xp, x, len(x), scale.size)
         scale, shift = map(xp.ascontiguousarray, (scale, shift))
@@ -638,7 +599,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     # ---- images
 
-    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+    def depthwise_conv(self, xp: Any, x: Array, weight: Array, y: Array, spec: Any) -> None:
         """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
 
         cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
@@ -646,7 +607,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         """
         self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
 
-    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+    def depthwise_input_grad(
+        self, xp: Any, grad: Array, weight: Array, to_x: Array, spec: Any
+    ) -> None:
         """Write the gradient of x, given that of y."""
         self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
 

@@ -15,7 +15,14 @@ from numba import float64, types
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.plain import PlainKernels, all_gates, fold, inverse_root, repeated_in, widened
+from nnmpi.backend.plain import (
+    PlainKernels,
+    compiled_gates,
+    fold,
+    inverse_root,
+    repeated_in,
+    widened,
+)
 from nnmpi.backend.planes import flattened
 from nnmpi.backend.recording import record_launch
 from nnmpi.backend.sums import WIDE
@@ -154,12 +161,7 @@ class NumbaKernels(PlainKernels):
 
     # ---- recurrent layers
 
-    def lstm_gates(
-        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
-    ) -> tuple[Array, Array, Array]:
-        """See `PlainKernels.lstm_gates`; the steps halve the sums and add the bias."""
-        gates, bias = all_gates(xp, rows, weight, bias)
-        return gates, recurrent, bias
+    lstm_gates = compiled_gates
 
     def lstm_step(self, *arrays: Array) -> None:
         record_launch(loop("lstm_step"), *arrays)
@@ -170,11 +172,11 @@ class NumbaKernels(PlainKernels):
     # ---- rows
 
     def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+        self, xp: Any, logits: Array, labels: Array, *settings: Any
     ) -> tuple[Array, Residuals]:
         """See `PlainKernels.softmax_loss`; the gradients are saved, unless it is computed there."""
-        if ignore_index is not None or smoothing:
-            return super().softmax_loss(xp, logits, labels, ignore_index, smoothing)
+        if settings != (None, 0):
+            return super().softmax_loss(xp, logits, labels, *settings)
         logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
         losses, gradients = (
             xp.empty((len(logits),), logits.dtype),
@@ -184,11 +186,9 @@ class NumbaKernels(PlainKernels):
         record_launch(loop("softmax_loss"), logits, labels, losses, gradients)
         return losses, (gradients,)
 
-    def softmax_loss_grad(
-        self, xp: Any, grad: Array, saved: Residuals, ignore_index: int | None, smoothing: float
-    ) -> Array:
-        if ignore_index is not None or smoothing:
-            return super().softmax_loss_grad(xp, grad, saved, ignore_index, smoothing)
+    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
+        if settings != (None, 0):
+            return super().softmax_loss_grad(xp, grad, saved, *settings)
         return xp.multiply(saved[0], xp.reshape(grad, (grad.size, 1)))
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result

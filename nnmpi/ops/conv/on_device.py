@@ -12,6 +12,7 @@ would be one in half precision anyway, whose weights are float32; it serves forw
 The weight's gradient is written in float32, also in half precision, and copied back.
 """
 
+from functools import partial
 from typing import Any
 
 from nnmpi.backend.array import Array
@@ -42,19 +43,10 @@ class DeviceDepthwise(Depthwise):
 
     def __init__(self, spec: ConvSpec, kernels: Any) -> None:
         super().__init__(spec)
-        self._kernels = kernels
-
-    def convolve(self, xp: Any, *arrays: Array) -> None:
-        """See `Depthwise.convolve`."""
-        self._kernels.depthwise_conv(*arrays, self.spec)
-
-    def input_grad(self, xp: Any, *arrays: Array) -> None:
-        """See `Depthwise.input_grad`."""
-        self._kernels.depthwise_input_grad(*arrays, self.spec)
-
-    def weight_grad(self, xp: Any, *arrays: Array) -> None:
-        """See `Depthwise.weight_grad`."""
-        self._kernels.depthwise_weight_grad(xp, *arrays, self.spec)
+        steps = kernels.depthwise_conv, kernels.depthwise_input_grad, kernels.depthwise_weight_grad
+        self.convolve, self.input_grad, self.weight_grad = (  # type: ignore[method-assign]
+            partial(step, spec=spec) for step in steps
+        )
 
 
 class ByCudnn(ConvAlgorithm):
