@@ -5,6 +5,7 @@ The source folder is the checkout, so that links between the README, these pages
 are the same here and where the code is hosted.
 """
 
+import base64
 import gzip
 import html
 import io
@@ -14,8 +15,10 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 import tempfile
-from contextlib import redirect_stdout
+import zipfile
+from contextlib import redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,12 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]
+
+# Python for browsers, on npm, and what its loader asks for.
+PYODIDE = "314.0.7"
+TEXTS = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide-lock.json")
+BINARIES = ("pyodide.asm.wasm", "python_stdlib.zip")
+IN_BROWSERS = ("base", "comm", "schedule")  # of nnmpi: what needs no NumPy, and its neighbours
 
 TABLE = re.compile(r"\S {3,}\S")  # columns
 ARRAY = re.compile(r"[~\w.]*ndarray\[tuple\[[~\w.]*Any, \.\.\.\], [~\w.]*dtype\[[~\w.]*Any\]\]")
@@ -232,7 +241,58 @@ def write_pages(app: Any) -> None:
     draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
     words = ["--pipeline", "1f1b", "--stages", "4", "--microbatches", "4"]
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])
+    write_python(folder / "python.js")
     draw_plan(["plan", "--layers", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
+
+
+def fetch_pyodide() -> Path | None:
+    """Return the archive of Python for browsers, from npm's registry; None where npm has none.
+
+    It is kept in docs/_build, so a second build needs no network.
+    """
+    file = ROOT / "docs" / "_build" / f"pyodide-{PYODIDE}.tgz"
+    file.parent.mkdir(exist_ok=True)
+    words = ["npm", "pack", f"pyodide@{PYODIDE}", "--silent", "--pack-destination", file.parent]
+    with suppress(OSError, subprocess.SubprocessError):
+        if not file.exists():
+            subprocess.run(words, check=True, capture_output=True, timeout=300, cwd=file.parent)
+    return file if file.exists() else None
+
+
+def write_python(file: Path) -> bool:
+    """Write the script from which docs/browser.md starts Python, with nnmpi's proofs and pictures
+    inside; return whether there is a Python for browsers.
+
+    A script, and not files to fetch, since a page that is opened from a disk may fetch nothing.
+    """
+    archive = fetch_pyodide()
+    if archive is None:
+        print("npm has no pyodide: docs/browser.md runs no programs", file=sys.stderr)
+        return False
+    code = io.BytesIO()
+    with zipfile.ZipFile(code, "w", zipfile.ZIP_DEFLATED) as packed:
+        for path in sorted((ROOT / "nnmpi").rglob("*.*")):
+            name = path.relative_to(ROOT)
+            if path.suffix != ".pyc" and (len(name.parts) == 2 or name.parts[1] in IN_BROWSERS):
+                packed.write(path, name)
+    with tarfile.open(archive) as held:
+        parts = {
+            name: reader.read()
+            for name in (*TEXTS, *BINARIES)
+            if (reader := held.extractfile(f"package/{name}"))
+        }
+    here = ROOT / "docs" / "browser"
+    text = {name: parts[name].decode() for name in TEXTS} | {
+        name: (here / name).read_text() for name in ("worker.js", "run.py")
+    }
+    # of packages that could be fetched, there are none
+    text["pyodide-lock.json"] = json.dumps(
+        {**json.loads(text["pyodide-lock.json"]), "packages": {}}
+    )
+    binary = {name: parts[name] for name in BINARIES} | {"nnmpi.zip": code.getvalue()}
+    encoded = {name: base64.b64encode(value).decode() for name, value in binary.items()}
+    file.write_text(f"self.PYTHON = {json.dumps({'text': text, 'binary': encoded})};\n")
+    return True
 
 
 def setup(app: Any) -> None:

@@ -42,7 +42,7 @@ PROGRAMS = {
     for name, text in PAGES.items()
     if (programs := re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 }
-READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "pairs.py", "net.py"}
+READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "pairs.py", "net.py", "mine.py"}
 
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
@@ -162,9 +162,7 @@ def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
 
 
 def test_the_map_shows_all_packages_and_modules() -> None:
-    """With nothing left out and nothing that is not there; the README's short one shows nothing
-    else.
-    """
+    """With nothing left out and nothing that is not there."""
     block = PAGES["docs/house.md"].split("## The map")[1].split("\n\n")[1]
     shown = {
         line.split()[0].rstrip("/") for line in block.splitlines() if re.match(r" {6}\S", line)
@@ -176,8 +174,6 @@ def test_the_map_shows_all_packages_and_modules() -> None:
     }
     packages = {path.name for path in (ROOT / "nnmpi").iterdir() if (path / "__init__.py").exists()}
     assert {name.removesuffix(".py") for name in shown} == there | packages
-    short = re.findall(r"^    nnmpi/(.*?)  ", README.split("## The map")[1], re.MULTILINE)
-    assert {name for line in short for name in line.split(", ")} == packages
 
 
 def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -226,6 +222,13 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     helped[""] = " ".join(helped.values())
     wrong = {item for item in used if not re.search(rf"{item[2]}(?![-\w])", helped[item[1]])}
     assert not {item for item in wrong if item[2] not in OTHERS_OPTIONS}
+
+
+def test_the_readme_is_short() -> None:
+    """A page, with few numbers to doubt outside of its programs."""
+    prose = re.sub(r"```.*?```|\]\([^)]*\)|^    .*$", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert len(README.splitlines()) < 150
+    assert len(re.findall(r"(?<![\w-])\d[\d.,]*", prose)) < 40
 
 
 def test_files_that_are_named_exist() -> None:
@@ -281,13 +284,11 @@ def test_modules_that_are_named_exist() -> None:
     )
 
 
-def test_ci_runs_what_the_readme_says() -> None:
-    """As a user types it: each command is a line of its own in both, but for the README's
-    comment.
-    """
+def test_ci_runs_what_the_readme_and_contributing_say() -> None:
+    """As a user types it: each command is a line of its own in both, but for their comments."""
     given = {
         line.split("#")[0].strip()
-        for line in README.splitlines()
+        for line in (README + (ROOT / "CONTRIBUTING.md").read_text()).splitlines()
         if line.startswith("    scripts/")
     }
     run = {line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()}

@@ -139,7 +139,7 @@ def test_the_one_file_fails_where_weights_differ(broken: str) -> None:
         nnmpi.simulate(lambda group: main(group, 2, 1, 1), ranks=2)
 
 
-def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> None:
+def test_the_one_file_is_read_in_an_hour_and_ends_as_the_readme_shows() -> None:
     """It takes from nnmpi what carries messages, and nothing else."""
     text = ONE_FILE.read_text()
     readme = (FOLDER.parent / "README.md").read_text()
@@ -150,7 +150,7 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
     ran = subprocess.run(
         [sys.executable, str(ONE_FILE)], env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
-    assert all(f"    {line}".rstrip() in readme for line in ran.stdout.splitlines())
+    assert all(f"    {line}" in readme for line in ran.stdout.splitlines()[-2:])
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,19 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Linear: (lambda kind: kind(3, 2), ""),
     nn.Conv2d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
     nn.Conv1d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
+    nn.Conv3d: (lambda kind: kind(2, 4, 3), "options"),
+    nn.MaxPool1d: (lambda kind: kind(2), ""),
+    nn.AvgPool1d: (lambda kind: kind(2), ""),
+    nn.InstanceNorm: (lambda kind: kind(3, affine=True), "eps"),
+    nn.RNN: (lambda kind: kind(2, 3, 2), ""),
+    nn.RNNCell: (lambda kind: kind(2, 3), "nonlinearity"),
+    nn.GRUCell: (lambda kind: kind(2, 3), ""),
+    nn.LSTMCell: (lambda kind: kind(2, 3), ""),
+    nn.ELU: (lambda kind: kind(), "alpha"),
+    nn.Softplus: (lambda kind: kind(), "beta threshold"),
+    nn.BCELoss: (lambda kind: kind(), "options"),
+    nn.KLDivLoss: (lambda kind: kind(), "options"),
+    nn.NLLLoss: (lambda kind: kind(), "options"),
     nn.ConvTranspose2d: (lambda kind: kind(2, 4, 3), "options"),
     nn.MaxPool2d: (lambda kind: kind(2), ""),
     nn.AvgPool2d: (lambda kind: kind(2), ""),
@@ -89,10 +102,10 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Units: (lambda kind: kind(2), ""),
     **dict.fromkeys(
         (optim.SGD, optim.Adam, optim.AdamW, optim.Muon, optim.Adadelta),
-        (optimizer, "lr steps ranks run_id"),
+        (optimizer, "lr steps run_id"),
     ),
-    optim.RMSprop: (optimizer, "lr steps ranks run_id factors"),
-    optim.Adagrad: (optimizer, "lr steps ranks run_id factors"),
+    optim.RMSprop: (optimizer, "lr steps run_id factors"),
+    optim.Adagrad: (optimizer, "lr steps run_id factors"),
     optim.ConstantRate: (lambda kind: kind(0.1), ""),
     optim.Cosine: (lambda kind: kind(0.1, 9), ""),
     optim.StepDecay: (lambda kind: kind(0.1, 9), ""),
@@ -102,7 +115,8 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     optim.ReduceOnPlateau: (lambda kind: kind(0.1), "lr factor patience threshold best waited"),
     optim.Arrays: (
         lambda kind: kind([np.ones(2)], [np.ones(2)]),
-        "data grads moves node_shared distributed state_store",  # an optimizer refuses other arrays
+        # an optimizer refuses other arrays
+        "data grads moves node_shared distributed replicas state_store extra_slots",
     ),
     data.Loader: (
         lambda kind: kind(rows(), 30),
@@ -139,7 +153,7 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
 # of arrays and of what has happened, and what others implement or a function makes
 OTHERS = {
     *(nnmpi.NnmpiError, nnmpi.Tensor, nn.Parameter, nn.Buffer, nn.Module, nn.Sharding),
-    *(optim.Optimizer, optim.Storage, data.Batch, data.Tokenizer, data.Transform),
+    *(optim.Optimizer, data.Batch, data.Tokenizer, data.Transform),
     *(data.Text, data.TextSource, memory.MemoryReport),
 }
 # which of every layer may be written: those of a tree, of its names and of its shards
@@ -259,6 +273,8 @@ CHANGES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = 
     (nn.Dropout2d, {"p": 0.1}, "p", 0.1, ROWS),
     (lambda **more: nn.CausalSelfAttention(4, 2, **more), {"dropout": 0.5}, "dropout", 0.5, TEXT),
     (nn.LeakyReLU, {"negative_slope": 0.5}, "negative_slope", 0.5, ROWS),
+    (nn.ELU, {"alpha": 0.5}, "alpha", 0.5, ROWS),
+    (nn.Softplus, {"beta": 2}, "beta", 2, ROWS),
     (nn.GELU, {"approximate": "tanh"}, "approximate", "tanh", ROWS),
     (nn.Softmax, {"dim": 0}, "dim", 0, ROWS),
     (

@@ -29,6 +29,7 @@ Others:
     sums               sums over many rows that stay accurate, and blocks that fit the cache
     windows            views of images for convolution and pooling
     memory             memory use, and reuse of freed memory
+    storage            what an optimizer updates, and what strategies tell it
 
 To change ...                              see
     the arithmetic of an operation         plain, and what overrides it in jit/ and cuda/

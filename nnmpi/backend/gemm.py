@@ -22,13 +22,10 @@ from nnmpi.backend.recording import record_launch
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
-FEW = 16  # the fewest rows of a piece, and their divisor
 STRIPED = 64  # the most rows for strips of a transposed matrix
-MOST_SUMS = 4096  # elements of a result that is added up of pieces
 # Elements of a result on a device whose rows are aligned; of a smaller one the product takes little
 # time anyway, and contiguous arrays have more kernels. Not measured.
 ALIGNED = 2**20
-COPIED_ROWS, COPIED = 1024, 8192  # rows of a that pay for a copy of a transposed b, its elements
 
 
 def gemm(
@@ -74,18 +71,17 @@ def gemm(
         # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
         record_launch(products.multiply, a, b, out, add, precision() != "float32")
         return out
-    single = b.dtype == np.float32 == a.dtype and a.ndim >= b.ndim == 2
-    if single and a.size * b.shape[1] > SMALL and a.shape[-1] == b.shape[0]:
-        shape = (*a.shape[:-1], b.shape[1])
-        plan = _plan(a.shape[:-2], *a.shape[-2:], b.shape[1], _in_rows(a), _in_rows(b))
+    single = b.dtype == np.float32 == a.dtype and a.ndim == b.ndim == 2
+    if single and a.size * b.shape[1] > SMALL and a.shape[1] == b.shape[0]:
+        shape = a.shape[0], b.shape[1]
+        width = _strip_width(*a.shape, b.shape[1], _in_rows(a), _in_rows(b))
         fits = out is None or (out.shape, out.dtype) == (shape, a.dtype) and _in_rows(out)
-        if plan is not None and fits and has_small_products():
-            by, size = plan
-            if add and by is not _by_depth:
+        if width and fits and has_small_products():
+            if add:
                 return xp.add(out, gemm(xp, a, b), out=out)
             if out is None:
                 out = xp.empty(shape, a.dtype)
-            record_launch(by, a, b, out, size, *[add] * (by is _by_depth))
+            record_launch(_by_strips, a, b, out, width)
             return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
@@ -129,34 +125,6 @@ def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
     _multiply_strips(a, _strips(b[:, :end], width), out[:, :end])
     if end < b.shape[1]:
         _multiply_strips(a, b[None, :, end:], out[:, end:])
-
-
-def _by_rows(a: Array, b: Array, out: Array, count: int) -> None:
-    """Write a @ b to `out`, (..., m, n), by products of `count` rows of a, row-major."""
-    *lead, m, k = a.shape
-    full, b = m // count, np.ascontiguousarray(b)
-    end = full * count
-    with np.errstate(all="ignore"):  # matmul warns of unused lanes, see `gemm`
-        blocks = a[..., :end, :].reshape(*lead, full, count, k)
-        np.matmul(blocks, b, out=out[..., :end, :].reshape(*lead, full, count, b.shape[1]))
-        if end < m:
-            np.matmul(a[..., end:, :], b, out=out[..., end:, :])
-
-
-def _by_depth(a: Array, b: Array, out: Array, count: int, add: bool) -> None:
-    """Write a @ b to `out`, or add it, by products of `count` columns of a, column-major."""
-    (m, k), n = a.shape, b.shape[1]
-    full = k // count
-    end, parts = full * count, empty(np, (-(-k // count), m, n), out.dtype)
-    with np.errstate(all="ignore"):
-        left = a[:, :end].T.reshape(full, count, m).swapaxes(1, 2)
-        np.matmul(left, b[:end].reshape(full, count, n), out=parts[:full])
-        if end < k:
-            np.matmul(a[:, end:], b[end:], out=parts[full])
-    if add:
-        np.add(out, np.add.reduce(parts, axis=0), out=out)
-    else:
-        np.add.reduce(parts, axis=0, out=out)
 
 
 def _in_rows(x: Array) -> bool | None:
@@ -219,52 +187,30 @@ def multiplier(xp: Any, b: Array) -> Callable[[Array, Array], Any]:
 
 
 @lru_cache(1024)
-def _plan(
-    lead: Shape, m: int, k: int, n: int, a_rows: bool | None, b_rows: bool | None
-) -> tuple[Any, int] | None:
-    """Return the function that divides a product, and the size of the pieces; None if none does.
+def _strip_width(m: int, k: int, n: int, a_rows: bool | None, b_rows: bool | None) -> int:
+    """Return the width of the strips of b that a product takes; 0 for a product at once.
 
     OpenBLAS's code for AVX-512 copies both matrices before it multiplies, unless a product has at
-    most 10^6 multiplications. Where the copies take much of the time, small products are faster:
-
-        few rows              strips of b's columns
-        many rows, small b    blocks of a's rows
-        small result, deep    blocks of a's columns and b's rows, whose products are added up
+    most 10^6 multiplications. Where the copies take much of the time, as for few rows of a, small
+    products are faster.
 
     One thread of a Zen 4 core reached 64 GF/s for (32, 256) x (256, 1024), and 105 with strips of
-    64. On that core the rules for strips choose them for 423 of 543 shapes of up to 256 rows: the
-    median product becomes 1.6 times as fast, the worst 0.95 times. A Xeon (Emerald Rapids) gains
-    only for a transposed b: 50 GF/s without strips, 86 with them. For a row-major b it reads strips
-    no faster than it copies b: 78 GF/s without strips, 72 with them. A Xeon (Granite Rapids)
-    reaches, for (2048, 32) x (32, 64), 104 GF/s at once and 182 by rows; for the gradient of that
-    weight, 102 at once and 168 by depth; for (2048, 128) x (128, 128), 134 and 150.
+    64. On that core the rules choose strips for 423 of 543 shapes of up to 256 rows: the median
+    product becomes 1.6 times as fast, the worst 0.95 times. A Xeon (Emerald Rapids) gains only for
+    a transposed b: 50 GF/s without strips, 86 with them. For a row-major b it reads strips no
+    faster than it copies b: 78 GF/s without strips, 72 with them.
 
     Args:
-        lead: of a (..., m, k).
         m, k, n: of (m, k) x (k, n).
         a_rows, b_rows: the matrices' order, see `_in_rows`.
     """
     if m * k * n <= SMALL or m < 2 or a_rows is None or b_rows is None:
-        return None
-    if not lead and m * n <= MOST_SUMS and not a_rows and b_rows and n > 1:
-        return _by_depth, _even(k, SMALL // (m * n))
-    # a transposed b is copied to rows first
-    fits = b_rows or (m >= COPIED_ROWS and k * n <= COPIED)
-    if a_rows and fits and n > 1 and SMALL // (k * n) >= FEW:
-        return _by_rows, _even(m, SMALL // (k * n))
+        return 0
     widths = [width for width in (64, 32, 16) if width <= n and m * k * width <= SMALL]
-    if lead:
-        return None
     if not b_rows:
-        return (_by_strips, 16) if 16 in widths and m <= STRIPED else None
+        return 16 if 16 in widths and m <= STRIPED else 0
     wide = 0 if is_intel() else max(widths, default=0)
-    return (_by_strips, wide) if wide == 64 or (wide == 32 and n <= 1024) else None
-
-
-def _even(count: int, most: int) -> int:
-    """Return the size of as few equal pieces as possible, a multiple of `FEW` if that fits."""
-    size = -(-count // -(-count // most))
-    return min(-(-size // FEW) * FEW, max(most // FEW * FEW, size))
+    return wide if wide == 64 or (wide == 32 and n <= 1024) else 0
 
 
 @lru_cache(1024)

@@ -541,7 +541,7 @@ class PlainKernels:
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
                 first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, to_library(namespace(x), first))
+                xp.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
             for images, block in _blocks(xp, y, over):
                 xp.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])
@@ -550,7 +550,10 @@ class PlainKernels:
 
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Return the gradient of images of this shape."""
-        grad, result = xp.ascontiguousarray(grad), xp.zeros(over.padded(shape), grad.dtype)
+        grad, padded = xp.ascontiguousarray(grad), over.padded(shape)
+        seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
+        make = xp.empty if seen == padded[1:3] and not over.overlap else xp.zeros
+        result = make(padded, grad.dtype)
         planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
             view = over.positions(result)
@@ -917,10 +920,34 @@ def _from_logits(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...
     return losses, xp.subtract(probability, target), xp.negative(x)
 
 
+def _from_probabilities(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
+    yes, no = (
+        xp.where(xp.equal(p, 0), -100, xp.log(xp.where(xp.equal(p, 0), 1, p))) for p in (x, 1 - x)
+    )
+    losses = -(target * yes + (1 - target) * no)
+    return losses, (x - target) / xp.maximum(x * (1 - x), 1e-12), no - yes
+
+
+def _relative_entropy(xp: Any, x: Array, target: Array, log_target: float) -> tuple[Array, ...]:
+    """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
+    logs = target if log_target else xp.log(xp.where(xp.equal(target, 0), 1, target))
+    share = xp.exp(target) if log_target else target
+    losses = share * (logs - x)
+    return losses, -share, losses + share if log_target else logs - x + 1
+
+
 # (xp, x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
-# which are left out if they are the negative of those in x. In the order of sums.cu.
+# which are left out if they are the negative of those in x. The first four in the order of sums.cu.
 LOSSES = MappingProxyType(
-    {"mse": _squared, "mae": _absolute, "huber": _huber, "binary_cross_entropy": _from_logits}
+    {
+        "mse": _squared,
+        "mae": _absolute,
+        "huber": _huber,
+        "binary_cross_entropy": _from_logits,
+        "binary_nll": _from_probabilities,
+        "kl_div": _relative_entropy,
+    }
 )
 
 

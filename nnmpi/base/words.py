@@ -5,8 +5,10 @@ such error.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -94,8 +96,15 @@ def missing_from(package: str, name: str, hint: str = "") -> NoReturn:
         package: its name.
         name: the missing one.
         hint: the end of the sentence without a better one.
+
+    Raises:
+        ImportError: in `from package import name`, which would replace another error's sentence.
     """
-    raise AttributeError(f"module {package!r} has no attribute {name!r}{instead(name) or hint}")
+    more = instead(name) or hint
+    at = sys._getframe(2).f_code
+    if at.co_name == "_handle_fromlist" and more and not find_spec(f"{package}.{name}"):
+        raise ImportError(f"cannot import name {name!r} from {package!r}{more}")
+    raise AttributeError(f"module {package!r} has no attribute {name!r}{more}")
 
 
 def add_missing(kind: type) -> None:

@@ -6,7 +6,7 @@ nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
 nnmpi comm prove halving-doubling --ranks 17
 nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
 nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
-mpirun -n 4 nnmpi comm fit
+mpirun -n 4 nnmpi comm fit --svg fit.svg
 """
 
 import os
@@ -29,6 +29,7 @@ from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.pages.page import write_page
+from nnmpi.base.pages.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -39,12 +40,13 @@ from nnmpi.comm.fit import (
     default_file,
     describe_fit,
     describe_network,
+    draw_fit,
     find_network_fit,
     parse_network,
     save_fit,
 )
-from nnmpi.comm.machine import EAGER_BYTES
-from nnmpi.comm.measure import facts, measure
+from nnmpi.comm.machine import EAGER_BYTES, Curve
+from nnmpi.comm.measure import facts, measure, measure_sums
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import compare, picture, render
@@ -94,6 +96,7 @@ def main(words: Sequence[str]) -> str:
     known = [item for item in options_of(CommConfig) if item.name in options.split()]
     given = read_words(rest, known, f"{PROGRAM} {name}", texts[name], names=paths)
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
+    check_figure(asked.svg)
     ranks = asked.ranks
     if ranks is None:
         fit = find_network_fit(asked.network, None)
@@ -146,7 +149,9 @@ def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
         return drawn
     beside = {name: result for (what, name), result in COLLECTIVES.items() if what == operation}
     machine = parse_network(asked.network, ranks, ranks)
-    animation = compare(beside | {collective.name: collective}, collective.name, ranks, machine)
+    animation = compare(
+        beside | {collective.name: collective}, collective.name, ranks, machine, asked.bytes
+    )
     write_page(asked.html, "collective", f"{operation} by {collective.name}", animation)
     return f"{drawn}\n\nopen {asked.html} in a browser"
 
@@ -165,12 +170,22 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
 
 
 def _fit(_: str, ranks: int, asked: CommConfig) -> str:
-    """Measure this machine with these ranks and save the fit; run it under mpirun."""
+    """Measure this machine with these ranks and save the fit; run it under mpirun. With --svg,
+    measure the all-reduces of steps, too, and draw them beside their predictions.
+    """
     group = start()
     file = asked.out or default_file(facts(group))
     on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
     load, cores = os.getloadavg()[0], usable_cores()[1]
-    fit = measure(group, say=lambda line: group.is_root and print(f"measuring {line}", flush=True))
+
+    def tell(line: str) -> None:
+        if group.is_root:
+            print(f"measuring {line}", flush=True)
+
+    fit, sums = measure(group, say=tell), dict[str, Curve]()
+    if asked.svg is not None:
+        tell("all-reduces of steps")
+        sums = measure_sums(group)
     if not group.is_root:
         return ""
     save_fit(fit, file)
@@ -178,7 +193,11 @@ def _fit(_: str, ranks: int, asked: CommConfig) -> str:
         f"warning: before it the load was {load:.1f} on {cores} cores: other programs use them, so"
         " these times are unreliable, and auto chooses by them; measure again on an idle machine"
     ] * (load > 1.5 * cores)
-    return "\n".join([*describe_fit(fit), "", *busy, f"kept in {file}"])
+    drawn = []
+    if asked.svg is not None:
+        draw_fit(fit, sums, asked.svg)
+        drawn.append(f"drawn in {asked.svg}: all-reduces, measured and predicted")
+    return "\n".join([*describe_fit(fit), "", *busy, f"kept in {file}", *drawn])
 
 
 def _check_writable(file: Path) -> None:
@@ -193,9 +212,9 @@ ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
     "list": (_list, "", "ranks bytes network"),
     "prove": (_prove, ALGORITHM, "operation ranks"),
-    "render": (_render, ALGORITHM, "operation ranks network html svg"),
+    "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
-    "fit": (_fit, "", "out"),
+    "fit": (_fit, "", "out svg"),
 }
 
 

@@ -32,11 +32,10 @@ A step of a ring on three ranks; rank 1 comes to it late:
 - Groups of ranks that communicate at once share the links (`Machine.parts`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import cast
-
-import numpy as np
 
 from nnmpi.base.custom import call_user
 from nnmpi.base.errors import ScheduleError, check_int, number
@@ -196,13 +195,15 @@ class _Seconds(Engine):
         """
         longest = (self._short + (self._longer > 0)) * ITEM_BYTES
         messages = tuple(longest * chunks for chunks in sent)
-        source = np.reshape(self._nodes, (-1, self._size))
-        target = np.roll(source, -to, axis=1)
-        crossing = source != target
-        seconds = 0.0 if crossing.all() else sum(self._machine.message(False, True, messages))
-        if crossing.any():
+        size, nodes = self._size, self._nodes
+        ends = [(nodes[at], nodes[at - at % size + (at + to) % size]) for at in range(len(nodes))]
+        crossing = [(source, target) for source, target in ends if source != target]
+        seconds = (
+            0.0 if len(crossing) == len(ends) else sum(self._machine.message(False, True, messages))
+        )
+        if crossing:
             latency_s, wire_s = self._machine.message(True, True, messages)
-            busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
+            busiest = max(max(Counter(side).values()) for side in zip(*crossing, strict=True))
             # a latency passes under the bytes of others
             seconds = max(seconds, latency_s + wire_s, wire_s * busiest)
         return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))

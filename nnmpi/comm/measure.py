@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 from nnmpi.base.errors import DeviceError, UsageError
+from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.collective import Step
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.fit import Fit, default_file, load_fit
@@ -110,6 +111,23 @@ def facts(group: Group) -> dict[str, Any]:
         "host": group.share(platform.node()),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def measure_sums(group: Group, budget_s: float = BUDGET_S) -> dict[str, Curve]:
+    """Return the measured seconds of each all-reduce of steps, by its name. Collective.
+
+    Args:
+        budget_s: seconds to spend, approximately.
+    """
+    array, fresh = (np.ones(ALL_REDUCE_SIZES[-1] // 4, np.float32) for _ in range(2))
+
+    def prepare(nbytes: int) -> list[Refilled]:
+        part = array[: max(1, nbytes // 4)]
+        refill = partial(np.copyto, part, fresh[: len(part)])
+        return [(group.bind(part, name, TAG).run, refill) for name in ALGORITHMS]
+
+    curves = measure_curves(group, prepare, ALL_REDUCE_SIZES, budget_s)
+    return dict(zip(ALGORITHMS, curves, strict=True))
 
 
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:

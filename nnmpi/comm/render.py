@@ -138,12 +138,20 @@ def picture(collective: Collective, size: int) -> Picture:
         )
         for item in result["messages"]
     ]
-    title = f"{collective.contract.name} by {collective.name}: which chunks go where"
+    title = (
+        f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}:"
+        " which chunks go where"
+    )
     return Picture(title, "rounds", ranks, arrows)
 
 
 def compare(
-    collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine
+    collectives: Mapping[str, Collective],
+    first: str,
+    ranks: int,
+    machine: Machine,
+    nbytes: int = SHOWN_BYTES,
+    sizes: Sequence[int] = PRICED,
 ) -> dict[str, Any]:
     """Return the data of a page that compares collectives with one contract.
 
@@ -155,20 +163,23 @@ def compare(
         ranks: number of ranks that the page shows first.
         machine: gives the page's initial alpha and beta: one message between nodes, or inside the
             only node.
+        nbytes: of the buffer that the page shows first.
+        sizes: numbers of ranks that have a price; those up to `DRAWN` are drawn, too.
 
     Raises:
         UsageError: for ranks that do not fit a page.
     """
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
-    drawn = sorted({*range(2, DRAWN + 1), ranks})
+    drawn = sorted({*(size for size in sizes if size <= DRAWN), ranks})
     curve = machine.link(machine.nodes is not None).one_way
     return {
         "operation": collectives[first].contract.name,
         "ranks": ranks,
+        "bytes": nbytes,
         "drawn": max(drawn),
         "alpha": curve.alpha_s,
-        "beta": curve.beta(SHOWN_BYTES),
+        "beta": curve.beta(nbytes),
         "first": first,
         "algorithms": {
             name: {
@@ -176,11 +187,11 @@ def compare(
                     size: animation(collective, size) for size in drawn if size in right
                 },
                 "costs": {
-                    size: coefficients(collective, size)[:2] for size in PRICED if size in right
+                    size: coefficients(collective, size)[:2] for size in sizes if size in right
                 },
             }
             for name, collective in collectives.items()
-            for right in [{ranks, *(size for size in PRICED if _is_right(collective, size))}]
+            for right in [{ranks, *(size for size in sizes if _is_right(collective, size))}]
         },
     }
 

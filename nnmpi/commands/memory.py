@@ -26,7 +26,7 @@ from nnmpi.base.command import (
 )
 from nnmpi.base.errors import UsageError
 from nnmpi.base.pages.page import write_page
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.pages.picture import Bar, Picture, check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_bytes
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import DIGITS, LayerCost, LayerCosts, Plan, PlanPrice, keep_all, price_plan
@@ -103,6 +103,7 @@ def main(words: Sequence[str]) -> str:
         words, PROGRAM, about, {"plan": "Find the fastest plan within a budget."}
     )
     (options,) = read_command("", f"{PROGRAM} plan", about, (MemoryPlanConfig,), rest)
+    check_figure(options.svg)
     if options.model is None:
         announce(f"a plan of {options.layers} layers", 9e-6 * options.layers**3)
     costs = (
@@ -117,7 +118,10 @@ def main(words: Sequence[str]) -> str:
     if bandwidth:
         more.append(f"moved     {format_bytes(price.moved)}, at {format_bytes(bandwidth)}/s")
     if options.svg is not None:
-        picture(price).save(options.svg)
+        what = (
+            "equal layers" if options.model is None else f"{options.model}, batch {options.batch}"
+        )
+        picture(price, what).save(options.svg)
     if options.html is not None:
         write_page(
             options.html,
@@ -172,8 +176,8 @@ def _measured(name: str, batch: int) -> LayerCosts:
     return [replace(cost, moves=True) for cost in forward.plans.costs]
 
 
-def picture(price: PlanPrice) -> Picture:
-    """Return the picture of each layer's memory, action by action."""
+def picture(price: PlanPrice, what: str) -> Picture:
+    """Return the picture of each layer's memory, action by action; `what` names the layers."""
     spans = [
         Bar(f"layer {name}" if name.isdigit() else name, at, at + 1, kind, sign.strip("=-."))
         for i, name in enumerate(price.layers)
@@ -182,7 +186,7 @@ def picture(price: PlanPrice) -> Picture:
         if (kind := SIGNS.get(sign.upper()))
     ]
     return Picture(
-        f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}",
+        f"A plan of {len(price.layers)} layers ({what}): at most {format_bytes(price.peak)}",
         f"actions\n{LEGEND}",
         spans,
     )

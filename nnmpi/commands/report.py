@@ -28,20 +28,16 @@ from nnmpi.train.metrics import read_metrics, sum_staleness
 
 MOST_POINTS, MOST_BARS = 500, 60
 ACCURACY = "accuracy"
-STEPS, SECONDS = ("global_step", "steps"), ("elapsed_s", "seconds")
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
-PANELS = [  # title, key of the values, kinds of records, x axis
-    ("Loss", "loss", BOTH, STEPS),
-    ("Perplexity", "perplexity", BOTH, STEPS),
-    ("Accuracy", ACCURACY, BOTH, STEPS),
-    ("Root of the mean squared error", "rmse", BOTH, STEPS),
-    ("Share of the variance that is explained (R2)", "r2", BOTH, STEPS),
-    ("Learning rate", "learning_rate", TRAINED, STEPS),
-    ("Gradient norm", "grad_norm", TRAINED, STEPS),
-    ("Training speed, samples per second", "samples_per_second", TRAINED, STEPS),
-    ("Loss over time", "loss", BOTH, SECONDS),
-    ("Accuracy over time", ACCURACY, BOTH, SECONDS),
+PANELS = [  # title, key of the values, kinds of records
+    ("Loss", "loss", BOTH),
+    ("Perplexity", "perplexity", BOTH),
+    ("Accuracy", ACCURACY, BOTH),
+    ("Root of the mean squared error", "rmse", BOTH),
+    ("Share of the variance that is explained (R2)", "r2", BOTH),
+    ("Learning rate", "learning_rate", TRAINED),
+    ("Gradient norm", "grad_norm", TRAINED),
 ]
 Confusion: TypeAlias = tuple[tuple[int, ...], ...]
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
@@ -154,27 +150,30 @@ def gather(run: Path) -> dict[str, Any]:
         }
 
 
-def _chart(
-    title: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]
-) -> Any:
-    """Return a chart's lines; none if all are constant, such as a fixed learning rate."""
+def _chart(title: str, key: str, kinds: Mapping[str, str], records: Sequence[Any]) -> Any:
+    """Return a chart's lines of (step, seconds, value); none if all values are constant, such as a
+    fixed learning rate.
+    """
     lines = []
     for name, kind in kinds.items():
         chosen = [
             record
             for record in records
             if record["kind"] == kind
-            and all(isinstance(record.get(name), int | float) for name in (key, over[0]))
+            and all(isinstance(record.get(name), int | float) for name in (key, "global_step"))
         ]
         lines.append(
             {
                 "name": name,
-                "points": [[item[over[0]], item[key]] for item, *_ in _cut(chosen, MOST_POINTS)],
+                "points": [
+                    [item["global_step"], item.get("elapsed_s"), item[key]]
+                    for item, *_ in _cut(chosen, MOST_POINTS)
+                ],
             }
         )
-    varies = any(len({value for _, value in line["points"]}) > 1 for line in lines)
+    varies = any(len({value for *_, value in line["points"]}) > 1 for line in lines)
     lines = [line for line in lines if line["points"] and varies]
-    return {"title": title, "accuracy": key == ACCURACY, "along": over[1], "lines": lines}
+    return {"title": title, "accuracy": key == ACCURACY, "lines": lines}
 
 
 def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:

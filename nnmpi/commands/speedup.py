@@ -21,12 +21,13 @@ from itertools import pairwise
 from math import isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from nnmpi.base.command import flag_of, read_command, read_words, require, say
 from nnmpi.base.errors import LaunchError, UsageError, counted, raised_as
 from nnmpi.base.files import write_json
-from nnmpi.base.pages.picture import new_figure, save_figure
+from nnmpi.base.pages.picture import check_figure, new_figure, save_figure
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import parse_network
@@ -114,7 +115,7 @@ def main(words: Sequence[str]) -> str:
     train_words = words[cut + 1 :]
     (options,) = read_command("", PROGRAM, DESCRIPTION, (ScalingConfig,), words[:cut])
     train_words = [*train_words, *(["--network", options.network] if options.network else [])]
-    figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
+    check_figure(options.plot)
     given: dict[str, Any] = {}
     with suppress(UsageError):  # the first run prints the error
         given = read_words(train_words, list(all_options().values()), PROGRAM, DESCRIPTION)
@@ -136,7 +137,7 @@ def main(words: Sequence[str]) -> str:
         with raised_as(UsageError, f"{options.json} cannot be written"):
             write_json(options.json, numbers)
     if options.plot is not None:
-        _draw(figure, rows, options.plot)
+        _draw(rows, options.plot, _describe(given, options))
     more = (
         [
             "--slow ms= gives a step the same time on any number of ranks; --weak gives them more work"
@@ -234,8 +235,22 @@ def _table(rows: Sequence[Scaled]) -> str:
     return "\n".join(lines)
 
 
-def _draw(figure: Any, rows: Sequence[Scaled], file: Path) -> None:
+def _describe(given: Mapping[str, Any], options: ScalingConfig) -> str:
+    """Return what is trained, and between which ranks: the title of the figure."""
+    known = {name: option.default for name, option in all_options().items()} | {**given}
+    parts = [
+        f"{known['model']} on {known['dataset']}",
+        f"batch {known['batch_size']}{' per rank' * options.weak}",
+        "simulated" if options.simulate else "measured",
+        *([f"links {known['network']}"] if known["network"] else []),
+    ]
+    return "\n".join(wrap(", ".join(parts), 60))
+
+
+def _draw(rows: Sequence[Scaled], file: Path, title: str) -> None:
     """Draw the speed-ups over the ranks, on axes in powers of two, with the ideal line."""
+    figure = new_figure(5, 4)
+    figure.suptitle(title, size=10)
     axes, ranks = figure.subplots(), [row.ranks for row in rows]
     axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", label="ideal")
     if all(isfinite(row.predicted) for row in rows):

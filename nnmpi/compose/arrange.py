@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
@@ -37,6 +37,7 @@ from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, TP, BoundMesh, Mesh
 from nnmpi.compose.layout import Layout
+from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
@@ -49,7 +50,14 @@ from nnmpi.parallel.experts import share_experts
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
-from nnmpi.parallel.zero.storage import predict_bytes, sharded
+from nnmpi.parallel.zero.storage import (
+    UNIT_BYTES,
+    UnitCut,
+    as_units,
+    cut_runs,
+    predict_bytes,
+    sharded,
+)
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import stages_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
@@ -59,7 +67,6 @@ from nnmpi.tensor.tensor import Tensor
 SWEEPS = 6  # the most over the layers, to measure them
 STEADY = 0.05  # a gain of the last sweep that ends them, as a share of all time
 _seconds = attrgetter("seconds")
-MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO inside a pipeline's stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +93,11 @@ class Arrangement:
         parameters: the full model's parameters in order: name -> number of elements.
         buffers: the names of its buffers.
         backend: of this rank.
-        layers: the full model's chain; empty without a pipeline.
-        cuts: the layers of each stage of the pipeline.
+        layers: the full model's chain; empty if it is not cut.
+        cuts: the layers of each stage of the pipeline; one stage has all of them under ZeRO 2 and
+            3 alone.
+        segments: for each stage, the layers of its segments: the units of ZeRO 2 and 3, or what
+            is recomputed to fit a limit of activations; otherwise all of them.
         costs: measured for the cuts; empty if nothing was measured.
         ties: this rank's parameters that other ranks of its pipeline have, too.
         classes: the number of classes if the logits are sharded over tp (a last layer with
@@ -102,6 +112,7 @@ class Arrangement:
     backend: Backend = field(default_factory=numpy_backend)
     layers: tuple[ChainLayer, ...] = ()
     cuts: tuple[range, ...] = ()
+    segments: tuple[tuple[range, ...], ...] = ()
     costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     classes: int = 0
@@ -113,7 +124,7 @@ class Arrangement:
 
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
-        """This rank's stages, by number; empty without a pipeline."""
+        """This rank's stages, by number; empty if a pass runs the full model as it is."""
         numbers = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {
             number: self.layers[self.cuts[number].start : self.cuts[number].stop]
@@ -142,7 +153,9 @@ class Arrangement:
             store = Store(layout.offload, self.backend, contents)
         weights = store if layout.offload_state == ALL else None
         make = (
-            sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights)
+            sharded(
+                self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights, self.units
+            )
             if layout.zero
             else FlatStorage
         )
@@ -151,11 +164,34 @@ class Arrangement:
         return storage
 
     @cached_property
+    def units(self) -> UnitCut | None:
+        """ZeRO's units of this rank's segments; None if they are cut from the full model."""
+        if not self.segments or self.layout.zero < 2:
+            return None
+        runs = list(self.own_segments.values())
+        return as_units(self.model, runs, {tie.parameter for tie in self.ties})
+
+    @cached_property
+    def own_segments(self) -> dict[int, tuple[ChainLayer, ...]]:
+        """This rank's segments, by number; empty if a pass runs the full model as it is."""
+        numbers = enumerate((s, cut) for s, cuts in enumerate(self.segments) for cut in cuts)
+        return {
+            number: self.layers[cut.start : cut.stop]
+            for number, (stage, cut) in numbers
+            if stage in self.stages
+        }
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether every rank has the full model, and gradients are summed in any order."""
         return self.mesh.model.size == 1 and not (
             self.layout.fixed or self.layout.zero or self.layout.expert_parallel
         )
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether several ranks have the stages of a replica."""
+        return self.mesh.pp.size > 1
 
     @property
     def data_rank(self) -> int:
@@ -174,6 +210,14 @@ class Arrangement:
             SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
         )
 
+    def local(self, batch: Batch) -> tuple[Batch, list[str]]:
+        """Return this rank's part of its replica's batch, and a checksum of the full one.
+
+        The checksum is there if several ranks are given the same rows, which they then compare.
+        """
+        rows = [f"{batch.checksum()}"] if self.same_rows else []
+        return (batch if self.sequence is None else self.sequence.part(batch)), rows
+
     @property
     def data_ranks(self) -> int:
         """The number of parts of each batch, for `data.Loader`."""
@@ -186,7 +230,9 @@ class Arrangement:
         several stages share, that is the first of their ranks.
         """
         first = all(tie.group.rank == 0 for tie in self.ties if tie.parameter is entry)
-        return first and (entry.region is not None or self.mesh.coordinates.t == 0)
+        # the ranks of a tensor group have the same experts
+        is_shard = entry.region is not None and not getattr(entry, "rank_local", False)
+        return first and (is_shard or self.mesh.coordinates.t == 0)
 
     def writes_here(self, entry: Parameter | Buffer) -> bool:
         """True if this rank writes an array (or shard) to checkpoints; exactly one holder does."""
@@ -276,6 +322,11 @@ def arrange(
     arrangement = replace(arrangement, classes=logits.units)
     if mesh.pp > 1:
         arrangement = _cut(arrangement, sample, dtype)
+    elif layout.zero > 1:  # its units are segments of a single stage
+        layers = open_chain(model)
+        cuts = (range(len(layers)),)
+        segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+        arrangement = replace(arrangement, layers=layers, cuts=cuts, segments=segments)
     _check_memory(arrangement, dtype)
     return arrangement
 
@@ -318,12 +369,32 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
                 f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
-    arrangement = replace(full_model, layers=layers, cuts=cuts, costs=costs)
+    segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+    arrangement = replace(full_model, layers=layers, cuts=cuts, segments=segments, costs=costs)
     part = (StagesPart if ranks > 1 else ModelPart)(
         model, list(chain.from_iterable(arrangement.stages.values()))
     )
     ties = _tie(full_model, part, _shared_parameters(arrangement))
     return replace(arrangement, model=part, ties=ties)
+
+
+def _segments(
+    layers: Sequence[ChainLayer], cuts: Sequence[range], layout: Layout, itemsize: int
+) -> tuple[tuple[range, ...], ...]:
+    """Return the layers of each stage's segments."""
+    result, limit = [], 1
+    if layout.zero > 1:
+        limit = layout.unit_bytes or UNIT_BYTES[layout.zero]
+    elif not layout.limits_activations:
+        return tuple((cut,) for cut in cuts)
+    for cut in cuts:
+        lengths = map(len, cut_runs(layers[cut.start : cut.stop], limit, itemsize))
+        result.append(_by_lengths(lengths, cut.start))
+    return tuple(result)
+
+
+def _by_lengths(lengths: Iterable[int], start: int = 0) -> tuple[range, ...]:
+    return tuple(starmap(range, pairwise(accumulate(lengths, initial=start))))
 
 
 class StagesPart(ModelPart):
@@ -398,7 +469,7 @@ def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ..
             f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)}"
             f" layers; this pipeline has {count} stages, and the model {layers} layers"
         )
-    return tuple(starmap(range, pairwise(accumulate(lengths, initial=0))))
+    return _by_lengths(lengths)
 
 
 def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
@@ -471,10 +542,11 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
             layout.state_arrays,
             layout.unit_bytes,
             offloaded=offloaded,
+            units=arrangement.units if stage == layout.zero else None,
         )
         return result.total + result.parameters * stashed
 
-    stages = range(layout.zero, 1 + (MOST_WITH_PIPELINE if mesh.pp.size > 1 else STAGES[-1]))
+    stages = range(layout.zero, 1 + STAGES[-1])
     by_rank = mesh.world.gather(
         [*(need(stage, layout.offload_state) for stage in stages), need(layout.zero, OPTIMIZER)]
     )
@@ -506,8 +578,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     )
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
-    if layout.expert_parallel:  # Layout refuses all of these with experts
-        advice = ["shard the experts over more replicas"]
+    if layout.expert_parallel:
+        advice.insert(0, "shard the experts over more replicas")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer"
         f" state under {mesh.sizes}{f' with zero {layout.zero}' if layout.zero else ''}, more than"

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
 
-class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel weights"):
+class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel"):
     """All-reduces buckets of gradients over the replicas. Collective throughout.
 
     Other exchanges derive from it.
@@ -68,12 +68,12 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     Attributes:
         parallel: the strategy, as a loop of your own uses it; a full model's backwards are its
             passes.
-        weights: gathers weights before they are computed with; None if no gather is needed.
         keeps_own: whether each rank still has its own gradients after a failed step.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
             each rank has its own.
         notice: an option that could not be used as given, and why; otherwise empty.
+        updates_in_passes: whether weights are updated within passes, after every microbatch.
         squares: the sum that `note_squares` noted, once it is read; NaN for none.
     """
 
@@ -81,7 +81,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
     is_fused: ClassVar[bool] = False
     holders = 1
     _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
-    weights: ShardedDataParallel | None = None
     squares = math.nan
     _is_wide = False  # whether a kernel sums them in float64, where no small ones are lost
 
@@ -91,15 +90,20 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         self.optimizer = trainer.optimizer
         self.group = trainer.group
         self.replica_group = arrangement.mesh.replicas
-        self._is_uncut = not arrangement.stages  # a full model: hooks report final gradients
-        self._updates = arrangement.layout.asynchronous
+        # a full model, whose hooks report final gradients; otherwise the pass's program does
+        self._is_uncut = not arrangement.stages
+        self.updates_in_passes = arrangement.layout.asynchronous
         self.strategy = self._start(options)
-        self.optimizer.ranks = self.replica_group
         self.notice = self.strategy.notice
 
     def _start(self, options: GradientExchange) -> Replicas:
         args = (options.allreduce, options.bucket_bytes, options.overlap)
         return DataParallel(self.model, self.replica_group, *args, runs_backward=self._is_uncut)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there is a gradient of the whole step."""
+        return not self.updates_in_passes
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch whose shares do not fit this exchange.
@@ -132,7 +136,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """
         with self.group.collective("numbers"):
             sums = self.group.sum_floats(numbers)
-        if self._updates:
+        if not self.has_norm:
             norm = math.nan
         elif trusted(self.squares) or (self._is_wide and math.isfinite(self.squares)):
             norm = math.sqrt(self.squares)
@@ -175,7 +179,6 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
 
     def release(self) -> None:
         """Detach from the model; a second call does nothing."""
-        self.optimizer.ranks = None
         self.strategy.release()
 
     def _sum_ties(self) -> None:
@@ -233,16 +236,13 @@ class ZeroExchange(Exchange):
     keeps_own = False
 
     def _start(self, options: GradientExchange) -> Replicas:
-        stage = self.arrangement.layout.zero
-        parallel = ShardedDataParallel(
+        return ShardedDataParallel(
             self.model,
             self.replica_group,
-            stage,
+            self.arrangement.layout.zero,
             options.algorithm,
             runs_backward=self._is_uncut,
         )
-        self.weights = parallel if stage > 1 else None
-        return parallel
 
     def finish(self) -> None:
         """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
@@ -280,41 +280,45 @@ class FixedExchange(Exchange):
 
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     """Return the exchange for a trainer's layout, its options and the memory. Collective."""
-    layout, notice = trainer.arrangement.layout, ""
-    if layout.zero:
-        return ZeroExchange(trainer, options)
-    if layout.fixed:
-        return FixedExchange(trainer, options)
-    if _fuses(trainer, options):
+    layout, why = trainer.arrangement.layout, _why_separate(trainer)
+    fuses = options.fused_update
+    if fuses is None:
+        fuses = options.leaves_choice and not why and fusing_pays(trainer.model, trainer.group)
+    if fuses and not why:
         try:
             return NodeExchange(trainer, options)
         except DeviceError as error:  # on all ranks: a node may have no such memory
-            notice = f"the update is not fused: {error}"
-    result = Exchange(trainer, options)
-    result.notice = notice or result.notice
+            why = f"{error}"
+    kind = ZeroExchange if layout.zero else FixedExchange if layout.fixed else Exchange
+    result = kind(trainer, options)
+    if fuses:
+        result.notice = f"the update is not fused: {why}"
     return result
 
 
-def _fuses(trainer: Trainer, options: GradientExchange) -> bool:
-    """Return whether to fuse: by the option, or if it pays and nothing excludes it."""
-    if options.fused_update is not None:
-        return options.fused_update
-    free = (
-        options.leaves_choice
-        and trainer.optimizer.elementwise
-        and trainer.arrangement.is_plain
-        and trainer.model.storage.state_store is None
-    )
-    return free and fusing_pays(trainer.model, trainer.group)
+def _why_separate(trainer: Trainer) -> str:
+    """Return why sums and updates cannot be fused; empty if they can."""
+    reasons = {
+        "it needs replicas of a full model, whose sums have no fixed order": (
+            not trainer.arrangement.is_plain
+        ),
+        "the optimizer's state is out of memory": trainer.model.storage.state_store is not None,
+        "the weights are on a device, not in a node's shared memory": trainer.backend.is_device,
+        f"{type(trainer.optimizer).__name__} updates whole matrices, not a rank's part of them": (
+            not trainer.optimizer.elementwise
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     """Return the Euclidean norm of the global gradient. Collective over the replica's ranks."""
     if arrangement.is_plain:
         return global_norm(storage.grads)
-    # with expert parallelism replicas have different shards, and each adds those that it writes
-    has_experts = arrangement.layout.expert_parallel
-    counts = arrangement.writes_here if has_experts else arrangement.counts_here
+    # with expert parallelism replicas have different shards, and each adds those that it writes;
+    # with ZeRO each has parts of its own of everything
+    has_experts, has_parts = arrangement.layout.expert_parallel, arrangement.layout.zero > 0
+    counts = arrangement.writes_here if has_experts and not has_parts else arrangement.counts_here
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
@@ -322,6 +326,6 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     ]
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
-    group = mesh.world if arrangement.layout.zero or has_experts else mesh.model
+    group = mesh.world if has_parts or has_experts else mesh.model
     with group.collective("norm"):
         return math.sqrt(group.sum_floats([total])[0])

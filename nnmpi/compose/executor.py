@@ -14,9 +14,10 @@ sends travel while the rank computes, and every microbatch has buffers of its ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import nnmpi.base.clock as clock
@@ -29,12 +30,14 @@ from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
+from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import RunStage, Stage, run_chain
+from nnmpi.parallel.pipeline.stage import RunStage, Stage, StageCost, run_chain
+from nnmpi.parallel.zero.storage import COMMON, ShardedStorage
 from nnmpi.schedule.check import check
-from nnmpi.schedule.lower import lower
+from nnmpi.schedule.lower import SegmentHome, lower, offload, shard_weights, split_stages
 from nnmpi.schedule.schedule import (
     COMPUTE,
     RECEIVES,
@@ -46,6 +49,7 @@ from nnmpi.schedule.schedule import (
     Kind,
     Schedule,
     parts,
+    peak_saved,
 )
 from nnmpi.schedule.schedules import INFERENCE, Generator, make
 from nnmpi.tensor.sharded import gather_shards
@@ -56,9 +60,17 @@ SERIAL = "1f1b"  # 1F1B on one rank: each forward, then its backward
 
 @lru_cache(maxsize=64)  # simulated ranks, and replicas among them, share it
 def _executable(
-    name: Generator, ranks: int, microbatches: int, virtual: int, home: Home
+    name: Generator,
+    ranks: int,
+    microbatches: int,
+    virtual: int,
+    home: Home,
+    counts: tuple[int, ...],
+    zero: int,
 ) -> Schedule:
-    schedule = lower(make(name, ranks, microbatches, virtual, home))
+    schedule = lower(split_stages(make(name, ranks, microbatches, virtual, home), counts))
+    if zero > 1:
+        schedule = shard_weights(schedule, gathers=zero > 2)
     check(schedule, trains=name != INFERENCE)
     return schedule
 
@@ -81,8 +93,11 @@ class PassProgram(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _program(rank: int, *shape: Any) -> PassProgram:
+def _program(rank: int, moved: frozenset[int], *shape: Any) -> PassProgram:
     schedule = _executable(*shape)
+    if moved:
+        schedule = offload(schedule, rank, moved)
+        check(schedule)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
     items_of_rank = (parts(item) for item in schedule.programs[rank])
     items = tuple(
@@ -168,8 +183,9 @@ class Executor:
             `comm.point_to_point`).
 
     Attributes:
-        stages: this rank's, by number.
+        stages: this rank's, by number; or their segments, see `Arrangement.segments`.
         count: the number of stages altogether.
+        moved: the stages whose saved arrays are moved to a store between forward and backward.
     """
 
     def __init__(
@@ -191,15 +207,22 @@ class Executor:
         )
         self._boundaries: dict[int, StageBoundary] = {}
         self.rank, self.ranks = mesh.pp.rank, mesh.pp.size
-        self.count = len(arrangement.cuts) or 1
-        self._home = layout.home
+        segments = tuple(chain.from_iterable(arrangement.segments))
+        self.count = len(segments) or 1
+        self._counts = tuple(map(len, arrangement.segments)) or (1,)
+        self._stage_home = layout.home
+        self._home: Home = SegmentHome(layout.home, tuple(accumulate(self._counts)))
+        self._zero = layout.zero if segments else 0
+        self._model, self._backend = arrangement.model, backend
         self._schedule: Generator = SERIAL
         self.stages = {0: Stage(self._run_uncut, caller.mode)}
-        if arrangement.stages:
-            self._schedule = layout.schedule
+        if segments:
+            self._schedule = layout.schedule if self.ranks > 1 else SERIAL
             self.stages = {
-                number: self._make_stage(arrangement, number) for number in arrangement.stages
+                number: self._make_stage(arrangement, number, segments[number].start)
+                for number in arrangement.own_segments
             }
+        if self.ranks > 1:
             self._messages = Messages(mesh.pp, synchronous_sends)
             boundaries = {
                 s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
@@ -209,6 +232,8 @@ class Executor:
                     self.rank
                 }:
                     self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+        self.save_memory(self.recomputed)
+        self._unit_of = {number: unit for unit, number in enumerate(self.stages)}
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
@@ -223,7 +248,12 @@ class Executor:
             Kind.RECV_ACT: partial(record_call, self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: partial(self._send, Kind.SEND_GRAD),
             Kind.RECV_GRAD: partial(record_call, self._receive, Kind.RECV_GRAD),
-            Kind.REDUCE: partial(record_call, self._caller.reduce),
+            Kind.OUT: self._send_out,
+            Kind.DROP: lambda stage, microbatch: self.stages[stage].drop(microbatch),
+            Kind.IN: lambda stage, microbatch: self.stages[stage].bring_in(microbatch),
+            Kind.GATHER: partial(record_call, self._gather),
+            Kind.FREE: partial(record_call, self._free),
+            Kind.REDUCE: partial(record_call, self._reduce),
             Kind.STEP: partial(record_call, self._caller.step),
         }
 
@@ -232,17 +262,14 @@ class Executor:
     ) -> tuple[list[Tensor], bool]:
         return [self._caller.run_uncut(self._to_sharded(tensors[0]), microbatch)], True
 
-    def _make_stage(self, arrangement: Arrangement, number: int) -> Stage:
-        is_last = number == self.count - 1
-        stashed = stashed_at(arrangement.layers, arrangement.cuts[number].start)
-        chain = run_chain(
-            number, arrangement.stages[number], stashed, self.end if is_last else None
-        )
-        run = chain if self._sequence is None else self._for_positions(chain, is_last)
-        recomputes = arrangement.layout.recomputes
+    def _make_stage(self, arrangement: Arrangement, number: int, first: int) -> Stage:
+        is_last, layers = number == self.count - 1, arrangement.own_segments[number]
+        stashed = stashed_at(arrangement.layers, first)
+        run = run_chain(number, layers, stashed, self.end if is_last else None)
+        run = run if self._sequence is None else self._for_positions(run, is_last)
+        recomputes = arrangement.layout.activation_memory is not None
         if recomputes:
-            part = ModelPart(arrangement.model, arrangement.stages[number])
-            run = partial(repeatable, part, {}, run)
+            run = partial(repeatable, ModelPart(arrangement.model, layers), {}, run)
         return Stage(run, self._caller.mode, is_last, recomputes, is_cut=True)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
@@ -281,8 +308,10 @@ class Executor:
         """
         return _executable(*self._shape(self._schedule, microbatches))
 
-    def _shape(self, name: Generator, microbatches: int) -> tuple[Generator, int, int, int, Home]:
-        return name, self.ranks, microbatches, self.count // self.ranks, self._home
+    def _shape(self, name: Generator, microbatches: int) -> tuple[Any, ...]:
+        virtual = len(self._counts) // self.ranks
+        home = self._stage_home
+        return name, self.ranks, microbatches, virtual, home, self._counts, self._zero
 
     def run(
         self,
@@ -302,9 +331,13 @@ class Executor:
         begin = clock.now()
         self._passes += 1
         name = self._schedule if seeds else INFERENCE
-        self._now = _program(self.rank, *self._shape(name, len(inputs)))
+        self._asked = self._shape(name, len(inputs))
+        moved = self.moved if seeds else frozenset[int]()
+        self._now = _program(self.rank, moved, *self._asked)
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
         self._timeline = timeline.current()
+        if self._zero > 1:
+            self._storage.in_program = True
         try:
             if self._boundaries:
                 self._begin_messages(self._now, inputs)
@@ -314,6 +347,8 @@ class Executor:
                 self._replay.run_or_replay(kind, self._loop, refusal)
             if self._boundaries:
                 self._drain()
+            if self._zero > 2:
+                self._storage.release(COMMON)
         except BaseException:
             self._values.clear()
             self._grads.clear()
@@ -321,8 +356,70 @@ class Executor:
                 stage.clear()
             self._caller.abort()
             raise
+        finally:
+            if self._zero > 1:
+                self._storage.in_program = False
         self._report.total_s = clock.now() - begin
         return self._report
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure each stage's microbatches in the block."""
+        for stage in self.stages.values():
+            stage.measures, stage.cost = True, StageCost()
+        try:
+            yield
+        finally:
+            for stage in self.stages.values():
+                stage.measures = False
+
+    def peak_bytes(self, most: int) -> int:
+        """Return the peak bytes of activations in the last pass, which was measured.
+
+        Args:
+            most: of a microbatch of an uncut model.
+        """
+        if self.count == 1:
+            return most
+        costs = {number: stage.cost for number, stage in self.stages.items()}
+        return int(self.peak_of(costs, self.recomputed, self.moved))
+
+    def peak_of(
+        self, costs: Mapping[int, StageCost], again: Collection[int], moved: Collection[int] = ()
+    ) -> float:
+        """Return the peak bytes of a pass like the last one, for a choice of stages.
+
+        A stage's outputs are the next one's inputs if that is on this rank; the data are no
+        activations.
+
+        Args:
+            again: the stages that are recomputed.
+            moved: those whose saved arrays are moved to a store meanwhile.
+        """
+        waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
+        staying = {
+            number: waiting[number] + cost.outputs * (number + 1 not in costs)
+            for number, cost in costs.items()
+        }
+        saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
+        schedule = _executable(*self._asked)
+        if moved:  # not checked: many choices are tried
+            schedule = offload(schedule, self.rank, moved)
+        left = {number: waiting[number] for number in again}
+        return peak_saved(schedule, self.rank, saved, left, staying)
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The stages that are recomputed."""
+        return frozenset(number for number, stage in self.stages.items() if stage.recomputes)
+
+    def save_memory(
+        self, again: Collection[int], moved: Collection[int] = (), store: Store | None = None
+    ) -> None:
+        """Recompute some stages from now on, and move what others save to a store meanwhile."""
+        for number, stage in self.stages.items():
+            stage.recomputes = number in again
+        self.moved, self._store_of_saved = frozenset(moved), store
 
     def free(self) -> None:
         """Free the communicator. Collective."""
@@ -342,6 +439,8 @@ class Executor:
                 kind, stage, microbatch = op.kind, op.stage, op.microbatch
                 if self._boundaries and kind in USES and microbatch is not None:
                     self._wait_for_message(USES[kind], stage, microbatch)
+                if self._zero > 2 and kind in COMPUTE:
+                    record_call(self._wait_for_weights, stage)
                 if watched:
                     record_call(self._begin, kind)
                 self._actions[kind](stage, microbatch)
@@ -350,9 +449,7 @@ class Executor:
                 if watched:
                     # the peak is after a forward: backwards only free memory
                     stages = self.stages.values() if kind is Kind.F else ()
-                    live = sum(entry.live for entry in stages)
-                    waiting = sum(entry.waiting_bytes for entry in stages)
-                    record_call(self._end, op, live, waiting)
+                    record_call(self._end, op, sum(entry.live for entry in stages))
                 if stage == 0 and kind in _LAST:
                     record_call(self._caller.end_backward, microbatch)
             if self._messages is not None:
@@ -374,17 +471,17 @@ class Executor:
         computed_s = clock.now() - self._began - self._paused_s - met_s
         self._paused_s += self._caller.pace(computed_s, self._share * part, self._paused_s)
 
-    def _end(self, instruction: Instruction, live: int, waiting_bytes: int) -> None:
+    def _end(self, instruction: Instruction, live: int) -> None:
         """Note the time and memory of an instruction."""
         kind, report, begin, end = instruction.kind, self._report, self._began, clock.now()
         if kind in COMPUTE:
             report.samples.append((instruction, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, live)
-            report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             self._world.collective_s += end - begin
-        if kind not in RECEIVES:
+        is_shown = kind in _STYLES and kind not in RECEIVES
+        if is_shown and not (self._zero > 1 and kind is Kind.REDUCE):  # the collective shows itself
             self._show(instruction, begin, end)
 
     def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:
@@ -395,7 +492,36 @@ class Executor:
                 str(instruction), category, track, begin_s, end_s, None, sends, takes
             )
 
+    # ---- weights and gradients that replicas share out ----
+
+    @property
+    def _storage(self) -> ShardedStorage:
+        storage = self._model.storage
+        assert isinstance(storage, ShardedStorage)
+        return storage
+
+    def _gather(self, stage: int, microbatch: int) -> None:
+        self._storage.start(COMMON)
+        self._storage.start(self._unit_of[stage])
+
+    def _wait_for_weights(self, stage: int) -> None:
+        self._storage.acquire(COMMON)
+        self._storage.acquire(self._unit_of[stage])
+
+    def _free(self, stage: int, microbatch: int) -> None:
+        self._storage.release(self._unit_of[stage])
+
+    def _reduce(self, stage: int, microbatch: int | None) -> None:
+        if self._zero > 1:
+            self._storage.reduce(self._unit_of[stage])
+        else:
+            self._caller.reduce(stage, microbatch)
+
     # ---- computing ----
+
+    def _send_out(self, stage: int, microbatch: int) -> None:
+        assert self._store_of_saved is not None
+        self.stages[stage].send_out(microbatch, self._store_of_saved, self._backend)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         if stage:
@@ -552,6 +678,7 @@ _STYLES = {
     Kind.RECV_ACT: ("activation", timeline.RECEIVE),
     Kind.SEND_GRAD: ("gradient", timeline.SEND),
     Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.DROP: ("activations out", timeline.WAITING),
     Kind.REDUCE: ("reduce", timeline.REDUCE),
     Kind.STEP: ("update", timeline.COMPUTE),
 }

@@ -59,12 +59,14 @@ class Layout:
             "fixed" are not counted.
         state_arrays: optimizer arrays per parameter, for the limit (Adam 2, SGD 0).
         activation_memory: most bytes of activations per rank; the rest is recomputed (see
-            `memory.recompute`). "least" saves as little as possible: each pipeline stage saves
-            only its input. None saves everything. A pipeline takes "least" or None.
+            `memory.recompute`). A pipeline recomputes segments of its stages (see
+            `memory.fitting`), in the first step all of them, and measures them. "least" saves as
+            little as possible: each pipeline stage saves only its input. None saves everything.
         offload: the destination of activations if that is faster than recomputing them: a folder
             (for a file), or "host" for a device's arrays (see `memory.store`); None for none.
         offload_state: the arrays that stay there and are read in when needed: "optimizer" (its
-            state) or "all" (also the weights; requires `zero` 3); None for none.
+            state) or "all" (also the weights, but for a rank's own experts; requires `zero` 3);
+            None for none.
         sp: ranks that share the positions of each sequence.
         sp_attention: attention over sharded positions: "ulysses" or "ring" (see
             `parallel.sequence`).
@@ -156,6 +158,13 @@ class Layout:
                 " offload; give activation_memory or offload_state, or leave offload out"
             )
         if self.offload_state is None:
+            in_segments = self.pp not in (None, 1) or self.zero > 1
+            if self.offload is not None and self.activation_memory == LEAST and in_segments:
+                raise UsageError(
+                    f"with activation_memory {LEAST} a pipeline, as ZeRO 2 and 3, recomputes all"
+                    " but its segments' inputs, so nothing is left to offload; give a number of"
+                    " bytes, or leave offload out"
+                )
             return
         _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))
         if self.offload is None:
@@ -182,14 +191,8 @@ class Layout:
             (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
             (refusals.EXPERTS, self.expert_parallel, "expert_parallel"),
             (refusals.ZERO, self.zero > 0, zero),
-            (refusals.ZERO_2, self.zero > 1, zero),
-            (refusals.LEAST, self.recomputes, memory),
-            (refusals.LIMIT, self.activation_memory not in (None, LEAST), memory),
-            (
-                refusals.ACTIVATIONS_OUT,
-                self.offload is not None and self.offload_state is None,
-                "offload",
-            ),
+            (refusals.LEAST, self.activation_memory == LEAST, memory),
+            (refusals.LIMIT, self.limits_activations, memory),
             (
                 refusals.STATE_OUT,
                 self.offload_state is not None,
@@ -235,9 +238,9 @@ class Layout:
         return home_of(self.schedule) if self._example is None else self._example.home
 
     @property
-    def recomputes(self) -> bool:
-        """True if pipeline stages save only their inputs and recompute in the backward pass."""
-        return self.activation_memory == LEAST
+    def limits_activations(self) -> bool:
+        """True if activations have a limit in bytes."""
+        return self.activation_memory not in (None, LEAST)
 
 
 @dataclass(frozen=True)
@@ -252,9 +255,10 @@ class GradientExchange:
         overlap: sum buckets during the backward pass; None to choose.
         fused_update: each rank of a node sums and updates a slice of the parameters, which exist
             once per node (see `parallel.fused`). Change such parameters by hand on one rank only.
-            Without shared memory, the sum and the update are separate, and `Worker.notice` says
-            why. None fuses them on one node, if every rank has the full model and the three
-            options above are the default.
+            Where that is impossible (no shared memory, or a rank has only parts of the model), the
+            sum and the update are separate, with the same numbers, and `Worker.notice` says why.
+            None fuses them on one node, if every rank has the full model and the three options
+            above are the default.
         check: compare the ranks' weights after every step, by hash.
 
     Example:

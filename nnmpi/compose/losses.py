@@ -20,7 +20,7 @@ before or while a device computes: a kernel cannot raise an error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
 from math import nan, prod
@@ -41,7 +41,7 @@ from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
-from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
+from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse, nll
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.function import kind_of
@@ -49,7 +49,8 @@ from nnmpi.tensor.tensor import Tensor
 
 CROSS_ENTROPY = "cross-entropy"
 
-LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
+# the names of their sums in `DeferredScalars`
+LOSS, SCORE, WEIGHTS = "loss", "score", "class weights"
 SQUARES = "squares"  # of the gradient
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
@@ -148,13 +149,14 @@ class SumCrossEntropy(Settled, fixed="label_smoothing classes"):
         return float((best_classes(logits, self._group, self.classes) == labels).sum())
 
 
-class LabelLoss(Settled, fixed="function func keywords"):
+class LabelLoss(Settled, fixed="function func keywords scale"):
     """The sum of a user's loss over labels, or over samples of quantities.
 
     Args:
         function: (logits, labels) -> values of the labels' shape. Float labels may have several
             elements in a sample: its loss is their mean, or the function returns one value for each
             sample.
+        scale: a factor of the sum, see `balanced`.
 
     Raises:
         UsageError: when called, for values of other shapes. A single number is refused: it could be
@@ -162,9 +164,10 @@ class LabelLoss(Settled, fixed="function func keywords"):
             used as it is.)
     """
 
-    def __init__(self, function: SumLoss) -> None:
+    def __init__(self, function: SumLoss, scale: float = 1.0) -> None:
         self.function, self.func = function, getattr(function, "func", function)
-        self.keywords: dict[str, Any] = getattr(function, "keywords", {})
+        self.keywords: dict[str, Any] = _options(function)
+        self.scale = scale
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
     def __repr__(self) -> str:
@@ -183,11 +186,9 @@ class LabelLoss(Settled, fixed="function func keywords"):
                 " batch's labels. A function that returns the sum declares it:"
                 ' def loss(logits, labels, reduction="sum")'
             )
-        return (
-            result.sum() / max(prod(shape[1:]), 1)
-            if labels.dtype.kind == "f" and shape[1:]
-            else result.sum()
-        )
+        count = prod(shape[1:]) if labels.dtype.kind == "f" else 1
+        factor = self.scale / max(count, 1)
+        return result.sum() if factor == 1 else result.sum() * factor
 
 
 def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
@@ -198,7 +199,7 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
     """
     if callable(loss):
         reduction = "sum" if is_own_loss(loss) else _reduction(loss)
-        if reduction not in ("sum", "none"):
+        if reduction not in ("sum", "none")[has_class_weights(loss) :]:
             raise UsageError(
                 f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses"
                 ' once: give it partial(loss, reduction="none"), or a layer made with'
@@ -212,6 +213,46 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
             f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}"
         )
     return SumCrossEntropy(arrangement)
+
+
+def balanced(loss: SumLoss, batch: Batch, group: Group, counts: bool) -> SumLoss:
+    """Return the loss of a batch; collective with class weights.
+
+    The mean of a loss with class weights is over the weights of the labels, and all losses are
+    divided by the number of labels. So such a loss is multiplied by their quotient.
+
+    Args:
+        loss: see `named_loss`.
+        batch: with this rank's rows.
+        group: the ranks that share the batch.
+        counts: whether this rank's losses count; others have the same rows.
+    """
+    if not has_class_weights(loss):
+        return loss
+    (total,) = group.sum_floats([label_weights(loss, batch) if counts else 0.0])
+    return LabelLoss(getattr(loss, "function", loss), batch.global_targets / (total or 1.0))
+
+
+def has_class_weights(loss: SumLoss) -> bool:
+    """Return whether a loss of labels was given weights of their classes."""
+    loss = loss.function if isinstance(loss, LabelLoss) else loss
+    function = getattr(loss, "func", getattr(loss, "function", loss))
+    return function in (cross_entropy, nll) and _options(loss).get("weight") is not None
+
+
+def label_weights(loss: SumLoss, batch: Batch) -> float:
+    """Return the sum of the class weights of this rank's labels that count."""
+    weight, labels = Tensor(_options(loss)["weight"]).numpy(), batch.on_host
+    # the loss itself refuses labels outside
+    known = np.minimum(labels[labels >= 0], len(weight) - 1)
+    return float(weight[known].sum(dtype="float64"))
+
+
+def _options(loss: SumLoss) -> dict[str, Any]:
+    """Return the arguments that a `partial` or a layer gives its loss."""
+    loss = loss.function if isinstance(loss, LabelLoss) else loss
+    options: dict[str, Any] = getattr(loss, "keywords", getattr(loss, "options", None)) or {}
+    return options if isinstance(options, Mapping) else {}
 
 
 def _reduction(loss: SumLoss) -> object:
@@ -235,7 +276,7 @@ def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
     Raises:
         UsageError: with the remedy.
     """
-    ignored = getattr(loss, "keywords", {}).get("ignore_index")
+    ignored = _options(loss).get("ignore_index")
     if ignored is not None and ignored >= 0:
         raise UsageError(
             f"the loss ignores label {ignored}, but is divided by the number of labels that are 0"

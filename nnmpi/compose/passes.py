@@ -17,13 +17,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, starmap
 from math import isfinite, nan
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
@@ -40,6 +42,7 @@ from nnmpi.backend.recording import (
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import NnmpiError, UsageError, is_own
 from nnmpi.base.shard import split
+from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, BoundMesh
@@ -50,14 +53,18 @@ from nnmpi.compose.losses import (
     LOSS,
     SCORE,
     SQUARES,
+    WEIGHTS,
     DeferredScalars,
     SumCrossEntropy,
     SumError,
     SumLoss,
+    balanced,
     check_classes,
     check_labels,
     count_correct,
+    has_class_weights,
     is_own_loss,
+    label_weights,
     sum_of,
     to_device,
 )
@@ -66,13 +73,15 @@ from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
+from nnmpi.memory.fitting import choose_savings
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store
+from nnmpi.memory.store import BYTE_S, Store, measure_bandwidth
 from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
+from nnmpi.parallel.pipeline.stage import StageCost
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.tensor.backward import leaves_of
@@ -110,13 +119,12 @@ def evaluate_all(
             if evaluate(batch):
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
-    loss, score, samples, targets = group.sum_floats(
-        [values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets]
-    )
+    own = values.get(LOSS, 0.0), values.get(SCORE, 0.0), values.get(WEIGHTS, own_targets)
+    loss, score, weights, samples, targets = group.sum_floats([*own, rows, own_targets])
     return Totals(
         samples=int(samples) // parts,
         targets=int(targets),
-        loss_sum=loss,
+        loss_sum=loss * (targets / weights if weights else 1.0),
         score_sum=score,
         wall_s=clock.now() - begin,
     )
@@ -149,7 +157,7 @@ class Running:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The key of a batch's recording."""
+        """The key of a batch's recording, but for what is recomputed."""
         full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self.parts]
         return self.trains, full.length, full.x.dtype, full.y.dtype, *shapes
 
@@ -193,15 +201,27 @@ class Passes(PassHandler):
         # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
         self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
+        is_loose = exchange is None or arrangement.layout.asynchronous
+        if is_loose and any(map(has_class_weights, self._losses)):
+            raise UsageError(
+                "the loss has class weights, whose mean needs all labels of a global batch; updates"
+                " of single workers or microbatches have none: train with a synchronous Worker, or"
+                " without weights"
+            )
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self.planned: RecomputedModel | None = None
         self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
         budget = None if arrangement.stages else arrangement.layout.activation_memory
-        if budget is not None and arrangement.layout.offload is not None:
+        limited = budget is not None or arrangement.layout.limits_activations
+        if limited and arrangement.layout.offload is not None:
             with agreed(arrangement.mesh.world):
                 self._store = Store(arrangement.layout.offload, backend)
         self._budget = budget
+        # of a pipeline's stages, and the largest batch for which they were measured
+        self._limit = arrangement.layout.activation_memory if arrangement.stages else None
+        self._fitted_size = 0
+        self._fitted = ""  # how they fit, until it is reported
         self.updates_per_microbatch = arrangement.layout.asynchronous
         self.paused_s, self._final = 0.0, 0
         if exchange is not None:
@@ -211,15 +231,16 @@ class Passes(PassHandler):
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
         self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
-        self.is_cut = self.executor.count > 1
+        # by the program; otherwise hooks report the final gradients of a full model
+        self._in_segments = bool(arrangement.stages)
         self.reports_loss = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
         # an error in the last stage's loss is raised when all ranks meet
-        self._defers = self.is_cut and not self.updates_per_microbatch
+        self._defers = arrangement.is_pipeline and not self.updates_per_microbatch
         self.failed: NnmpiError | None = None
         self._classes = 0  # of this rank's logits, once they are known
-        self.is_alone = backend.is_device and trainer.group.size == 1 and not self.is_cut
+        self.is_alone = backend.is_device and trainer.group.size == 1 and not self._in_segments
         self._numbers = _numbers(arrangement)
         # by parameter: this rank's stages that still have to add to its gradient
         self._left = Counter[int]()
@@ -252,22 +273,31 @@ class Passes(PassHandler):
         self._scalars.clear()
         now = self._begin(batch, step, self._scalars, cuts, scale=scale)
         report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
-        if self.is_cut:
+        is_pipeline = self._arrangement.is_pipeline
+        if self._in_segments:
             self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else OBSERVED
-            if self.is_cut and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
+            if is_pipeline and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
                 refusal = "a split backward pass needs its graph"
-            elif self.is_cut and len(batch.y) < self._most_rows:
+            elif is_pipeline and len(batch.y) < self._most_rows:
                 # a pipeline replays batches of the largest size only
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
             before = [buffer.data.copy() for _, buffer in self._watched]
-            passed = self.executor.run(now.inputs, self._seeds(now), now.kind, refusal)
+            fits = isinstance(self._limit, int) and batch.global_elements > self._fitted_size
+            if fits:
+                self.executor.save_memory(self.executor.stages)
+                refusal = "activations are measured"
+            with self.executor.measuring() if fits else nullcontext():
+                kind = *now.kind, self.executor.recomputed
+                passed = self.executor.run(now.inputs, self._seeds(now), kind, refusal)
+            if fits:
+                self._fit_stages(batch.global_elements)
             for (name, buffer), values in zip(self._watched, before, strict=True):
                 if not bool((buffer.data == values).all()):
                     raise UsageError(_BUFFER_MOVES.format(name))
-            if self.is_cut:
+            if is_pipeline:
                 report.passed = passed
                 report.staleness = tuple(now.staleness)
                 report.wait_s = passed.wait_s
@@ -276,6 +306,41 @@ class Passes(PassHandler):
             self.exchange.finish()
             self.exchange.note_squares(now.scalars)
         return report
+
+    def _fit_stages(self, size: int) -> None:
+        """Choose the stages to recompute from now on, the same on ranks with the same stages."""
+        assert isinstance(self._limit, int)
+        executor, mesh = self.executor, self._arrangement.mesh
+        costs = [[*map(float, stage.cost)] for stage in executor.stages.values()]
+        for group in (mesh.replicas, mesh.tp):
+            costs = np.max(group.gather(costs), axis=0).tolist() if group.size > 1 else costs
+        cost_of = dict(zip(executor.stages, starmap(StageCost, costs), strict=True))
+        peak = partial(executor.peak_of, cost_of)
+        again_s = {number: clock.reproducible(cost.seconds) for number, cost in cost_of.items()}
+        if not any(again_s.values()):  # times may not decide
+            again_s = {number: BYTE_S * (1 + cost.inner) for number, cost in cost_of.items()}
+        moving_s = {}
+        if self._store is not None:
+            most = int(max(cost.inner for cost in cost_of.values()))
+            with agreed(mesh.world):
+                byte_s = 1 / measure_bandwidth(self._store, self.backend, most)
+            byte_s = max(map(float, mesh.world.gather(byte_s)))
+            moving_s = {number: 2 * byte_s * cost.inner for number, cost in cost_of.items()}
+        with agreed(mesh.world):
+            # a backward takes twice as long as a forward
+            hidden_s = 3 * sum(again_s.values())
+            chosen = choose_savings(again_s, moving_s, hidden_s, peak, self._limit)
+            if self._store is not None:
+                most = sum(int(cost_of[number].inner) for number in chosen.moved)
+                self._store.reserve(most * len(self._now.cuts))
+        executor.save_memory(*chosen, self._store)
+        self._fitted_size = size
+        moved = f", {len(chosen.moved)} go out and come back" * (self._store is not None)
+        self._fitted = (
+            f"activations take {format_bytes(int(peak(*chosen)))} at most on this rank,"
+            f" {format_bytes(int(peak(())))} if all were kept; {len(chosen.again)} of {len(costs)}"
+            f" segments are recomputed{moved}"
+        )
 
     def send_sums(self) -> Callable[[], tuple[float, float, int]]:
         """Begin to copy this rank's contribution of the last batch: losses, score, counted labels.
@@ -313,15 +378,18 @@ class Passes(PassHandler):
 
         Call it within `no_grad`.
         """
-        cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
+        count = max(len(self._arrangement.cuts), 1)
+        cuts = _evaluation_cuts(len(batch.y), count, batch.first_row)
         now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
+        if self.reports_loss and has_class_weights(now.loss):
+            self.evaluated.add(WEIGHTS, label_weights(now.loss, batch))
         return self.reports_loss
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error with the origin of a non-finite loss or gradient."""
         if (
-            self.is_cut
+            self._in_segments
             or self._arrangement.layout.expert_parallel
             or (self.exchange is not None and not self.exchange.keeps_own)
         ):
@@ -358,8 +426,9 @@ class Passes(PassHandler):
         if planned is not None and planned.plan != self._reported:
             self._reported = planned.plan
             return [planned.describe()]
+        lines, self._fitted = [self._fitted] * bool(self._fitted), ""
         if not self._passes:
-            return []
+            return lines
         # without an epoch's short last batch
         full = max(report.samples for report in self._passes)
         passes = [
@@ -368,7 +437,7 @@ class Passes(PassHandler):
             if report.passed is not None and report.samples == full
         ]
         plan = self.executor.schedule_for(passes[0].microbatches)
-        lines = [_forecast(self._arrangement.mesh, plan, passes)]
+        lines.append(_forecast(self._arrangement.mesh, plan, passes))
         old = max((item for report in self._passes for item in report.staleness), default=0)
         self._passes.clear()
         if self.updates_per_microbatch:
@@ -399,6 +468,7 @@ class Passes(PassHandler):
         loss = self._losses[not trains]
         if trains:  # an evaluation has several batches
             self.failed = None
+            loss = balanced(loss, batch, self.world, self.reports_loss)
         batch = to_device(self._with_known_labels(batch, loss), self.model, self.backend)
         self.length = batch.length or 0
         parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
@@ -503,12 +573,11 @@ class Passes(PassHandler):
         if self._budget is None or not self._now.trains or current().again:
             return self.executor.end(self.model(x), microbatch)
         if self.planned is None:
-            sharded = None if self.exchange is None else self.exchange.weights
             self.planned = RecomputedModel(
-                self.model, self._budget, self.backend, self.world, self._store, sharded
+                self.model, self._budget, self.backend, self.world, self._store
             )
         return self.planned(
-            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows
+            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_elements
         )
 
     # ---- for the executor: see `PassHandler` ----
@@ -517,15 +586,16 @@ class Passes(PassHandler):
         """See `PassHandler`."""
         if self._looks:
             self._looks = False
-            for loss in self.executor.stages[self.executor.count - 1].outputs(microbatch):
-                _warn_of_untracked(self.model, loss)
+            for stage in self.executor.stages.values():
+                for output in stage.outputs(microbatch):
+                    _warn_of_untracked(self.model, output)
         self._final = 0
-        if self.exchange is not None and not self.is_cut:
+        if self.exchange is not None and not self._in_segments:
             self.exchange.strategy.begin_pass(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
         """See `PassHandler`."""
-        if self.exchange is not None and not self.is_cut:
+        if self.exchange is not None and not self._in_segments:
             self.exchange.strategy.finish_pass()
             self.exchange.strategy.end_pass()
 
@@ -594,11 +664,11 @@ def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
-        "ZeRO 2 and 3 acquire and release weights and gradients between layers": layout.zero > 1,
         "gradients in a fixed order leave the model after each microbatch": layout.fixed,
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (
-            layout.activation_memory is not None and not arrangement.stages
+            layout.limits_activations
+            or (layout.activation_memory is not None and not arrangement.stages)
         ),
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(
             strangers
@@ -692,7 +762,7 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     number_of = {span.parameter: i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
         stage: sorted(number_of[parameter] for parameter in parameters_of(layers))
-        for stage, layers in arrangement.stages.items()
+        for stage, layers in arrangement.own_segments.items()
     }
 
 

@@ -9,18 +9,11 @@ from nnmpi.base.command import say
 from nnmpi.base.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
-FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit", "least", "experts"
-ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
-FUSED, DEVICE, FP16, CLIP, MATRICES = "fused update", "device", "fp16", "clip", "muon"
+FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
+STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
 
 _PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
-_WHOLE = "the fused update needs replicas of a full model, without a fixed order of sums"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
-_MEET = (
-    "replicas exchange tokens in every mixture of experts, so each must run the full model exactly"
-    " once per pass"
-)
-_SHARDED = "each rank already has the weights and state of its own experts only"
 _OWN_TIME = "each stage updates when its own gradient is ready, without waiting for the others"
 
 REFUSED: dict[tuple[str, str], str] = {
@@ -29,43 +22,14 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, SEQUENCE): _PARTS,
     (FIXED, ZERO): "ZeRO's reduce-scatters do not add in the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
-    (
-        ZERO_2,
-        PIPELINE,
-    ): "a stage needs all its gradients until the pass ends; zero 1 goes with a pipeline",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
-    (
-        LIMIT,
-        PIPELINE,
-    ): "a pipeline saves all activations, or with activation_memory least only each stage's input",
-    (ACTIVATIONS_OUT, PIPELINE): "a pipeline cannot offload its activations",
+    (LIMIT, PIPEDREAM): _VERSIONS,
     (STATE_OUT, PIPEDREAM): "pipedream uses the optimizer state after every microbatch",
-    (EXPERTS, PIPELINE): _MEET,
-    (EXPERTS, TENSOR): _MEET,
-    (EXPERTS, SEQUENCE): _MEET,
-    (EXPERTS, LIMIT): _MEET,
-    (EXPERTS, LEAST): _MEET,
     (
         EXPERTS,
         FIXED,
     ): "an expert sums over the rows of all replicas at once, so no microbatch is one replica's",
-    (EXPERTS, ZERO): _SHARDED,
-    (EXPERTS, STATE_OUT): _SHARDED,
-    (
-        FUSED,
-        EXPERTS,
-    ): "the fused update stores one copy of the parameters per node, but experts differ by rank",
-    (FUSED, STATE_OUT): "the fused update already shards the optimizer state over a node's ranks",
-    (FUSED, ZERO): "the fused update already stores one copy of the parameters per node",
-    (FUSED, PIPELINE): _WHOLE,
-    (FUSED, TENSOR): _WHOLE,
-    (FUSED, FIXED): _WHOLE,
-    (FUSED, DEVICE): "the fused update needs weights in a node's shared memory, not on a device",
-    (
-        FUSED,
-        MATRICES,
-    ): "the fused update gives a rank some elements of every matrix; the optimizer needs all",
     (
         FP16,
         PIPEDREAM,

@@ -152,6 +152,6 @@ def _is_replayable(module: Module) -> bool:
         for item in local.values()
         if callable(item) and not isinstance(item, Module)
     ]
-    return "forward" not in local and all(
+    return is_own(local.get("forward", Module.forward)) and all(
         is_own(item) or getattr(item, "replayable", False) for item in called
     )

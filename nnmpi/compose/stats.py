@@ -191,7 +191,6 @@ class PassReport:
         wait_s: seconds of waiting for other stages' messages: the bubble, and slow messages.
         sent: each send with the bytes of its arrays.
         peak_live: the most microbatches whose activations were in memory at once.
-        peak_waiting: the peak bytes of inputs that wait for recomputation.
         total_s: from the first instruction to the last.
     """
 
@@ -201,7 +200,6 @@ class PassReport:
     wait_s: float = 0.0
     sent: list[tuple[Instruction, list[int]]] = field(default_factory=list)
     peak_live: int = 0
-    peak_waiting: int = 0
     total_s: float = 0.0
 
 

@@ -15,11 +15,11 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -38,17 +38,18 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
-from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
+from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
 from nnmpi.compose import refusals
-from nnmpi.compose.arrange import Arrangement, require_same_options
+from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
 from nnmpi.compose.losses import SumLoss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
+from nnmpi.compose.step_check import StepCheck
 from nnmpi.compose.trainer import (
     Progress,
     SegmentReport,
@@ -75,11 +76,6 @@ from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 
 _UNCHANGED = nullcontext()
-_OTHER_ROWS = "the ranks of one replica were given different rows"
-_SAME_ROWS = (
-    "give ranks with the same arrangement.data_rank the same samples and labels, in the same order;"
-    " a Loader does with rank=arrangement.data_rank, world=arrangement.data_ranks"
-)
 
 
 class _Started(NamedTuple):
@@ -119,8 +115,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             or a function (logits, labels) -> one loss per label, or their sum if it takes
             `reduction="sum"`. The sum is divided once, by the valid labels of the global batch:
             integer labels are valid unless negative; for other labels, samples are counted. With
-            sharded classes (`arrangement.classes`) it must be
-            `compose.losses.SumCrossEntropy(arrangement)`.
+            class weights it is divided by those of the valid labels. With sharded classes
+            (`arrangement.classes`) it must be `compose.losses.SumCrossEntropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with
             the sum.
@@ -184,8 +180,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             arrangement,
         )
         self.scaling = LossScale() if self.precision == "fp16" else None
-        self._sequence, self._fixed = self.arrangement.sequence, self.arrangement.layout.fixed
-        check_pairs(self, arrangement, exchange.fused_update)
+        self._fixed = self.arrangement.layout.fixed
+        check_pairs(self, arrangement)
         # before the exchange moves parameters into its own storage
         check_free(model, group, bool(self.arrangement.layout.zero))
         self.exchange = make_exchange(self, exchange)
@@ -195,10 +191,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         except NnmpiError:  # on all ranks
             self.exchange.release()
             raise
+        self._check = StepCheck(self.arrangement, model.storage)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
-        self._live = 1  # microbatches whose activations are held at the peak
-        self._waiting = 0  # bytes of the stage inputs of further microbatches
         self._counted_bytes: int | None = None  # of the largest batch that was counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
@@ -252,103 +247,85 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Begin a step: compute its gradients. A device is not waited for."""
         begin = clock.now()
         self.parallel.check_not_released()
-        if not hasattr(batch, "cuts"):
-            batch = self._batch_of(batch, y)
-        elif y is not None:
-            raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
+        batch = self._batch_of(batch, y)
         self.optimizer.note_place()
         if lr is not None:
             self.optimizer.lr = lr
-        sharers = self.arrangement.same_rows
-        rows = [f"{batch.checksum()}"] if sharers else []
-        if self._sequence is not None:
-            batch = self._sequence.part(batch)
+        batch, rows = self.arrangement.local(batch)
         if self.backend.is_device:  # before the ledger counts: a batch is no activation
             batch = to_device(batch, self.model, self.backend)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
-        world, collective_s = self.group.comm.world, self.group.comm.world.collective_s
-        world.step, world.traffic = step, Traffic()
-        nbytes, noted_bytes = batch.x.nbytes + batch.y.nbytes, self._batch_bytes
-        is_traced = current() is not None
-        if is_traced or nbytes != self._batch_bytes:
-            self._batch_bytes = nbytes
-            self._note_memory({BATCHES: nbytes})
-        counts = self._should_count(nbytes) or is_traced
+        world = self.group.comm.world
+        world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
+        counts, is_new = self._note_batch(batch)
         with self._deterministic():
             with self._counting() if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
                 report = self.passes.train(batch, step, factor, not counts)
-                if report.passed is not None:
-                    self._live = (
-                        1 if self.arrangement.layout.recomputes else report.passed.peak_live
-                    )
-                    self._waiting = report.passed.peak_waiting
-            if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
-                self._recorded_bytes = self.passes.replay.held_bytes
-                self._note_memory({ACTIVATIONS: self._recorded_bytes})
+            self._note_recordings()
             read = self.passes.send_sums()
-        is_steady = not counts and nbytes == noted_bytes
         account = world.traffic, begin, collective_s
+        is_steady = not (counts or is_new)
         return _Started(
             batch, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
         )
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
-        """End a step: read its numbers, check them, and update.
+        """End a step: read its numbers, meet the other ranks, judge, update, report.
 
         Args:
             updated: whether a guarded update has been launched already.
         """
-        batch, lr, step, factor, rows, report, read, traffic, begin, collective_s, _ = started
-        sharers, world = self.arrangement.same_rows, self.group.comm.world
-        world.step, world.traffic = step, traffic
+        world = self.group.comm.world
+        world.step, world.traffic = started.step, started.traffic
         with self._deterministic():
             # on a device this is the step's only wait; the update is not waited for
-            numbers = read()
-            if self.slow:
-                # The ranks meet next, so a straggler holds up the others within the same step.
-                paused_s = self.passes.paused_s
-                computed_s = (
-                    clock.now()
-                    - begin
-                    - (world.collective_s - collective_s)
-                    - report.wait_s
-                    - paused_s
-                )
-                self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
-            options = [
-                (
-                    self.group,
-                    [
-                        f"lr {self.optimizer.lr}, step {step + 1}, {batch.microbatches}"
-                        f" microbatches from sample {batch.first}"
-                    ],
-                ),
-                (
-                    # the stages of a pipeline have different parameters
-                    self.arrangement.mesh.replicas if self.passes.is_cut else self.group,
-                    [
-                        f"{span.parameter.name} frozen"
-                        for span in self.model.storage.spans
-                        if not span.parameter.requires_grad
-                    ],
-                ),
-            ]
-            check = sum(
-                crc32(f"{items}".encode()) * (1 - group.size * group.is_root)
-                for group, items in [*options, *((group, rows) for group in sharers)]
-            ) + (self.passes.failed is not None)
-            (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
+            numbers = started.read()
+            self._pace(started)
+            norm = self._meet(started, numbers)
+        # Loss and norm are sums over all ranks, so all ranks take the same branch without a
+        # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
+        if isfinite(started.report.loss_sum) and (isfinite(norm) or not self.exchange.has_norm):
+            if not updated:
+                self._update(norm, started.factor)
+        elif updated:  # its guard let it change nothing: do the step again, and wait
+            self.optimizer.steps, self._repeated = started.step, self._repeated + 1
+            return self._finish(self._start(started.batch, None, started.lr))
+        else:
+            self._skip(started)
+        if self.options.check:
+            self.exchange.check_equal()
+        return self._report(started)
+
+    def _pace(self, started: _Started) -> None:
+        """Wait, if steps have a minimum time: the ranks meet next, so a straggler delays all."""
+        if self.slow:
+            paused_s, met_s = self.passes.paused_s, self.group.comm.world.collective_s
+            waited_s = met_s - started.collective_s + started.report.wait_s + paused_s
+            computed_s = clock.now() - started.begin - waited_s
+            self.slow.wait(computed_s, self.group.rank, started.step, waited_s=paused_s)
+
+    def _meet(self, started: _Started, numbers: tuple[float, float, int]) -> float:
+        """Sum the step's numbers over all ranks, and return the gradient norm. Collective.
+
+        Raises:
+            UsageError: on all ranks, when they do different steps, or a batch is not split over
+                them.
+        """
+        batch, report = started.batch, started.report
+        self._check.begin(
+            f"lr {self.optimizer.lr}, step {started.step + 1}, {batch.microbatches} microbatches"
+            f" from sample {batch.first}",
+            started.rows,
+        )
+        check = self._check.number() + (self.passes.failed is not None)
+        (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
             with agreed(self.group):
                 self.passes.raise_failed()
-            for group, items in options:
-                with agreed(self.group):
-                    require_same_options(group, items)
-            self._require_same_rows(rows)
-        norm = report.grad_norm = norm / factor
+            self._check.refuse()
         if targets != batch.global_targets:
             names = (
                 "group.rank and group.size"
@@ -360,41 +337,61 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 f" the global batch has {batch.global_targets}; give Loader the rank and world of"
                 f" the replica ({names}), or your own Batch the targets of each microbatch"
             )
-        # One overflowed value makes the norm inf or NaN, so the norm tests the whole gradient.
-        # Loss and norm are sums over all ranks, so all ranks take the same branch without a
-        # message. PipeDream has no norm.
-        if not isfinite(report.loss_sum) or not (
-            self.passes.updates_per_microbatch or isfinite(norm)
-        ):
-            if updated:  # its guard let it change nothing: do the step again, and wait
-                self.optimizer.steps, self._repeated = step, self._repeated + 1
-                return self._finish(self._start(batch, None, lr))
-            # With fp16 an overflowed gradient means that the loss scale is too large: skip the
-            # update and try a smaller one.
-            report.skipped = (
-                isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
-            )
-            if not report.skipped:  # divergence: compute the step again to locate its origin
-                with self._deterministic():
-                    raise self.passes.explain(batch, step, report.loss)
-        elif not (updated or self.passes.updates_per_microbatch):
-            # PipeDream has updated after each microbatch already
-            clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
-            if self.scaling is not None:
-                self.scaling.grow()
-            with timeline.span("update", "update"):
-                self.exchange.update(clipped / factor)
-        if self.options.check:
-            self.exchange.check_equal()
+        report.grad_norm = norm / started.factor
+        return report.grad_norm
+
+    def _update(self, norm: float, factor: float) -> None:
+        """Clip, and update the weights, unless the pass has done so."""
+        if self.exchange.updates_in_passes:
+            return
+        clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
+        if self.scaling is not None:
+            self.scaling.grow()
+        with timeline.span("update", "update"):
+            self.exchange.update(clipped / factor)
+
+    def _skip(self, started: _Started) -> None:
+        """Skip the update of a step whose loss or gradient is not finite.
+
+        With fp16 an overflowed gradient means that the loss scale is too large: try a smaller one.
+
+        Raises:
+            DivergenceError: otherwise, after the step was computed again to locate its origin.
+        """
+        report = started.report
+        report.skipped = (
+            isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
+        )
+        if not report.skipped:
+            with self._deterministic():
+                raise self.passes.explain(started.batch, started.step, report.loss)
+
+    def _report(self, started: _Started) -> StepReport:
+        """Complete the report of a step."""
+        report, world = started.report, self.group.comm.world
         report.count(world.traffic)
         if isfinite(report.predicted_s):
             report.predicted_steps = 1
         else:
             report.predicted_s = 0.0
-        report.loss_scale, report.wall_s = factor, clock.now() - begin
-        report.sync_s = world.collective_s - collective_s
+        report.loss_scale, report.wall_s = started.factor, clock.now() - started.begin
+        report.sync_s = world.collective_s - started.collective_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
+
+    def _note_batch(self, batch: Batch) -> tuple[bool, bool]:
+        """Note a batch's bytes; return whether its pass is counted, and whether they are new."""
+        nbytes, is_traced = batch.x.nbytes + batch.y.nbytes, current() is not None
+        is_new = nbytes != self._batch_bytes
+        if is_traced or is_new:
+            self._batch_bytes = nbytes
+            self._note_memory({BATCHES: nbytes})
+        return self._should_count(nbytes) or is_traced, is_new
+
+    def _note_recordings(self) -> None:
+        if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
+            self._recorded_bytes = self.passes.replay.held_bytes
+            self._note_memory({ACTIVATIONS: self._recorded_bytes})
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
@@ -424,6 +421,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             layout.unit_bytes,
             once,
             offloaded=layout.offload_state,
+            units=arrangement.units,
         )
         return {
             PARAMETERS: predicted.parameters,
@@ -444,7 +442,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with self.ledger.measuring(lambda peak: peak * self._live + self._waiting):
+        executor = self.passes.executor
+        with executor.measuring(), self.ledger.measuring(executor.peak_bytes):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
@@ -543,7 +542,11 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return more
 
     def _batch_of(self, x: Any, y: Any) -> Batch:
-        """Return this replica's shard of a batch of all replicas' rows. Collective."""
+        """Return a batch as it is; of samples and labels, this replica's shard of all. Collective."""
+        if hasattr(x, "cuts"):
+            if y is not None:
+                raise UsageError("give the learning rate by keyword: worker.step(batch, lr=0.1)")
+            return x
         if y is None:
             raise UsageError(
                 "step takes a batch of a data.Loader, or samples and labels, not only a"
@@ -558,9 +561,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         dtype, number = self.model.storage.dtype, self.arrangement.data_rank
         samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
         labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
-        self._require_same_rows([samples.shape, labels.shape])
-        given = self.group.gather([number, len(samples), count_targets(labels)])
-        counts = {number: (rows, targets) for number, rows, targets in given}
+        self._check.require_same_rows([samples.shape, labels.shape])
+        row_elements = prod(samples.shape[1:])
+        given = self.group.gather([number, len(samples), count_targets(labels), row_elements])
+        counts = {number: (rows, targets) for number, rows, targets, _ in given}
         first = sum(counts[before][0] for before in range(number))
         return Batch(
             x=np.ascontiguousarray(samples),
@@ -571,38 +575,34 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             epoch=0,
             number=self.optimizer.steps,
             targets=(sum(targets for _, targets in counts.values()),),
+            row_elements=max(elements for *_, elements in given),
         )
-
-    def _require_same_rows(self, rows: Sequence[Any]) -> None:
-        """Refuse ranks of one replica that were given different rows. Collective."""
-        for group in self.arrangement.same_rows:
-            with agreed(self.group):
-                require_equal(group, rows, _OTHER_ROWS, _SAME_ROWS, UsageError, None)
 
     def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows, self.passes.failed = list[int](), None
+        rows, self.passes.failed = list[str](), None
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
             totals = evaluate_all(
                 self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
             )
-        if self.passes.is_cut:
+        if self.arrangement.is_pipeline:
             with agreed(self.group):
                 self.passes.raise_failed()
-        self._require_same_rows([crc32(f"{rows}".encode())])
+        self._check.require_same_rows([crc32(f"{rows}".encode())])
         return totals
 
-    def _share_of(self, rows: list[int], item: Any) -> Batch:
+    def _share_of(self, rows: list[str], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
         # a pair of an iterable, or of another library's loader
-        batch = self._batch_of(*item) if isinstance(item, tuple | list) else item
-        if self.arrangement.same_rows:
-            rows.append(batch.checksum())
-        return batch if self._sequence is None else self._sequence.part(batch)
+        batch, checksum = self.arrangement.local(
+            self._batch_of(*item) if isinstance(item, tuple | list) else item
+        )
+        rows += checksum
+        return batch
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16's loss scale."""
@@ -665,26 +665,23 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return stack
 
 
-def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:
+def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """Refuse incompatible options, and a model other than the arrangement's.
 
     Raises:
         UsageError: naming them.
     """
-    model, backend, mesh = worker.model, worker.backend, worker.arrangement.mesh.sizes
+    model, mesh = worker.model, worker.arrangement.mesh.sizes
     used = replace(worker.arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
-        (refusals.FUSED, fused_update, "the fused update"),
-        (refusals.MATRICES, not worker.optimizer.elementwise, type(worker.optimizer).__name__),
-        (refusals.DEVICE, backend.is_device, str(backend.device)),
         (refusals.FP16, worker.scaling is not None, "fp16"),
         (refusals.CLIP, worker.clip is not None, "clip"),
     ):
         if is_used:
             used[feature] = text
     refusals.refuse(used)
-    if worker.arrangement.layout.asynchronous and not worker.arrangement.stages:
+    if worker.arrangement.layout.asynchronous and not worker.arrangement.is_pipeline:
         raise UsageError(  # no stage would ever update
             "the pipeline schedule pipedream needs two stages or more; give pp 2 or more, or leave"
             " the schedule out"

@@ -83,6 +83,7 @@ class Batch:
         length: the full length of the sequences if x and y hold a shard of their positions (see
             `parallel.sequence`); else None.
         first: the global batch's first index.
+        row_elements: of the longest sample of the global batch; by default of x.
     """
 
     x: Array
@@ -97,9 +98,11 @@ class Batch:
     targets: tuple[int, ...] = ()
     length: int | None = None
     first: int = 0
+    row_elements: int = 0
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
+        self.row_elements = self.row_elements or prod(self.x.shape[1:])
         if not self.targets:
             item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
             self.targets = _full_targets(self.global_rows, self.microbatches, item)
@@ -113,6 +116,11 @@ class Batch:
     def global_targets(self) -> int:
         """The number of targets in the global batch: its tokens without padding, or its samples."""
         return sum(self.targets)
+
+    @property
+    def global_elements(self) -> int:
+        """The number of elements of the global batch's samples, with padding."""
+        return self.global_rows * self.row_elements
 
     @property
     def own_targets(self) -> int:

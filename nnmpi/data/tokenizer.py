@@ -246,10 +246,6 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.name = inner, type(inner.model).__name__
-        form = parse_json(inner.to_str())
-        for part in ("normalizer", "pre_tokenizer", "decoder"):
-            if (times := _growth(form[part])) > MOST_GROWTH:
-                raise ValueError(f"its {part} makes a text up to {times:.3g} times as long")
         inner.no_truncation()
         inner.no_padding()
         self.end_text = next(
@@ -264,6 +260,11 @@ class LibraryTokenizer(Tokenizer):
             raise ValueError(
                 f"a token has the number {self.vocabulary_size - 1}, beyond {MOST_TOKENS}"
             )
+        # after the check above: the library writes a vocabulary in steps of one number
+        form = parse_json(inner.to_str())
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (times := _growth(form[part])) > MOST_GROWTH:
+                raise ValueError(f"its {part} makes a text up to {times:.3g} times as long")
 
     def encode(self, text: str) -> list[int]:
         """Return the library's tokens."""

@@ -6,6 +6,7 @@ optimal      the fastest plan within a budget of bytes, by dynamic programming; 
              layers
 layers       the layers of a chain one by one: each run with a graph of its own, and measured
 recompute    a model that runs by a plan
+fitting      which segments of a pipeline's stages are recomputed or moved, to fit a budget
 store        the destination of offloaded arrays: activations for a while, an optimizer's state and
              weights for good
 ledger       a rank's memory by purpose: `nnmpi.memory.report()`

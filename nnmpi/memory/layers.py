@@ -21,7 +21,14 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
-from nnmpi.memory.store import BYTE_S, SavedArrays, Store, owner_id, saved_memory
+from nnmpi.memory.store import (
+    BYTE_S,
+    SavedArrays,
+    Store,
+    operations_of,
+    owner_id,
+    saved_memory,
+)
 from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, Stashed, closed_runs, open_chain, unpack
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
@@ -140,24 +147,12 @@ def recomputing(mode: Mode | None = None) -> Iterator[None]:
         restore(before)
 
 
-def with_weights(layer: Module, weights: Any | None) -> Layer:
-    """Return a layer's computation after a gather of its weights, if a strategy shards them."""
-
-    def run(x: Tensor) -> Any:
-        assert weights is not None
-        weights.gather_for(layer)
-        return layer(x)
-
-    return layer if weights is None else run
-
-
-def find_layers(model: Module, value: Value, weights: Any | None = None) -> list[range]:
+def find_layers(model: Module, value: Value) -> list[range]:
     """Return the chain's layers in each layer of a plan.
 
     Args:
         model: with the chain.
         value: its input.
-        weights: the strategy that gathers the model's weights; None if they are always there.
 
     Raises:
         UsageError: when the model's result is no single tensor.
@@ -167,7 +162,7 @@ def find_layers(model: Module, value: Value, weights: Any | None = None) -> list
     chain = open_chain(model)
     with recomputing(), no_grad():
         for run in closed_runs(chain):
-            x = with_weights(ModelPart(model, chain[run.start : run.stop]), weights)(x)
+            x = ModelPart(model, chain[run.start : run.stop])(x)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
                 before.data, x.data
             ):
@@ -329,8 +324,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
             forward_s, _ = time(lambda: before.run(layer))
         keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
         after, outputs = _Around.of(x, retained)
-        tapes = {id(tape): tape for end in outputs if end.tape and (tape := end.tape.find())}
-        saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
+        saved = saved_memory(operations_of(outputs), outside)
         differentiable = [end for end in outputs if end.requires_grad]
         backward_s = 0.0
         if differentiable:
@@ -341,7 +335,7 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
             backward_s, _ = time(lambda: root.backward(seed))  # noqa: B023
         gradient = sum(leaf.data.nbytes for leaf in leaves if leaf.grad is not None)
         rounds.append((forward_s, keep_s, backward_s))
-        del leaves, x, retained, outputs, tapes, differentiable
+        del leaves, x, retained, outputs, differentiable
     owners = before.owners, after.owners
     forward_s, keep_s, backward_s = map(min, zip(*rounds[1:], strict=True))
     return LayerCost(

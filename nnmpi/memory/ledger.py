@@ -24,9 +24,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from nnmpi.base.errors import UsageError
-from nnmpi.memory.store import saved_memory
+from nnmpi.memory.store import saved_memory, weights_of
 from nnmpi.tensor.backward import watching
-from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.function import Function
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
@@ -92,12 +92,7 @@ class MemoryLedger:
 
         def see(operations: Sequence[Function]) -> None:
             nonlocal most
-            edges = [edge for operation in operations for edge in operation.edges or ()]
-            local = [
-                item.data
-                for item in edges
-                if isinstance(item, Variable) and item.buffer is not None
-            ]
+            local = weights_of(operations)
             # an operation of a plan reports the plan's bytes
             planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
             most = max(most, sum(saved_memory(operations, local).values()), *planned)

@@ -37,7 +37,6 @@ from nnmpi.memory.layers import (
     recomputing,
     run_saving,
     run_without_graph,
-    with_weights,
     without_hooks,
 )
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
@@ -70,7 +69,6 @@ class PlannedPass:
         value: the first layer's input.
         backend: of the layers.
         store: the destination of saved arrays, if the plan offloads some.
-        weights: see `RecomputedModel`.
     """
 
     def __init__(
@@ -80,13 +78,9 @@ class PlannedPass:
         value: Value,
         backend: Backend,
         store: Store | None,
-        weights: Any | None,
     ) -> None:
-        self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
-        self._calls = [
-            partial(repeatable, layer, {}, with_weights(layer, weights)) for layer in layers
-        ]
+        self._calls = [partial(repeatable, layer, {}, layer) for layer in layers]
         self._input, self._backend, self._store = value.array, backend, store
         self._values = {0: value}
         self._graphs = dict[int, LayerGraph]()
@@ -126,8 +120,6 @@ class PlannedPass:
         self._next += 1
         if layer in self._swapped:
             self._swapped.pop(layer).wait()
-        if self._weights is not None:
-            self._weights.begin_backward(self._layers[layer])
         result = self._graphs.pop(layer).backward(grad)
         self._do_between()
         return result
@@ -203,8 +195,6 @@ class RecomputedModel(Settled, fixed="model budget store"):
             need not agree.
         store: the destination of saved arrays, used if that is faster than recomputation (see
             `memory.store`); None for none.
-        weights: the strategy that gathers the model's weights, if they are sharded (see
-            `parallel.zero`).
 
     Attributes:
         plans: of the last measurement, without swapping; none before the first pass.
@@ -230,9 +220,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         backend: Backend | None = None,
         group: Group | None = None,
         store: Store | None = None,
-        weights: Any | None = None,
     ) -> None:
-        self._weights = weights
         self.model, self.budget, self.store = model, budget, store
         self._backend, self._group = backend or numpy_backend(), group
         self._layers: tuple[Module, ...] = ()
@@ -283,9 +271,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
-        run = PlannedPass(
-            self._layers, self.plan, Value(x.data, cuts), self._backend, self.store, self._weights
-        )
+        run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, layer in enumerate(self._layers):
             node = PlannedLayer(run, i, self._peak)
             x = node(x, *layer.parameters())
@@ -300,14 +286,14 @@ class RecomputedModel(Settled, fixed="model budget store"):
         """
         group, budget = self._group, self.budget
         together = nullcontext if group is None else partial(agreed, group)
-        is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
-        if is_taken and (self._weights is None or chain[0].module is self.model):
+        chain = open_chain(self.model)
+        if "forward" in vars(self.model):
             raise UsageError(
                 "ZeRO 2 or 3 has replaced this model's forward, so its layers cannot be recomputed"
-                " one by one; make the model an nn.Sequential, or leave out ZeRO or the budget for"
-                " activations"
+                " one by one; give a Worker the budget, Layout(zero=3, activation_memory=...), or"
+                " leave out ZeRO"
             )
-        runs = find_layers(self.model, value, self._weights)
+        runs = find_layers(self.model, value)
         if group is not None:
             runs = [
                 range(*bounds)
@@ -318,7 +304,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         measured = [
             Measured(
                 _name(chain[run.start]),
-                partial(without_stash, with_weights(layer, self._weights)),
+                partial(without_stash, layer),
                 layer.parameters(),
             )
             for run, layer in zip(runs, self._layers, strict=True)

@@ -333,6 +333,18 @@ def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) 
     return {owner: item.high - item.low for owner, item in _extents(operations, outside).items()}
 
 
+def operations_of(ends: Iterable[Variable]) -> list[Function]:
+    """Return the operations on the tapes of some results."""
+    tapes = {id(tape): tape for end in ends if end.tape and (tape := end.tape.find())}
+    return [node for tape in tapes.values() for node in tape.nodes]
+
+
+def weights_of(operations: Iterable[Function]) -> list[Array]:
+    """Return the parameters' arrays among the inputs of some operations."""
+    edges = (edge for operation in operations for edge in operation.edges or ())
+    return [item.data for item in edges if isinstance(item, Variable) and item.buffer is not None]
+
+
 def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[int, _Extent]:
     result: dict[int, _Extent] = {}
     ignored = set(map(owner_id, outside))

@@ -1,5 +1,7 @@
 """GPT-2 in Hugging Face's files: a folder with config.json and model.safetensors.
 
+Of large models there are several files, and model.safetensors.index.json, which names them.
+
     transformer.wte.weight            0.tokens.weight          also the tied output, stored once
     transformer.wpe.weight            0.positions.weight
     transformer.h.0.attn.c_attn.*     2.attention.qkv.*        weights are (in, out) in both
@@ -11,6 +13,7 @@ attention, which are ignored.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,11 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import DataError, counted
 from nnmpi.base.files import foreign, make_folder, read_json, write_json
-from nnmpi.models.torch_weights import open_arrays, save_arrays
+from nnmpi.models.torch_weights import open_arrays, read_array, save_arrays
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 PREFIX = "transformer."
 BLOCK = {
     "norm1": "ln_1",
@@ -35,7 +39,7 @@ BLOCK = {
 }
 OUTPUT = "lm_head.weight"  # a copy of wte.weight, which some files contain
 IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # names not needed: constant masks, the copy
-DTYPES = ("F16", "F32", "F64")  # NumPy's; it lacks BF16
+DTYPES = ("F16", "BF16", "F32", "F64")
 # entries of config.json and their defaults
 DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 SIZES = {
@@ -68,6 +72,70 @@ class GPTSize:
     heads: int
 
 
+@dataclass(frozen=True)
+class StoredArrays:
+    """The arrays of a model's files.
+
+    Attributes:
+        source: the file that errors name.
+        files: by array, its file, and that file open.
+    """
+
+    source: Path
+    files: Mapping[str, tuple[Path, Any]]
+
+    def get_slice(self, name: str) -> Any:
+        """Return an array's shape and dtype, as safetensors does."""
+        return self.files[name][1].get_slice(name)
+
+    def get_tensor(self, name: str) -> Array:
+        """Return an array; bfloat16 as float32."""
+        return read_array(*self.files[name], name)
+
+
+@contextmanager
+def open_folder(folder: Path) -> Iterator[StoredArrays]:
+    """Open the arrays of all files of a folder.
+
+    Raises:
+        DataError: when one cannot be read; for a folder with pickled weights alone.
+    """
+    with ExitStack() as stack:
+        opened = dict[str, tuple[Path, Any]]()
+        for file in weight_files(folder):
+            stored = stack.enter_context(open_arrays(file, DataError))
+            opened |= dict.fromkeys(stored.keys(), (file, stored))
+        yield StoredArrays(folder / (WEIGHTS if (folder / WEIGHTS).is_file() else INDEX), opened)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a folder's files of weights, one or those that its index names.
+
+    Raises:
+        DataError: when the index cannot be read; for a folder with pickled weights alone.
+    """
+    file, index = folder / WEIGHTS, folder / INDEX
+    if file.is_file() or not index.is_file():
+        if not file.is_file() and (pickled := sorted(folder.glob("*.bin"))):
+            raise DataError(
+                f"{pickled[0]} is a pickle, which can run code as it is read, so nnmpi does not"
+                f' read it; write {WEIGHTS} beside it: python -c "from transformers import'
+                f" GPT2LMHeadModel as M; M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+            )
+        return [file]
+    with foreign(index, DataError, "not as Hugging Face's transformers writes it"):
+        names = sorted({*read_json(index)["weight_map"].values()})
+        wrong = [name for name in names if Path(name).name != name]
+    if wrong or not names:
+        raise DataError(f"{index} names {wrong[0] if wrong else 'no file'}; give files beside it")
+    return [folder / name for name in names]
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Return whether a folder looks like Hugging Face's, also one that is refused."""
+    return any((folder / name).is_file() for name in (WEIGHTS, INDEX, "pytorch_model.bin"))
+
+
 def read_size(folder: Path) -> GPTSize:
     """Return the size of the model in a folder.
 
@@ -89,15 +157,15 @@ def read_size(folder: Path) -> GPTSize:
             raise DataError(
                 f"{folder / CONFIG}: {name} is {result[name]!r}; only {value!r} can be read"
             )
-    with open_arrays(folder / WEIGHTS, DataError) as stored:
+    with open_folder(folder) as stored:
         # compare with the weights now, before a caller allocates a model of a wrong size
-        names = _names_in(folder, stored, sizes["layers"])
+        names = _names_in(stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
             shape = stored.get_slice(names[ours]).get_shape()
             expected = [sizes[first], sizes["features"]]
             if shape != expected:
                 raise DataError(
-                    f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {expected}"
+                    f"{stored.source}: {names[ours]} has shape {shape}; {CONFIG} says {expected}"
                 )
     return GPTSize(**sizes)
 
@@ -135,9 +203,9 @@ def load_pretrained(model: Module, folder: Path) -> None:
         DataError: when the file cannot be read, names or shapes differ, or the output is not tied
             to the token embedding. Nothing is changed then.
     """
-    layers, file = read_size(folder).layers, folder / WEIGHTS
-    with open_arrays(file, DataError) as stored:
-        names = _names_in(folder, stored, layers)
+    layers = read_size(folder).layers
+    with open_folder(folder) as stored:
+        file, names = stored.source, _names_in(stored, layers)
         for name, parameter in model.named_parameters():
             source = stored.get_slice(names[name])
             shape = tuple(source.get_shape())
@@ -148,7 +216,7 @@ def load_pretrained(model: Module, folder: Path) -> None:
                     f" {expected}, in one of {', '.join(DTYPES)}"
                 )
         tokens = names["0.tokens.weight"]
-        if OUTPUT in stored.keys() and not (  # noqa: SIM118  it is no mapping
+        if OUTPUT in stored.files and not (
             stored.get_slice(OUTPUT).get_dtype() in DTYPES
             and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
         ):
@@ -235,13 +303,13 @@ def _names(layers: int) -> Iterator[tuple[str, str]]:
             yield f"{ours}.{kind}", f"{theirs}.{kind}"
 
 
-def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
+def _names_in(stored: StoredArrays, layers: int) -> dict[str, str]:
     """Return the name in the file of each parameter.
 
     Raises:
         DataError: for missing or unknown names.
     """
-    available = set(stored.keys())
+    available = set(stored.files)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in available) else ""
     # one block beyond those in the file is enough to report names as missing: config.json is not
     # trusted, and its number of layers may be huge
@@ -251,7 +319,7 @@ def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
     unknown = sorted(name for name in available - set(names.values()) if not name.endswith(IDLE))
     if missing or unknown:
         raise DataError(
-            f"{folder / WEIGHTS} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "
+            f"{stored.source} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "
             f"{', '.join(missing[:4]) or 'nothing'}, unknown {', '.join(unknown[:4]) or 'nothing'}"
         )
     return names

@@ -5,9 +5,12 @@
       after Flatten     rows by (h, w, c) or (t, c)             columns by (c, h, w) or (c, t)
     Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
     Conv1d              (1, kernel, in, out)                    (out, in, kernel)
+    Conv3d              (kd, kh, kw, in, out)                   (out, in, kd, kh, kw)
     BatchNorm           running_variance                        running_var, num_batches_tracked
     GRU                 layers.0.weight, bias, bias_n           weight_ih_l0, two biases
     LSTM                layers.0.weight, i f o g, one bias      weight_ih_l0, i f g o, two biases
+    RNN                 layers.0.weight, one bias               weight_ih_l0, two biases
+    cells               weight ...                              weight_ih ...
     others              equal
 
 A module's name is the path of attributes in both. So a PyTorch model of the same structure loads
@@ -28,14 +31,15 @@ from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.base.errors import CheckpointError, NnmpiError
-from nnmpi.base.files import foreign, write_atomically
-from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
-from nnmpi.nn.gru import GRU
+from nnmpi.base.files import foreign, parse_json, write_atomically
+from nnmpi.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose2d
+from nnmpi.nn.gru import GRU, GRULayer
 from nnmpi.nn.linear import Linear
-from nnmpi.nn.lstm import LSTM
+from nnmpi.nn.lstm import LSTM, LSTMDirection
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
+from nnmpi.nn.rnn import GRUCell, LSTMCell, RNNCell
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
 from nnmpi.tensor.shape import Reshape
 from nnmpi.tensor.tensor import Tensor
@@ -96,7 +100,7 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     def observe(module: Any, result: Any) -> None:
         if isinstance(module, Linear | BatchNorm | LayerNorm):
             image = _image_behind(result.node and result.node.edges[0])
-            if prod(image) == module.weight.shape[0] and prod(image[:2]) > 1:
+            if prod(image) == module.weight.shape[0] and prod(image[:-1]) > 1:
                 if not isinstance(module, Linear):
                     raise CheckpointError(
                         f"{module.path} normalizes a flattened image, whose elements have another"
@@ -133,7 +137,7 @@ def last_linear(model: Module, sample: Array) -> str | None:
 def _image_behind(node: Any) -> Shape:
     """Return the shape of the image that an operation's result flattens; () without one."""
     while isinstance(node, Elementwise | Reshape):
-        if isinstance(node, Reshape) and len(node.saved[0]) == 4:
+        if isinstance(node, Reshape) and len(node.saved[0]) >= 4:
             return node.saved[0][1:]
         node = next((edge for edge in node.edges or () if isinstance(edge, Function)), None)
     return ()
@@ -226,6 +230,20 @@ def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
         yield stored
 
 
+def read_array(file: Path, stored: Any, name: str) -> Array:
+    """Return an array of an open safetensors file; bfloat16, which NumPy lacks, as float32."""
+    part = stored.get_slice(name)
+    if part.get_dtype() != "BF16":
+        result: Array = stored.get_tensor(name)
+        return result
+    with file.open("rb") as content:  # the length of a JSON header, the header, the arrays
+        size = int.from_bytes(content.read(8), "little")
+        start, stop = parse_json(content.read(size))[name]["data_offsets"]
+        content.seek(8 + size + start)
+        halves = np.frombuffer(content.read(stop - start), "<u2")
+    return (halves.astype("u4") << 16).view("f4").reshape(part.get_shape())
+
+
 def read_torch(file: Path) -> dict[str, Array]:
     """Return the arrays of a state_dict in safetensors.
 
@@ -233,7 +251,7 @@ def read_torch(file: Path) -> dict[str, Array]:
         CheckpointError: when it cannot be read.
     """
     with open_arrays(file, CheckpointError) as stored:
-        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
+        return {name: read_array(file, stored, name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 
 def _of_module(
@@ -252,47 +270,53 @@ def _of_module(
             lambda x: (x[0].transpose(2, 1, 0),),
             lambda x: x.transpose(2, 1, 0)[None],
         )
-    elif isinstance(module, Conv2d | ConvTranspose2d):
+    elif isinstance(module, Conv2d | ConvTranspose2d | Conv3d):
         yield (
             "weight",
             ("weight",),
-            lambda x: (x.transpose(3, 2, 0, 1),),
-            lambda x: x.transpose(2, 3, 1, 0),
+            lambda x: (x.transpose(-1, -2, *range(x.ndim - 2)),),
+            lambda x: x.transpose(*range(2, x.ndim), 1, 0),
         )
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
     elif isinstance(module, GRU | LSTM):
-        is_lstm = isinstance(module, LSTM)
-        gates: Callable[[Array], Array] = _gates if is_lstm else lambda x: x
-        for number in range(len(module.layers)):
+        for number, inner in enumerate(module.layers):
             layer, reverse = divmod(number, getattr(module, "directions", 1))
-            end, ours = f"_l{layer}{'_reverse' * reverse}", f"layers.{number}."
-            for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
-                yield ours + name, (theirs + end,), lambda x: (gates(x.T),), lambda x: gates(x).T
-            ih, hh = f"bias_ih{end}", f"bias_hh{end}"
-            read = (lambda x, more: gates(x + more)) if is_lstm else _first_gates
-            yield ours + "bias", (ih, hh), lambda x: (gates(x), np.zeros_like(x)), read
-            if not is_lstm:
-                yield (
-                    ours + "bias_n",
-                    (hh,),
-                    lambda x: (np.r_[x * 0, x * 0, x],),
-                    lambda x: x[2 * len(x) // 3 :],
-                )
+            end = f"_l{layer}{'_reverse' * reverse}"
+            for name, plain, write, read in _recurrent(inner):
+                theirs = tuple(item + end for item in plain)
+                yield f"layers.{number}.{name}", theirs, write, read
+    elif isinstance(module, GRUCell | LSTMCell | RNNCell):
+        yield from _recurrent(module)
+
+
+def _recurrent(layer: Module) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
+    """Yield the arrays of a recurrent layer in one direction, or of a cell; see `_of_module`."""
+    is_lstm, is_gru = isinstance(layer, LSTMDirection), isinstance(layer, GRULayer)
+    gates: Callable[[Array], Array] = _gates if is_lstm else lambda x: x
+    for name, weight in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
+        yield name, (weight,), lambda x: (gates(x.T),), lambda x: gates(x).T
+    ih, hh = "bias_ih", "bias_hh"
+    read = _first_gates if is_gru else lambda x, more: gates(x + more)
+    yield "bias", (ih, hh), lambda x: (gates(x), np.zeros_like(x)), read
+    if is_gru:
+        yield "bias_n", (hh,), lambda x: (np.r_[x * 0, x * 0, x],), lambda x: x[2 * len(x) // 3 :]
 
 
 def _linear(image: Shape | None, x: Array) -> tuple[Array, ...]:
     if image is None:
         return (x.T,)
-    return (x.reshape(*image, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1),)
+    axes = (-1, -2, *range(len(image) - 1))
+    return (x.reshape(*image, -1).transpose(axes).reshape(x.shape[1], -1),)
 
 
 def _linear_back(image: Shape | None, x: Array) -> Array:
     if image is None:
         return x.T
-    height, width, channels = image
-    return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(x.shape[1], -1)
+    *sides, channels = image
+    axes = (*range(2, len(image) + 1), 1, 0)
+    return x.reshape(-1, channels, *sides).transpose(axes).reshape(x.shape[1], -1)
 
 
 def _first_gates(ih: Array, hh: Array) -> Array:

@@ -18,31 +18,39 @@ from typing import TYPE_CHECKING, Any
 
 from nnmpi.base.words import missing_from
 from nnmpi.nn.activation import (
+    ELU,
     GELU,
+    BCELoss,
     BCEWithLogitsLoss,
     CrossEntropyLoss,
     Dropout,
     Dropout2d,
     Flatten,
     HuberLoss,
+    KLDivLoss,
     L1Loss,
     LeakyReLU,
     MSELoss,
+    NLLLoss,
     ReLU,
     Sigmoid,
     SiLU,
     Softmax,
+    Softplus,
     Tanh,
     activation,
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import (
     AdaptiveAvgPool2d,
+    AvgPool1d,
     AvgPool2d,
     Conv1d,
     Conv2d,
+    Conv3d,
     ConvTranspose2d,
     GlobalAvgPool2d,
+    MaxPool1d,
     MaxPool2d,
     Upsample,
 )
@@ -52,18 +60,37 @@ from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Constant, Module, Normal, Parameter, Uniform, fan_in, kaiming
-from nnmpi.nn.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from nnmpi.nn.norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from nnmpi.nn.rnn import RNN, GRUCell, LSTMCell, RNNCell
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.transformer import CausalSelfAttention, MultiheadAttention, TransformerBlock
 
 # PyTorch's names: here one class normalizes all shapes, and a module searches its plain lists.
-BatchNorm1d = BatchNorm2d = BatchNorm
+BatchNorm1d = BatchNorm2d = BatchNorm3d = BatchNorm
+InstanceNorm1d = InstanceNorm2d = InstanceNorm3d = InstanceNorm
 ModuleList = list
 
 __all__ = [
     "ModuleList",
+    "BatchNorm3d",
     "BatchNorm2d",
     "BatchNorm1d",
+    "InstanceNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "ELU",
+    "Softplus",
+    "BCELoss",
+    "KLDivLoss",
+    "NLLLoss",
+    "Conv3d",
+    "MaxPool1d",
+    "AvgPool1d",
+    "RNN",
+    "RNNCell",
+    "GRUCell",
+    "LSTMCell",
     "Parameter",
     "MSELoss",
     "L1Loss",

@@ -14,7 +14,18 @@ from nnmpi.nn.mode import current, note_mask, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.dropout import MaskKey, dropout
-from nnmpi.ops.loss import binary_cross_entropy, check_reduction, cross_entropy, huber, mae, mse
+from nnmpi.ops.loss import (
+    binary_cross_entropy,
+    binary_nll,
+    check_reduction,
+    cross_entropy,
+    huber,
+    kl_div,
+    mae,
+    mse,
+    nll,
+)
+from nnmpi.ops.soft import elu, softplus
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -33,6 +44,28 @@ class LeakyReLU(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x with its negative elements scaled."""
         return leaky_relu(x, self.negative_slope)
+
+
+class ELU(Module):
+    """x where positive, alpha (e^x - 1) elsewhere."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        self.alpha = alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, bent below 0."""
+        return elu(x, self.alpha)
+
+
+class Softplus(Module):
+    """log(1 + e^(beta x)) / beta; x itself where beta x is above the threshold."""
+
+    def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
+        self.beta, self.threshold = beta, threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the smooth ReLU of x."""
+        return softplus(x, self.beta, self.threshold)
 
 
 class GELU(Module):
@@ -197,10 +230,42 @@ class BCEWithLogitsLoss(MSELoss):
     function = staticmethod(binary_cross_entropy)
 
 
+class BCELoss(MSELoss):
+    """Called with probabilities and targets in [0, 1]; see `ops.binary_nll`."""
+
+    function = staticmethod(binary_nll)
+
+
+class KLDivLoss(MSELoss):
+    """Called with log-probabilities and targets; see `ops.kl_div`, also for the arguments."""
+
+    function = staticmethod(kl_div)
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__("sum" if reduction == "batchmean" else reduction, log_target=log_target)
+        self.options["reduction"] = reduction
+
+
 class CrossEntropyLoss(MSELoss):
-    """Called with logits and labels; see `ops.cross_entropy`, also for the arguments."""
+    """Called with logits and labels; see `ops.cross_entropy`, also for the arguments.
+
+    Args:
+        weight: (classes,), or None.
+        reduction, options: as for `MSELoss`.
+    """
 
     function = staticmethod(cross_entropy)
+
+    def __init__(self, weight: Any = None, *, reduction: str = "mean", **options: Any) -> None:
+        if isinstance(weight, str):
+            raise UsageError(f"weight is {weight!r}; give reduction={weight!r} by its name")
+        super().__init__(reduction, **options, **({} if weight is None else {"weight": weight}))
+
+
+class NLLLoss(CrossEntropyLoss):
+    """Called with log-probabilities and labels; see `ops.nll`, also for the arguments."""
+
+    function = staticmethod(nll)  # type: ignore[assignment]
 
 
 class HuberLoss(MSELoss):

@@ -1,5 +1,6 @@
 """Layers on images (batch, height, width, channels): convolution, pooling, resizing."""
 
+from math import prod
 from typing import Literal
 
 from nnmpi.backend.array import Shape
@@ -7,6 +8,7 @@ from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.ops.conv.conv3d import Triple, conv3d, triple
 from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.pool import (
     avg_pool2d,
@@ -117,6 +119,45 @@ class Conv1d(Conv2d):
         return y.reshape(len(x), *y.shape[2:])
 
 
+class Conv3d(Module):
+    """3-D convolution: (batch, d, h, w, in_channels) -> (batch, out_d, out_h, out_w, out_channels).
+
+    It copies x once for each plane of the kernel. The weight is stored (kernel_d, kernel_h,
+    kernel_w, in_channels / groups, out_channels).
+
+    Args:
+        in_channels, out_channels, groups, bias: as for `Conv2d`.
+        kernel_size, stride, padding, dilation: one number, or one each for depth, rows and columns.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Triple,
+        stride: Triple = 1,
+        padding: Triple = 0,
+        dilation: Triple = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        in_channels, out_channels, groups = _channels("Conv3d", in_channels, out_channels, groups)
+        kernel = triple("kernel_size", kernel_size, 1)
+        self.options = (
+            triple("stride", stride, 1),
+            triple("padding", padding, 0),
+            triple("dilation", dilation, 1),
+            groups,
+        )
+        terms = prod(kernel) * in_channels // groups
+        self.weight = Parameter((*kernel, in_channels // groups, out_channels), fan_in(terms))
+        self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution. See `ops.conv3d`."""
+        return conv3d(x, self.weight, self.bias, *self.options)
+
+
 class ConvTranspose2d(Module):
     """Transposed convolution: (batch, h, w, in_channels) -> (batch, H, W, out_channels).
 
@@ -213,6 +254,31 @@ class AvgPool2d(Pool2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, out_h, out_w, channels)."""
         return avg_pool2d(x, *self.over)
+
+
+class Pool1d(Pool2d):
+    """Pooling over time: (batch, time, channels) -> (batch, out_time, channels).
+
+    Arguments as for `Pool2d`, one number each.
+    """
+
+    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0) -> None:
+        super().__init__((1, kernel_size), None if stride is None else (1, stride), (0, padding))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, out_time, channels)."""
+        if x.ndim != 3:
+            raise ShapeError(f"{type(self).__name__} needs (batch, time, channels), not {x.shape}")
+        y: Tensor = super().forward(x[:, None])
+        return y[:, 0]
+
+
+class MaxPool1d(Pool1d, MaxPool2d):
+    """Max-pooling over time. Arguments as for `Pool1d`."""
+
+
+class AvgPool1d(Pool1d, AvgPool2d):
+    """Average pooling over time. Arguments as for `Pool1d`."""
 
 
 class GlobalAvgPool2d(Module):

@@ -1,5 +1,6 @@
 """Gated recurrent units: recurrent layers with one state."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nnmpi.base.errors import ShapeError, UsageError, check_int
@@ -47,12 +48,23 @@ class GRU(Module, fixed="hidden_size"):
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0
     ) -> None:
-        input_size = check_int("GRU's input_size", input_size)
-        hidden_size = check_int("GRU's hidden_size", hidden_size)
-        num_layers = check_int("GRU's num_layers", num_layers)
+        self._build(GRULayer, input_size, hidden_size, num_layers, dropout)
+
+    def _build(
+        self,
+        layer: Callable[[int, int], Module],
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+    ) -> None:
+        name = type(self).__name__
+        input_size = check_int(f"{name}'s input_size", input_size)
+        hidden_size = check_int(f"{name}'s hidden_size", hidden_size)
+        num_layers = check_int(f"{name}'s num_layers", num_layers)
         self.hidden_size, dropout = hidden_size, Dropout(dropout).p
         self.layers = [
-            GRULayer(hidden_size if number else input_size, hidden_size)
+            layer(hidden_size if number else input_size, hidden_size)
             for number in range(num_layers)
         ]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
@@ -64,9 +76,10 @@ class GRU(Module, fixed="hidden_size"):
             UsageError: in token-by-token generation.
         """
         if current().memory is not None:
-            raise UsageError("a GRU cannot generate text; call `with_state`, or use an LSTM")
+            name = type(self).__name__
+            raise UsageError(f"{name} cannot generate text; call `with_state`, or use an LSTM")
         h = self.with_state(x)[0]
-        h.made_by = "GRU"
+        h.made_by = type(self).__name__
         return h
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +92,8 @@ class GRU(Module, fixed="hidden_size"):
         shape = (len(self.layers), len(x), self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
-                f"a GRU that reads {x.shape} starts in a state of shape {shape}, not {state.shape}"
+                f"{type(self).__name__} that reads {x.shape} starts in a state of shape {shape}, not"
+                f" {state.shape}"
             )
         ends = []
         for number, layer in enumerate(self.layers):

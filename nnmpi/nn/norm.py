@@ -1,6 +1,7 @@
 """Normalization layers: over the batch, over groups of channels, over the features."""
 
 from collections.abc import Callable
+from math import prod
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.kernels import kernels_of
@@ -208,3 +209,41 @@ class GroupNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
         return group_norm(x, self.weight, self.bias, self.num_groups, self.eps)
+
+
+class InstanceNorm(Module, fixed="num_features"):
+    """Normalizes each channel of each image (Ulyanov et al., 2016): (batch, ..., num_features).
+
+    One class for sequences, images and volumes. Statistics are each sample's own, in evaluation,
+    too.
+
+    Args:
+        num_features: the number of channels, the length of the last axis.
+        eps: added to the variance.
+        affine: whether each channel has a scale and a shift that are trained.
+    """
+
+    def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
+        self.num_features = check_int("InstanceNorm's num_features", num_features)
+        self.eps = _positive(eps)
+        self.weight = Parameter((num_features,), Constant(1.0)) if affine else None
+        self.bias = Parameter((num_features,)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized, of the same shape.
+
+        Raises:
+            ShapeError: when each channel of a sample has one value, whose result would be 0.
+        """
+        if x.ndim < 3 or prod(x.shape[1:-1]) == 1 or x.shape[-1] != self.num_features:
+            raise ShapeError(
+                f"InstanceNorm of {self.num_features} channels needs (batch, ..., channels) with"
+                f" several values of each channel, not {x.shape}"
+            )
+        if self.weight is not None and self.bias is not None:
+            return group_norm(x, self.weight, self.bias, self.num_features, self.eps)
+        xp = namespace(x.data)
+        scale, shift = (
+            Tensor(make(self.num_features, dtype=x.dtype)) for make in (xp.ones, xp.zeros)
+        )
+        return group_norm(x, scale, shift, self.num_features, self.eps)

@@ -16,15 +16,27 @@ from nnmpi.ops.activation import (
 )
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv3d import conv3d
 from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gru import gru
-from nnmpi.ops.linear import linear, linear_gelu, linear_relu, linear_transposed
-from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
+from nnmpi.ops.linear import linear, linear_relu, linear_transposed
+from nnmpi.ops.loss import (
+    binary_cross_entropy,
+    binary_nll,
+    cross_entropy,
+    huber,
+    kl_div,
+    mae,
+    mse,
+    nll,
+)
 from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, group_norm, layer_norm, rms_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
+from nnmpi.ops.rnn import rnn
+from nnmpi.ops.soft import elu, softplus
 
 if TYPE_CHECKING:
     from nnmpi.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -38,6 +50,13 @@ __all__ = [
     "batch_norm",
     "binary_cross_entropy",
     "conv2d",
+    "binary_nll",
+    "conv3d",
+    "elu",
+    "kl_div",
+    "nll",
+    "rnn",
+    "softplus",
     "conv_relu",
     "conv_relu_pool",
     "conv_transpose2d",

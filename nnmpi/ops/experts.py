@@ -35,7 +35,10 @@ from nnmpi.base.shard import split
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction
 from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.placement import Placement, Shard
 from nnmpi.tensor.tensor import Tensor, concatenate
+
+POSITIONS = 1  # the axis
 
 
 @dataclass(frozen=True)
@@ -53,25 +56,39 @@ class Gate:
     capacity: float | None
     balance: float
 
-    def choose(self, xp: Any, p: Array) -> tuple[Array, Array]:
-        """Return the experts of each row, and whether each has capacity for it.
+    def choose(
+        self, xp: Any, p: Array, positions: Shard | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Return the experts of each row, whether each has capacity for it, and those of all rows.
+
+        Collective over the ranks that share the positions, if any.
 
         Args:
             p: (samples, positions, experts), probabilities.
+            positions: of the probabilities, if ranks share the positions of samples; a capacity is
+                that of full samples.
 
         Returns:
-            (samples, positions, top_k) integers, the lower ones of ties; and booleans, False for
-            rows beyond the capacity.
+            (samples, positions, top_k) integers, the lower ones of ties; booleans, False for rows
+            beyond the capacity; and the first again, of all positions.
         """
-        _, positions, experts = p.shape
         chosen = xp.argsort(-p, axis=2, kind="stable")[:, :, : self.top_k]
+        everywhere = chosen
+        if positions is not None:
+            everywhere = positions.group.gather(Tensor(chosen), positions.placement).data
         if self.capacity is None:
-            return chosen, xp.ones(chosen.shape, bool)
-        most = ceil(self.capacity * self.top_k * positions / experts)
-        choices = chosen.reshape(len(p), positions * self.top_k, 1)
+            return chosen, xp.ones(chosen.shape, bool), everywhere
+        (samples, length, _), experts = everywhere.shape, p.shape[2]
+        most = ceil(self.capacity * self.top_k * length / experts)
+        choices = everywhere.reshape(samples, length * self.top_k, 1)
         queue = (choices == xp.arange(experts)).cumsum(axis=1)
         ranks = xp.take_along_axis(queue, choices, axis=2)  # of each choice in its expert's queue
-        return chosen, (ranks <= most).reshape(chosen.shape)
+        taken = (ranks <= most).reshape(everywhere.shape)
+        if positions is not None:
+            group = positions.group
+            region = positions.placement.region(taken.shape, 1, group.size, group.rank)
+            taken = region.take(taken)
+        return chosen, taken, everywhere
 
 
 class Experts(Function):
@@ -87,7 +104,7 @@ class Experts(Function):
             stands for a mean over these rows.
     """
 
-    __slots__ = ("exchange", "gate", "ranks", "weight")
+    __slots__ = ("exchange", "gate", "positions", "ranks", "weight")
 
     computes = "float32"
     is_call = True
@@ -96,6 +113,16 @@ class Experts(Function):
         self, gate: Gate, ranks: Any, exchange: Any, weight: Callable[[], float | None]
     ) -> None:
         self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
+        self.positions: Shard | None = None
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Compute a shard of the positions; only capacity and balance depend on the others."""
+        shards = [item.shard for item in inputs[:2]]
+        shard = next(filter(None, shards))
+        if shard.axis != POSITIONS or not all(item and item.is_like(shard) for item in shards):
+            raise shard.error(self, "needs all features of a row and their probabilities")
+        self.positions = shard
+        return shard.placement
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
         # leaves of the inner graph, whose gradients backward returns
@@ -104,9 +131,9 @@ class Experts(Function):
             [Tensor(array, requires_grad=True) for array in arrays]
             for arrays in zip(*weights, strict=True)
         ]
-        chosen, taken = self.gate.choose(self.xp, p)
+        chosen, taken, everywhere = self.gate.choose(self.xp, p, self.positions)
         y = self._mix(rows, gates, experts, chosen, taken)
-        self.saved = rows, gates, weights, experts, y, self._balance_grad(p, chosen)
+        self.saved = rows, gates, weights, experts, y, self._balance_grad(p, everywhere)
         return y.data
 
     def backward(self, grad: Array) -> Grads:
@@ -171,7 +198,7 @@ class Experts(Function):
         mean probability P. As in the papers, f counts as constant: an expert chosen too often gets
         lower probabilities.
         """
-        xp, (samples, positions, experts) = self.xp, p.shape
+        xp, (samples, positions, _), experts = self.xp, chosen.shape, p.shape[2]
         weight = self.weight() if self.gate.balance else 0.0
         weight = 1 / max(samples * positions, 1) if weight is None else weight
         chosen = chosen.reshape(samples, positions * self.gate.top_k, 1)

@@ -1,4 +1,5 @@
-"""Losses: cross-entropy and binary cross-entropy from logits; squared, absolute and Huber's error.
+"""Losses: cross-entropy and binary cross-entropy from logits; squared, absolute and Huber's error;
+losses of probabilities.
 
 `reduction` is "mean", "sum" or "none". Parallel training uses "sum" and divides once by the global
 count: a mean of the ranks' means would be wrong for ranks with different numbers of labels.
@@ -12,11 +13,13 @@ from typing import Any, Never
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.precision import FLOAT32
+from nnmpi.backend.kernels import PLAIN, kernels_of
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
+from nnmpi.ops.activation import log_softmax
+from nnmpi.ops.likelihood import NLL
 from nnmpi.tensor.function import Function, Grads, Variable, converted
 from nnmpi.tensor.operand import (
     may_meet,
@@ -93,7 +96,7 @@ class ElementwiseLoss(Function):
     Args:
         reduction: one of REDUCTIONS.
         form: one of `LOSSES` (`backend.plain`).
-        delta: of "huber".
+        delta: of "huber"; of "kl_div" 1 if the target is logarithms.
     """
 
     __slots__ = ("delta", "form", "reduction")
@@ -115,8 +118,12 @@ class ElementwiseLoss(Function):
         shape = self.saved[0][0].shape
         return (shape[0], shape[0], prod(shape)) if shape and self.reduction != "none" else ()
 
+    def kernels(self, x: Array) -> Any:
+        """Return what has these losses."""
+        return kernels_of(x)
+
     def forward(self, x: Array, target: Array) -> Array:
-        kernels, share = kernels_of(x), 1.0
+        kernels, share = self.kernels(x), 1.0
         if self.reduction == "mean":
             share = 1 / max(x.size, 1)
         taken = None if self.reduction == "none" else share
@@ -129,12 +136,25 @@ class ElementwiseLoss(Function):
         return kernels.losses_grad(self.xp, self.form, grad, saved, self.needs, self.delta, share)
 
 
+class ProbabilityLoss(ElementwiseLoss):
+    """A loss that no library has kernels for."""
+
+    __slots__ = ()
+
+    computes = "float32"
+
+    def kernels(self, x: Array) -> Any:
+        """Return the array library's functions."""
+        return PLAIN
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Any,
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
+    weight: Any = None,
     **words: Never,
 ) -> Tensor:
     """Return the cross-entropy between softmax(logits) and the labels.
@@ -150,6 +170,8 @@ def cross_entropy(
         ignore_index: labels of this value are ignored. If all are, the mean is 0.
         label_smoothing: the share of each target that is distributed evenly over all classes, in
             [0, 1) (Szegedy et al., "Rethinking the Inception architecture", 2016).
+        weight: (classes,), a factor of the losses of each class, or None. The mean is then over the
+            weights of the labels, as in PyTorch.
 
     Raises:
         ShapeError: when the shapes do not fit, or a label is out of range (the first such is
@@ -171,9 +193,97 @@ def cross_entropy(
             stacklevel=2,
         )
     classes = logits.shape[-1] if logits.ndim else 0
+    if weight is not None:
+        if is_low(logits.dtype):
+            logits = logits.astype("float32")
+        rows = log_softmax(logits)
+        return nll(rows, labels, reduction, ignore_index, weight, label_smoothing=label_smoothing)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = CrossEntropy(reduction, ignore_index, float(label_smoothing))
     return function(logits, values)
+
+
+def nll(
+    x: Tensor,
+    labels: Any,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    weight: Any = None,
+    *,
+    label_smoothing: float = 0.0,
+    **words: Never,
+) -> Tensor:
+    """Return minus the labels' log-probabilities: `cross_entropy` of what `log_softmax` returns.
+
+    Args:
+        x: (..., classes), logarithms of probabilities.
+        labels, reduction, ignore_index, weight, label_smoothing: as for `cross_entropy`.
+
+    Same errors as `cross_entropy`.
+    """
+    if words:
+        refuse_words("nll", words)
+    require_floating("nll", x)
+    classes = x.shape[-1] if x.ndim else 0
+    values = checked_labels(x, labels, classes, reduction, ignore_index, label_smoothing, "nll")
+    if weight is not None:
+        weight = Tensor(values_or_refuse("nll", weight)).data
+        if weight.shape != (classes,):
+            raise ShapeError(f"weight has shape {weight.shape}; give one for each of {classes}")
+        weight = to_library(namespace(x.data), weight)
+        weight = weight.astype("float32" if is_low(x.dtype) else x.dtype)
+    function = NLL(reduction, ignore_index, float(label_smoothing))
+    return function(x, values, weight)
+
+
+def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
+    """Return the cross-entropy of probabilities and targets in [0, 1] (PyTorch's BCELoss).
+
+    `binary_cross_entropy` of the logits is more accurate. Logarithms are at least -100.
+
+    Args:
+        x: probabilities in [0, 1], any shape, floating point.
+        target, reduction: as for `binary_cross_entropy`.
+
+    Raises:
+        ShapeError: when the shapes differ.
+        DtypeError: when the dtypes differ.
+        UsageError: for an unknown reduction, and on the host for an x outside [0, 1].
+    """
+    if words:
+        refuse_words("binary_nll", words)
+    if isinstance(require_floating("binary_nll", x).data, np.ndarray):
+        record_call(_check_probabilities, x.data)
+    return _error("binary_nll", x, target, reduction, make=ProbabilityLoss)
+
+
+def kl_div(
+    x: Tensor, target: Any, reduction: str = "mean", log_target: bool = False, **words: Never
+) -> Tensor:
+    """Return the Kullback-Leibler divergence's terms, target (log(target) - x), from logarithms x.
+
+    Args:
+        x: logarithms of probabilities, any shape, floating point.
+        target: probabilities of x's shape and dtype; their logarithms with `log_target`.
+        reduction: one of REDUCTIONS, or "batchmean", the sum divided by the rows, which alone is
+            the mean of the rows' divergences.
+
+    Same errors as `mse`.
+    """
+    if words:
+        refuse_words("kl_div", words)
+    by_rows = reduction == "batchmean"
+    taken = "sum" if by_rows else reduction
+    terms = _error("kl_div", x, target, taken, float(bool(log_target)), ProbabilityLoss)
+    return terms / max(len(x), 1) if by_rows else terms
+
+
+def _check_probabilities(x: Array) -> None:
+    if x.size and not (x.min() >= 0 and x.max() <= 1):
+        raise UsageError(
+            f"binary_nll needs probabilities in [0, 1], not {x.min()} to {x.max()}; of logits use"
+            " binary_cross_entropy (nn.BCEWithLogitsLoss)"
+        )
 
 
 def checked_labels(
@@ -183,12 +293,14 @@ def checked_labels(
     reduction: str,
     ignore_index: int | None,
     label_smoothing: float,
+    name: str = "cross_entropy",
 ) -> Array:
     """Check the arguments of a cross-entropy; return the labels as an array.
 
     Args:
         logits: (..., all classes or a shard of them).
         classes: the number of all classes.
+        name: of the operation, for errors.
 
     Same errors as `cross_entropy`.
     """
@@ -196,7 +308,7 @@ def checked_labels(
     number("label_smoothing", label_smoothing, 1)
     if ignore_index is not None:
         check_int("ignore_index", ignore_index, -np.inf)
-    given = values_or_refuse("cross_entropy", labels)
+    given = values_or_refuse(name, labels)
     values = (
         given
         if isinstance(labels, Variable)
@@ -204,15 +316,14 @@ def checked_labels(
     )
     if values.dtype.kind not in "iu":
         raise DtypeError(
-            f"cross_entropy needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
+            f"{name} needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
             " the loss bce"
         )
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
-        refuse_parts("cross_entropy", logits)
+        refuse_parts(name, logits)
         raise ShapeError(
-            f"cross_entropy of logits {shape} needs labels of shape {shape[:-1]}, not"
-            f" {values.shape}"
+            f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
         )
     # labels on a device are not checked: the host would have to wait for them
     if not kernels_of(logits.data).of_device:
@@ -291,7 +402,7 @@ def binary_cross_entropy(
     if isinstance(logits, Tensor) and logits.made_by == "sigmoid":
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
-            " before it"
+            " before it, or use binary_nll (nn.BCELoss)"
         )
     return _error("binary_cross_entropy", logits, target, reduction)
 
@@ -300,12 +411,12 @@ def check_reduction(reduction: str) -> None:
     """Refuse an unknown reduction.
 
     Raises:
-        UsageError: naming the reductions; for an array, with the formula for class weights.
+        UsageError: naming the reductions; for an array, the argument of class weights.
     """
     if is_array(reduction):
         raise UsageError(
-            f"reduction is one of {', '.join(REDUCTIONS)}, not an array; to weight classes, use"
-            " reduction='none': (losses * weight[y]).sum() / weight[y].sum()"
+            f"reduction is one of {', '.join(REDUCTIONS)}, not an array; class weights are an"
+            " argument of their own: weight=..."
         )
     if reduction not in REDUCTIONS:
         raise UsageError(
@@ -340,6 +451,7 @@ def _error(
     target: Any,
     reduction: str,
     delta: float = 0.0,
+    make: type[ElementwiseLoss] = ElementwiseLoss,
 ) -> Tensor:
     check_reduction(reduction)
     require_floating(name, x)
@@ -351,7 +463,7 @@ def _error(
     may_meet(name, x, target)
     if x.dtype != target.dtype:
         x, target = converted(x, FLOAT32), converted(target, FLOAT32)
-    return ElementwiseLoss(reduction, name, delta)(x, target)
+    return (make)(reduction, name, delta)(x, target)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

@@ -21,7 +21,7 @@ from nnmpi.base.words import missing_from
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.optim.muon import Muon
-from nnmpi.optim.optimizer import Arrays, Optimizer, Storage
+from nnmpi.optim.optimizer import Arrays, Optimizer
 from nnmpi.optim.schedule import (
     ConstantRate,
     Cosine,
@@ -53,7 +53,6 @@ __all__ = [
     "RateSchedule",
     "ReduceOnPlateau",
     "StepDecay",
-    "Storage",
     "Warmup",
     "build",
     "clip_by_global_norm",

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import ClassVar, Final
 
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number, shortened
 from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,
     Optimizer,
-    Storage,
 )
 
 

@@ -25,9 +25,10 @@ from math import sqrt
 from typing import Any, Final
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import LayoutError, UsageError, number
 from nnmpi.optim.adaptive import AdamW
-from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage
+from nnmpi.optim.optimizer import BufferBlock, ByGroup
 
 # Jordan's: they bring singular values into 0.7..1.2 in the fewest steps
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -100,7 +101,7 @@ class Muon(AdamW, fixed="momentum"):
 
     def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         super()._update_groups(lr, blocks)
-        ranks = self.ranks or getattr(self.storage, "ranks", None)
+        ranks = self.storage.replicas
         size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
         owners = deal([span.parameter.declared for span, *_ in self._matrices], size)
         # 1. the momentum of each shard; gather d on the owner

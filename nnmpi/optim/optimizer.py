@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call, refuse
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
     DtypeError,
     Settled,
@@ -47,45 +48,7 @@ Part: TypeAlias = tuple[int, slice]
 """A buffer's number, and a slice of its elements."""
 
 
-class Storage(Protocol):
-    """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
-
-    Implementations: a model's `tensor.parameter.FlatStorage`, `Arrays` for plain lists, and the
-    shards of strategies that shard the optimizer. An optimizer holds views of the buffers, so the
-    arrays must stay the same objects during its life; their values may change. A storage that
-    replaces all arrays by others of the same shapes increments `moves`, and optimizers follow.
-    """
-
-    data: list[Array]
-    grads: list[Array]
-    groups: list[str]
-    moves: int
-    node_shared: bool
-    distributed: bool
-    state_store: Any
-
-    @property
-    def known_groups(self) -> Collection[str]:
-        """The names of groups that options may name."""
-
-    @property
-    def size(self) -> int:
-        """The number of elements, without gaps."""
-
-    def zero_grad(self) -> None:
-        """Clear the gradients."""
-
-    def finish_gradients(self) -> None:
-        """Complete this step's `grads`, with zeros for missing ones; called before updates."""
-
-    def finish_update(self) -> None:
-        """Publish the new values in `data`; called after updates."""
-
-    def frozen(self) -> Sequence[Part]:
-        """Return the slices of `data` that updates must not change, nor their state."""
-
-
-class Arrays(Settled, fixed="groups known_groups"):
+class Arrays(Storage, fixed="groups known_groups"):
     """A storage made of plain lists of arrays.
 
         optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
@@ -102,30 +65,8 @@ class Arrays(Settled, fixed="groups known_groups"):
         self.data = list(data)
         self.grads = list(grads)
         self.groups = ["default"] * len(self.data) if groups is None else list(groups)
-        self.known_groups: Collection[str] = self.groups
-        self.state_store: Any = None
-        self.moves = 0
-        self.node_shared, self.distributed = False, True
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(array.size for array in self.data)
-
-    def zero_grad(self) -> None:
-        """Set the gradients to 0."""
-        for grad in self.grads:
-            grad[...] = 0
-
-    def finish_gradients(self) -> None:
-        """Do nothing: the caller completes its arrays."""
-
-    def finish_update(self) -> None:
-        """Do nothing: the caller has the arrays themselves."""
-
-    def frozen(self) -> list[Part]:
-        """Return no slices: updates change all elements."""
-        return []
+        self.known_groups = set(self.groups)
+        self.distributed = True  # the caller's own matter
 
 
 class _Followed:
@@ -152,7 +93,7 @@ class _Followed:
         )
 
 
-class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwise"):
+class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
@@ -161,20 +102,15 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         rates: per buffer, its rate divided by `lr`.
         steps: the number of updates so far.
         storage: the buffers; the arrays must stay the same objects during the optimizer's life.
-        extra_slots: further arrays of the buffers' shapes, by name, that a strategy saves and loads
-            with the state.
         weight_decay: the decay of each buffer, in the storage's order.
         elementwise: whether the class updates each element independently of the others.
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
-        ranks: the ranks with the same storage that divide the updates of matrices (see `muon`); a
-            strategy sets it.
     """
 
     elementwise: ClassVar[bool] = True
     # whether a device's kernels of its update know a guard, see `guarded`
     knows_guards: ClassVar[bool] = False
     _guard: Array | None = None
-    ranks: Any = None
     run_id: str | None = None
     _loader: Iterated | None = None  # of the last `for batch in loader`
     _resumed: tuple[int, int] | None = None
@@ -206,15 +142,14 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         """
         keep_freed_memory()  # a program that makes an optimizer trains: spare it page faults
         storage = getattr(storage, "storage", storage)
-        if not hasattr(storage, "grads"):
+        if not isinstance(storage, Storage):
             raise UsageError(
                 "an optimizer works on a model's storage: give model.storage, or"
                 " model.parameters(); for groups call model.initialize(group=...) and give"
                 " lr={'default': 0.1}"
             )
         _check(storage)
-        if check := getattr(storage, "check", None):
-            check()
+        storage.check_tree()
         self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
         if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
             raise UsageError(
@@ -226,7 +161,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         self.steps = 0
         self.storage = storage
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
-        self.extra_slots: dict[str, list[Array]] = {}
         self._hold_arrays()
 
     def _hold_arrays(self) -> None:
@@ -385,7 +319,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, in the storage's order."""
-        return {name: list(arrays) for name, arrays in (self._slots | self.extra_slots).items()}
+        every = {**self._slots, **self.storage.extra_slots}
+        return {name: list(arrays) for name, arrays in every.items()}
 
     @property
     def state_bytes(self) -> int:
@@ -464,7 +399,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
         self,
         parts: Sequence[slice] | None = None,
         grads: Sequence[Array] | None = None,
-        limit_bytes: int | None = None,
     ) -> tuple[BufferBlock, ...]:
         """Return blocks of the buffers and their state.
 
@@ -472,20 +406,16 @@ class Optimizer(Settled, fixed="storage rates weight_decay extra_slots elementwi
             parts: a slice of each buffer; all of it by default.
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by
                 default.
-            limit_bytes: the size of a block; by default one that suits the cache.
         """
         scratch = _scratch(self._grads)
         grads = self._grads if grads is None else grads
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
             full = [data, grad, *(arrays[i] for arrays in self._slots.values())]
-            elements = (
-                block_elements(data)
-                if limit_bytes is None
-                else max(1, limit_bytes // data.dtype.itemsize)
-            )
             for run in self._runs(i) if parts is None else [parts[i]]:
-                for part, gradient, *state in pieces([array[run] for array in full], elements):
+                for part, gradient, *state in pieces(
+                    [array[run] for array in full], block_elements(data)
+                ):
                     decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
                     first, second = (item[: part.size] for item in scratch[xp, part.dtype])
                     blocks.append(
@@ -513,7 +443,7 @@ def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]
     for name, value in given.items():
         if name not in storage.known_groups:
             # list the full model's groups: a pipeline stage may have only some of them
-            known = ", ".join(sorted(set(storage.known_groups))) or "none"
+            known = ", ".join(sorted(storage.known_groups)) or "none"
             raise UsageError(
                 f"{what} names the group {name!r}, which does not exist; choose from: {known}"
             )

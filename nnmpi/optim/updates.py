@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
@@ -13,7 +14,6 @@ from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,
     Optimizer,
-    Storage,
 )
 
 

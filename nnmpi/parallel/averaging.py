@@ -117,7 +117,7 @@ class Averaging(ABC):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
             for name, arrays in self.optimizer.slots().items():
-                if name not in self.optimizer.extra_slots:  # those are equal
+                if name not in self.storage.extra_slots:  # those are equal
                     average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
         self._done = self._rows = 0
@@ -127,7 +127,7 @@ class Averaging(ABC):
         """Free the communicator. Collective; a second call does nothing."""
         if not self._released:
             self._released = True
-            self.optimizer.extra_slots.clear()
+            self.storage.extra_slots = {}
             self.group.free()
 
     def _weight(self) -> float:
@@ -165,8 +165,10 @@ class LocalSGD(Averaging):
         self.outer_lr = number("outer_lr", outer_lr)
         self.outer_momentum = number("outer_momentum", outer_momentum, 1)
         if (outer_lr, outer_momentum) != (1, 0):
-            for name in ("outer_displacement", "outer_momentum"):
-                optimizer.extra_slots[name] = [item * 0 for item in storage.data]
+            storage.extra_slots = {
+                name: [item * 0 for item in storage.data]
+                for name in ("outer_displacement", "outer_momentum")
+            }
         self.begin()
 
     def begin(self) -> None:
@@ -186,7 +188,7 @@ class LocalSGD(Averaging):
 
     def _outer(self, name: str) -> list[Array]:
         """Return DiLoCo's state of this name; empty for local SGD."""
-        return self.optimizer.extra_slots.get(f"outer_{name}", [])
+        return self.storage.extra_slots.get(f"outer_{name}", [])
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization."""
@@ -225,15 +227,20 @@ class Gossip(Averaging):
     `comm.algorithms.gossip` defines which rank sends to which; there are at least two.
     """
 
+    _moves = -1  # of the storage, when the sums were bound
+
     def after_step(self, step: int, rows: int) -> None:
         """Average with the neighbours; see `Averaging.after_step`."""
         self._done += 1
         data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
-        with keep_frozen(self.storage):
-            sums = [
+        if self._moves != self.storage.moves:
+            self._moves = self.storage.moves
+            self._sums = [
                 self.group.bind(array, "gossip", tag, NEIGHBOUR_AVERAGE.name)
                 for tag, array in enumerate(data)
             ]
+        sums = self._sums
+        with keep_frozen(self.storage):
             for pending in sums:
                 pending.start()
             # The rank sleeps, and uses no core, while its neighbours are late. A list, so that all

@@ -105,6 +105,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         self._steps, self._due = 0, {1, 3}  # momentum begins to tell in the second update
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
+        self.storage.replicas = group
         if group.size > 1 and runs_backward:
             for span in self.storage.spans:  # all of them: a stray pass may reach any parameter
                 span.parameter.guard = self._check_pass
@@ -282,6 +283,7 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         A second call does nothing.
         """
         object.__setattr__(self, "released", True)
+        self.storage.replicas = self.storage.ranks
         for span in self.storage.spans:
             span.parameter.guard = span.parameter.hook = None
         for _, module in self.model.named_modules():

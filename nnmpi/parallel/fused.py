@@ -54,7 +54,7 @@ class FusedUpdate:
         optimizer: of that storage.
         group: the ranks, all on one node.
         memory: shared memory of these ranks, for this update alone; made by default.
-        block_bytes: the length of the blocks that are summed and updated at a time.
+        block_bytes: the length of the blocks that are summed at a time.
 
     Attributes:
         memory: the shared memory.
@@ -116,9 +116,7 @@ class FusedUpdate:
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
         self._node = NodeSum(grads, memory, block_bytes=block_bytes)
         # `update` may overwrite its gradients: nothing reads them afterwards.
-        blocks = optimizer.cut(
-            self._node.owns, [memory.parts(grad)[0] for grad in grads], block_bytes
-        )
+        blocks = optimizer.cut(self._node.owns, [memory.parts(grad)[0] for grad in grads])
         self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
         # One cache line per rank, written by that rank alone; all ranks read all lines after a
         # barrier.
@@ -160,7 +158,7 @@ class FusedUpdate:
         """
         scale(self._node.totals, factor)
         self.optimizer.update(self._blocks, self._frozen())
-        self.storage.version.count += 1
+        self.storage.finish_update()
         with self._group.collective("other ranks"):
             self._node.barrier.run()
 

@@ -101,7 +101,11 @@ def check_replicas(model: Module, group: Group) -> None:
     Raises:
         CommError: on all ranks, naming one that differs and the ranks.
     """
-    arrays = {name: item.data for name, item in model.entries().items() if item.region is None}
+    arrays = {
+        name: item.data
+        for name, item in model.entries().items()
+        if item.region is None or getattr(item, "rank_local", False)
+    }
     check_equal(
         group, arrays, "{}, which is replicated in the tensor group, differs between its ranks"
     )

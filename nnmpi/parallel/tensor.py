@@ -54,7 +54,6 @@ from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, ShardingTable, Units, find
-from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.ops.collectives import PartExchange
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.parallel.sharded.branches import place_branches
@@ -329,10 +328,11 @@ class ModelWalk:
             if is_open and name
             else None
         )
-        if type(module) is TransformerBlock and before is None and after is not None:
-            # a chain opens the block, so its gather goes into the block's own parts
-            for i, drop in enumerate(module.drops):
-                module.drops[i] = Redistributed(drop, after=after)
+        links = _links(module)
+        if links and before is None and after is not None:
+            # a chain opens the module, so its gather goes to the ends of the module's own links
+            for *_, names in links:
+                module.set_child(names[-1], Redistributed(module.get(names[-1]), after=after))
             after = None
         result = module if before is after is None else Redistributed(module, before, after)
         return result, ActivationLayout(REPLICATED, None)
@@ -369,9 +369,7 @@ class ModelWalk:
             elif isinstance(layer, Pop):
                 layout = self._join_stashed(layer, inside, layout, stashed)
             else:
-                before = (
-                    sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
-                )
+                before = sequence.layers[i - 1] if i and _links(layer) else Stash("")
                 if not isinstance(before, Stash | Pop):
                     sequence.layers[i - 1], layout = self._replicate(before, layout)
                 sequence.layers[i], layout = self.replace(layer, inside, layout)
@@ -481,6 +479,11 @@ class ModelWalk:
 
     def _sharding(self, module: Module) -> Sharding | None:
         return self.shardings.get(id(module))
+
+
+def _links(module: Module) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """Return the links of a module that a chain opens."""
+    return module.links if "links" in vars(type(module)) else ()
 
 
 def _join(path: str, name: str) -> str:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from heapq import heappop, heappush
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -50,13 +50,21 @@ from nnmpi.memory.plan import LayerCost, saved_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
-from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
+from nnmpi.parallel.zero.storage import (
+    UNIT_BYTES,
+    StateBytes,
+    UnitCut,
+    as_units,
+    cut_runs,
+    predict_bytes,
+)
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, peak_saved, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.schedule.simulate import simulate_schedule
+from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
 END_S = 25e-6  # processor time of a pipeline's message at each end
@@ -339,20 +347,26 @@ class ModelShapes:
 
     def _tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
         """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
-        ranks = Counter(
-            parameter
-            for local in self._layers_of(tp, pp, virtual, home)
-            for parameter in parameters_of(local)
-        )
-        tied = sum(parameter.size for parameter, count in ranks.items() if count > 1)
+        tied = sum(parameter.size for parameter in self._tied(tp, pp, virtual, home))
         return tied * np.dtype(self._dtype).itemsize
 
-    def _layers_of(self, tp: int, pp: int, virtual: int, home: Home) -> list[list[ChainLayer]]:
-        """Return the layers of each rank of a pipeline."""
+    def _tied(self, tp: int, pp: int, virtual: int, home: Home) -> set[Parameter]:
+        """Return the parameters that several ranks of a pipeline have."""
+        ranks = Counter(
+            parameter
+            for stages in self._stages_of(tp, pp, virtual, home)
+            for parameter in parameters_of(list(chain.from_iterable(stages)))
+        )
+        return {parameter for parameter, count in ranks.items() if count > 1}
+
+    def _stages_of(
+        self, tp: int, pp: int, virtual: int, home: Home
+    ) -> list[list[Sequence[ChainLayer]]]:
+        """Return the layers of each stage of each rank of a pipeline."""
         _, layers = self._model(tp)
         cuts = self.cuts(pp, virtual)
         return [
-            [layers[i] for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]]
+            [layers[cuts[s].start : cuts[s].stop] for s in stages_of(rank, pp, len(cuts), home)]
             for rank in range(pp)
         ]
 
@@ -373,11 +387,18 @@ class ModelShapes:
         """
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, _ = self._model(tp)
-        parts = [model]
+        parts: list[tuple[Module, UnitCut | None]] = [(model, None)]
         if pp > 1:
-            parts = [ModelPart(model, local) for local in self._layers_of(tp, pp, virtual, home)]
+            tied, parts = self._tied(tp, pp, virtual, home), []
+            for stages in self._stages_of(tp, pp, virtual, home):
+                part, units = ModelPart(model, list(chain.from_iterable(stages))), None
+                if zero > 1:
+                    cut = [cut_runs(layers, UNIT_BYTES[zero], itemsize) for layers in stages]
+                    units = as_units(part, list(chain.from_iterable(cut)), tied)
+                parts.append((part, units))
         return tuple(
-            predict_bytes(part, zero, 0, replicas, itemsize, arrays, None, once) for part in parts
+            predict_bytes(part, zero, 0, replicas, itemsize, arrays, None, once, units=units)
+            for part, units in parts
         )
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
@@ -546,12 +567,17 @@ class Pricer:
         network, groups = self.network, self._mesh(*candidate.axes).groups(DP, SP)
         states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
         if candidate.zero:
-            gathers, result = (2 if candidate.zero == 3 else 1), 0.0
+            # in a pipeline each microbatch has its own sums, and its own gathers
+            times, gathers, result = 1, 2.0 if candidate.zero == 3 else 1.0, 0.0
+            if candidate.pp > 1 and candidate.zero > 1:
+                times = candidate.microbatches
+                halved = Kind.W in self._stages(candidate)[0].kinds
+                gathers *= times + times * halved / 2 if candidate.zero == 3 else 1
             for nbytes in max(states, key=lambda item: item.total).lengths:
                 if self._through_memory(candidate):  # one shared copy: nothing to gather
                     result += network.shared(nbytes) / 2
                 else:
-                    result += network.exchange("reduce-scatter", groups, nbytes)
+                    result += times * network.exchange("reduce-scatter", groups, nbytes)
                     result += gathers * network.exchange("all-gather", groups, nbytes)
             return result
         nbytes = max(state.gradients for state in states)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from nnmpi.base.command import MOST, announce, check_numbers, read_command, say
 from nnmpi.base.custom import load_custom
-from nnmpi.base.errors import counted
 from nnmpi.base.pages.page import write_page
-from nnmpi.base.units import Bytes, format_seconds
+from nnmpi.base.pages.picture import check_figure
+from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import compare, picture, render
+from nnmpi.schedule.render import compare, describe, picture, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import SCHEDULES, make, named, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
@@ -68,6 +68,7 @@ def main(words: Sequence[str]) -> str:
     """
     (options,) = read_command("", PROGRAM, __doc__ or "", (ScheduleConfig,), words)
     name = named(load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)"))
+    check_figure(options.svg)
     virtual = options.virtual_stages or usual_stages(name)
     stages, microbatches = options.stages, options.microbatches
     work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
@@ -77,14 +78,17 @@ def main(words: Sequence[str]) -> str:
     costs = _costs(options, schedule)
     result = simulate_schedule(schedule, costs)
     lines = [
-        _title(schedule),
+        describe(schedule),
         "",
         render(schedule, costs),
         "",
         *_figures(schedule, result, options),
     ]
     if options.svg:
-        picture(schedule, result).save(options.svg)
+        about = _modelled(options, schedule.trains)
+        if options.network:
+            about += f", by {options.network} and {format_bytes(options.bytes)}"
+        picture(schedule, result, about).save(options.svg)
     if options.html:
         beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
         animations = compare(
@@ -113,29 +117,23 @@ def _message(options: ScheduleConfig) -> float:
     )
 
 
-def _title(schedule: Schedule) -> str:
-    ranks = counted(schedule.ranks, "rank")
-    stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
-    return (
-        f"{schedule.name}: {ranks}{stages}, {schedule.microbatches}"
-        f" microbatch{'es' * (schedule.microbatches > 1)}"
-    )
+def _modelled(options: ScheduleConfig, trains: bool) -> str:
+    """Return the costs that the options give, as text."""
+    backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
+    times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * trains]
+    times += [f"message {format_seconds(_message(options))}"] * bool(options.network)
+    return f"modelled; of each rank: {', '.join(filter(None, times))}"
 
 
 def _figures(schedule: Schedule, simulation: Simulation, options: ScheduleConfig) -> list[str]:
     """Return the figures, one per line."""
-    backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
-    times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
     full = " ".join(f"{saved / schedule.virtual:g}" for saved in simulation.peak_activations)
     item = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {full}" * (
         schedule.virtual > 1
     )
-    times += [f"message {format_seconds(_message(options))}"] * bool(options.network)
+    about = _modelled(options, schedule.trains)
     return [
-        (
-            f"makespan          {1e3 * simulation.makespan_s:g} ms   (modelled; of each rank:"
-            f" {', '.join(filter(None, times))})"
-        ),
+        f"makespan          {1e3 * simulation.makespan_s:g} ms   ({about})",
         f"bubble            {100 * simulation.bubble:.1f} %   of all ranks' time",
         f"peak activations  {' '.join(map(str, simulation.peak_activations))}   ({item})",
         f"messages          {simulation.messages}",

@@ -5,6 +5,8 @@
     each message has its two ends           and there are no unused messages
     order on each rank                      receive, forward, send; forward, backward; all
                                             backwards, sum, update
+    weights that replicas share out         gathered before they are used, freed after their last use
+    activations in a store                  moved out after the forward, back before the backward
     order on each channel                   messages are received in the order of their sends
     no deadlock                             with rendezvous sends, and so with eager ones, too
 
@@ -18,9 +20,11 @@ from typing import NamedTuple, NoReturn
 
 from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule.schedule import (
+    COMPUTE,
     RECEIVES,
     SENDS,
     TRANSFERS,
+    WEIGHTS,
     Channel,
     Instruction,
     Kind,
@@ -113,6 +117,7 @@ def check(schedule: Schedule, trains: bool = False) -> None:
         )
     _check_work(schedule, positions)
     _check_order(schedule, positions)
+    _check_weights(schedule, positions)
     _check_channels(schedule, positions)
     _check_progress(schedule, positions)
 
@@ -124,14 +129,14 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
     """Refuse instructions that are missing, doubled, on a wrong rank, or unused."""
     expected = set(_expected(schedule, positions))
     for op, occurrences in positions.all.items():
-        if op not in expected:
+        if op not in expected and op.kind not in WEIGHTS:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
             positions.fail(f"{op} does not belong in a schedule of {size}", occurrences)
         for position in occurrences:
             if position.rank != schedule.rank_of(op.stage):
                 owner = f"stage {op.stage} belongs to rank {schedule.rank_of(op.stage)}"
                 positions.fail(f"{op} is on rank {position.rank}, but {owner}", [position])
-        if len(occurrences) > 1:
+        if len(occurrences) > 1 and op.kind not in WEIGHTS:
             positions.fail(
                 f"{op} occurs {len(occurrences)} times; each instruction must occur once",
                 occurrences,
@@ -157,6 +162,8 @@ def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
             yield Kind.F.at(stage, m)
+            if Kind.OUT.at(stage, m) in positions:
+                yield from (kind.at(stage, m) for kind in (Kind.OUT, Kind.DROP, Kind.IN))
             if trains:
                 is_whole = Kind.B.at(stage, m) in positions
                 is_halved = Kind.I.at(stage, m) in positions or Kind.W.at(stage, m) in positions
@@ -166,10 +173,10 @@ def _expected(schedule: Schedule, positions: Positions) -> Iterator[Instruction]
                 sends = [Kind.SEND_ACT.at(stage, m), *[Kind.SEND_GRAD.at(stage + 1, m)] * trains]
                 yield from (end for send in sends for end in (send, other_end(send)))
         if trains:
-            updates = range(schedule.microbatches) if is_async else (None,)
-            yield from (
-                kind.at(stage, update) for update in updates for kind in (Kind.REDUCE, Kind.STEP)
-            )
+            each, once = range(schedule.microbatches), (None,)
+            sums_each = is_async or Kind.REDUCE.at(stage, 0) in positions
+            yield from (Kind.REDUCE.at(stage, m) for m in (each if sums_each else once))
+            yield from (Kind.STEP.at(stage, m) for m in (each if is_async else once))
 
 
 # ---- order ----
@@ -189,11 +196,9 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
 
 def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction]:
     """Yield the instructions that must come before one on the same rank, present or not."""
-    summed = (
-        range(schedule.microbatches)
-        if instruction.kind is Kind.REDUCE and instruction.microbatch is None
-        else (instruction.microbatch,)
-    )
+    summed: Iterable[int | None] = (instruction.microbatch,)
+    if instruction.microbatch is None:
+        summed = (*range(schedule.microbatches), None)
     yield from (kind.at(instruction.stage, m) for kind in _NEEDED[instruction.kind] for m in summed)
     kinds, further = _NEEDED_NEXT.get(instruction.kind, ((), 0))
     if not schedule.is_cut(min(instruction.stage, instruction.stage + further)):
@@ -203,17 +208,56 @@ def _needs(schedule: Schedule, instruction: Instruction) -> Iterator[Instruction
 
 _NEEDED: Mapping[Kind, tuple[Kind, ...]] = {
     Kind.F: (Kind.RECV_ACT,),
-    Kind.B: (Kind.F, Kind.RECV_GRAD),
-    Kind.I: (Kind.F, Kind.RECV_GRAD),
+    Kind.B: (Kind.F, Kind.RECV_GRAD, Kind.IN),
+    Kind.I: (Kind.F, Kind.RECV_GRAD, Kind.IN),
+    Kind.OUT: (Kind.F,),
+    Kind.DROP: (Kind.OUT,),
+    Kind.IN: (Kind.DROP,),
     Kind.W: (Kind.I,),
     Kind.SEND_ACT: (Kind.F,),
     Kind.SEND_GRAD: (Kind.B, Kind.I),
     Kind.REDUCE: (Kind.B, Kind.W),
     Kind.STEP: (Kind.REDUCE,),
-    **dict.fromkeys(RECEIVES, ()),
+    **dict.fromkeys(RECEIVES | WEIGHTS, ()),
 }
 _HALF = (Kind.B, Kind.I), 1
 _NEEDED_NEXT = {Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF}
+
+
+def _check_weights(schedule: Schedule, positions: Positions) -> None:
+    """Refuse computing with weights that are not there, weights that stay, and mixed gradients.
+
+    The gradients of all stages of a rank pass through the same memory if replicas share them out.
+    """
+    ops = [op for op in positions.all if op.microbatch is not None]
+    gathers = any(op.kind in WEIGHTS for op in ops)
+    sums_each = any(op.kind is Kind.REDUCE for op in ops) and all(
+        op.kind != Kind.STEP for op in ops
+    )
+    for rank, program in enumerate(schedule.programs):
+        held: dict[int, Position] = {}
+        unsummed: Instruction | None = None
+        for at, item in enumerate(program):
+            for op in parts(item):
+                here, is_held = Position(rank, at), op.stage in held
+                if op.kind is Kind.GATHER and is_held:
+                    positions.fail(f"{op} gathers weights that are there", [held[op.stage], here])
+                if gathers and op.kind in COMPUTE | {Kind.FREE} and not is_held:
+                    positions.fail(f"{op} needs weights that are not gathered", [here])
+                if op.kind is Kind.GATHER:
+                    held[op.stage] = here
+                elif op.kind is Kind.FREE:
+                    del held[op.stage]
+                elif sums_each and op.kind is Kind.REDUCE:
+                    unsummed = None
+                elif sums_each and op.kind in (Kind.B, Kind.W):
+                    if unsummed is not None:
+                        positions.fail(
+                            f"{op} comes before the gradients of {unsummed} are summed", [here]
+                        )
+                    unsummed = op
+        for stage, where in held.items():
+            positions.fail(f"the weights of {stage} are gathered, and never freed", [where])
 
 
 def _check_channels(schedule: Schedule, positions: Positions) -> None:

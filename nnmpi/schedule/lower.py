@@ -5,6 +5,11 @@
     place_reductions   1RECV_ACT0 1F0 1SEND_ACT0          1RECV_GRAD0 1B0 1REDUCE 1SEND_GRAD0 1STEP
     fuse               1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0)        1B0 1REDUCE 1SEND_GRAD0 1STEP
 
+Two more for ZeRO 2 and 3, whose units are segments of a stage, here 1 and 2 of one rank:
+
+    split_stages       1F0 2F0                            2B0 1B0
+    shard_weights      1GATHER0 2GATHER0 1F0 1FREE0 2F0   1GATHER0 2B0 2REDUCE0 2FREE0 1B0 1REDUCE0 1FREE0
+
 A receive comes right before its use, a send right after its result, so no buffer lives longer than
 it must. Without `fuse`, 1F1B deadlocks as soon as there are two stages, two microbatches, and
 rendezvous sends: two neighbours send to each other.
@@ -14,21 +19,27 @@ blocking send would stall its sender until the late receive: the advantage is lo
 wait forever. For these `receive_early` posts each receive when its message is sent.
 """
 
-from collections.abc import Iterator
-from itertools import groupby
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 
 from nnmpi.schedule.schedule import (
     BACKWARD,
+    COMPUTE,
     RECEIVES,
     SENDS,
     TRANSFERS,
     USES,
     Fused,
+    Home,
     Instruction,
     Instructions,
     Item,
     Kind,
+    Program,
     Schedule,
+    parts,
     send_of,
 )
 from nnmpi.schedule.simulate import ScheduleRun, even_costs
@@ -113,6 +124,134 @@ def place_reductions(schedule: Schedule) -> Schedule:
         yield from [Kind.STEP.at(stage) for stage in sorted(last)] * updates
 
     return schedule.map_instructions(change)
+
+
+@dataclass(frozen=True)
+class SegmentHome:
+    """The rank of each segment, if stages consist of segments.
+
+    Attributes:
+        home: the rank of each stage.
+        ends: the number of segments up to and with each stage.
+    """
+
+    home: Home
+    ends: tuple[int, ...]
+
+    def __call__(self, segment: int, ranks: int) -> int:
+        return self.home(bisect_right(self.ends, segment), ranks)
+
+
+def split_stages(schedule: Schedule, counts: Sequence[int]) -> Schedule:
+    """Replace each stage by its segments: forward one after the other, backward the other way.
+
+    Args:
+        schedule: computation alone.
+        counts: the number of segments of each stage.
+    """
+    ends = tuple(accumulate(counts))
+    if ends[-1] == schedule.stages:
+        return schedule
+
+    def change(program: Instructions) -> Iterator[Instruction]:
+        for op in program:
+            segments = range(ends[op.stage] - counts[op.stage], ends[op.stage])
+            for segment in segments if op.kind is Kind.F else reversed(segments):
+                yield replace(op, stage=segment)
+
+    home = SegmentHome(schedule.home, ends)
+    return replace(schedule.map_instructions(change), stages=ends[-1], home=home)
+
+
+def shard_weights(schedule: Schedule, gathers: bool) -> Schedule:
+    """Sum each microbatch's gradients at once (ZeRO 2), and gather weights around their use (ZeRO 3).
+
+    The gradients of all segments of a rank pass through the same memory, so each sum comes before
+    the next backward. Gathered weights lie in two slots, which a rank's segments use in turns: a
+    segment is gathered while the one before it computes, if that is in the other slot.
+
+    Args:
+        schedule: executable. Its transfers stay together, before what this adds.
+        gathers: whether weights are shared out, too.
+    """
+
+    def change(rank: int, program: Program) -> Iterator[Item]:
+        slot = {stage: i % 2 for i, stage in enumerate(schedule.stages_of(rank))}
+        computed = [op for item in program for op in parts(item) if op.kind in COMPUTE]
+        following = dict(zip(computed, [*computed[1:], None], strict=True))
+        held: set[int] = set()
+        after: list[Instruction] = []
+        for item in program:
+            if isinstance(item, Fused) or item.kind in TRANSFERS:
+                yield item
+                continue
+            yield from after
+            after = []
+            if item.kind not in COMPUTE:
+                if item.kind is not Kind.REDUCE:
+                    yield item
+                continue
+            then = following[item]
+            wanted = [op for op in (item, then) if op is not None and gathers]
+            for op in wanted:
+                if op.stage not in held and (op is item or slot[op.stage] != slot[item.stage]):
+                    held.add(op.stage)
+                    yield Kind.GATHER.at(op.stage, op.microbatch)
+            yield item
+            if item.kind in (Kind.B, Kind.W):
+                after.append(Kind.REDUCE.at(item.stage, item.microbatch))
+            if gathers and (then is None or then.stage != item.stage):
+                held.remove(item.stage)
+                after.append(Kind.FREE.at(item.stage, item.microbatch))
+        yield from after
+
+    programs = (tuple(change(rank, program)) for rank, program in enumerate(schedule.programs))
+    return replace(schedule, programs=tuple(programs))
+
+
+def offload(schedule: Schedule, rank: int, moved: Collection[int]) -> Schedule:
+    """Move what some stages of a rank save to a store, between a forward and its backward.
+
+        F0 OUT0 | F1 DROP0 OUT1 | F2 DROP1 ... | IN0 B2 | B0
+
+    Transfers run beside the instruction that follows them. What is needed again too soon stays.
+
+    Args:
+        schedule: executable.
+        moved: the stages.
+    """
+    program = schedule.programs[rank]
+    computed = [op for item in program for op in parts(item) if op.kind in COMPUTE]
+    forward = {(op.stage, op.microbatch): i for i, op in enumerate(computed) if op.kind is Kind.F}
+    ends = {
+        i: forward[op.stage, op.microbatch] for i, op in enumerate(computed) if op.kind in _BEGINS
+    }
+    gone = {end: i for end, i in ends.items() if computed[i].stage in moved and end - i > 2}
+    leaves = set(gone.values())
+
+    def change() -> Iterator[Item]:
+        number, leaving = -1, list[Instruction]()
+        for item in program:
+            if isinstance(item, Fused) or item.kind not in COMPUTE:
+                yield item
+                continue
+            number += 1
+            if number + 1 in gone:
+                following = computed[number + 1]
+                yield Kind.IN.at(following.stage, following.microbatch)
+            yield item
+            yield from leaving
+            leaving.clear()
+            if number in leaves:
+                yield Kind.OUT.at(item.stage, item.microbatch)
+                leaving.append(Kind.DROP.at(item.stage, item.microbatch))
+
+    programs = list(schedule.programs)
+    programs[rank] = tuple(change())
+    return replace(schedule, programs=tuple(programs))
+
+
+_BEGINS = (Kind.B, Kind.I)  # the kinds that begin a backward
 
 
 def fuse(schedule: Schedule) -> Schedule:

@@ -16,7 +16,7 @@ A page's animation has each rank's computation and its number of saved activatio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nnmpi.base.errors import ScheduleError, UsageError
+from nnmpi.base.errors import ScheduleError, UsageError, counted
 from nnmpi.base.pages.picture import Bar, Picture
 from nnmpi.base.units import format_seconds
 from nnmpi.schedule.check import check
@@ -176,8 +176,8 @@ def animation(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def picture(schedule: Schedule, simulation: Simulation) -> Picture:
-    """Return a picture with each rank's computation over time."""
+def picture(schedule: Schedule, simulation: Simulation, about: str = "") -> Picture:
+    """Return a picture with each rank's computation over time; `about` is said of its costs."""
     spans = [
         Bar(
             f"rank {rank}",
@@ -189,7 +189,19 @@ def picture(schedule: Schedule, simulation: Simulation) -> Picture:
         for rank, kind, stage, batch, begin, end in animation(schedule, simulation)["spans"]
     ]
     return Picture(
-        f"{schedule.name}: bubble {100 * simulation.bubble:.1f} % of all ranks' time", "ms", spans
+        f"{describe(schedule)}: bubble {100 * simulation.bubble:.1f} % of all ranks'"
+        f" time{about and chr(10)}{about}",
+        "ms",
+        spans,
+    )
+
+
+def describe(schedule: Schedule) -> str:
+    """Return a schedule's name, ranks, stages and microbatches."""
+    stages = f" with {schedule.virtual} stages each" if schedule.virtual > 1 else ""
+    return (
+        f"{schedule.name}: {counted(schedule.ranks, 'rank')}{stages}, {schedule.microbatches}"
+        f" microbatch{'es' * (schedule.microbatches > 1)}"
     )
 
 
@@ -217,6 +229,7 @@ def compare(
     ranks: int,
     microbatches: int,
     costs: Callable[[Schedule], Costs],
+    sizes: tuple[Sequence[int], Sequence[int]] = (STAGES, MICROBATCHES),
 ) -> dict[str, Any]:
     """Return a page's data: a schedule beside others, for several ranks and microbatches.
 
@@ -225,6 +238,7 @@ def compare(
         first: the schedule that the page shows first; the second schedule is shown beside it.
         ranks, microbatches: the page's first choice.
         costs: schedule -> its costs.
+        sizes: other ranks and microbatches that the page has.
 
     Raises:
         UsageError: for numbers too large for a page.
@@ -235,7 +249,7 @@ def compare(
             f"a page draws up to {MOST_RANKS} ranks and {MOST_MICROBATCHES} microbatches, not"
             f" {ranks} and {microbatches}; draw fewer"
         )
-    all_ranks, all_microbatches = sorted({*STAGES, ranks}), sorted({*MICROBATCHES, microbatches})
+    all_ranks, all_microbatches = sorted({*sizes[0], ranks}), sorted({*sizes[1], microbatches})
     animations: dict[str, dict[str, Any]] = {name: {} for name in schedules}
     for name, (generator, virtual) in schedules.items():
         for size in all_ranks:

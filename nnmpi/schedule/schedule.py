@@ -11,7 +11,8 @@ the schedule: `home`. With as many stages as ranks each rank has one; with more,
     2 ranks, 4 stages, around            stages 0, 2   stages 1, 3   0, 1, 0, 1
     2 ranks, 4 stages, there and back    stages 0, 3   stages 1, 2   0, 1, 1, 0
 
-At the turn, from 1 to 2, nothing is sent: both stages are on rank 1.
+At the turn, from 1 to 2, nothing is sent: both stages are on rank 1. A stage may consist of
+segments, which are stages themselves, all on its rank (see `lower.split_stages`).
 
 A message between two stages has two transfers as its ends:
 
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 
@@ -41,10 +43,16 @@ class Kind(StrEnum):
     RECV_ACT    get the input of s from s-1
     SEND_GRAD   send the gradient of the input of s to s-1
     RECV_GRAD   get the gradient of the output of s from s+1
+    GATHER      start to gather the weights of s, which replicas share out (ZeRO 3)
+    FREE        the memory of the gathered weights of s is free again
+    OUT         start to move what s has saved for its backward on m to a store
+    DROP        wait for that; its memory is free then
+    IN          start to move it back
     REDUCE      the gradients of s are final: start their sum over the replicas, without waiting
     STEP        wait for that sum, and update the weights of s
 
-    REDUCE and STEP have no microbatch if they are for all microbatches together.
+    REDUCE and STEP have no microbatch if they are for all microbatches together. GATHER and FREE name
+    the microbatch that is computed next, and last.
     """
 
     F = "F"
@@ -55,6 +63,11 @@ class Kind(StrEnum):
     RECV_ACT = "RECV_ACT"
     SEND_GRAD = "SEND_GRAD"
     RECV_GRAD = "RECV_GRAD"
+    GATHER = "GATHER"
+    FREE = "FREE"
+    OUT = "OUT"
+    DROP = "DROP"
+    IN = "IN"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -70,6 +83,8 @@ USES: Mapping[Kind, Kind] = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind
 SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
 RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
 TRANSFERS = SENDS | RECEIVES
+WEIGHTS = frozenset({Kind.GATHER, Kind.FREE})
+"""The kinds that may recur for one stage and microbatch: for its forward and its backward."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -241,19 +256,37 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
     return peak_saved(schedule, rank, dict.fromkeys(schedule.stages_of(rank), 1))
 
 
-def peak_saved(schedule: Schedule, rank: int, saved: Mapping[int, N]) -> N:
+def peak_saved(
+    schedule: Schedule,
+    rank: int,
+    saved: Mapping[int, N],
+    waiting: Mapping[int, N] = MappingProxyType({}),
+    staying: Mapping[int, N] = MappingProxyType({}),
+) -> N:
     """Return a rank's peak of saved activations, weighted by each stage's size.
 
     With halved backwards, an activation is saved until W. Without backwards none is saved after its
     forward.
+
+    Args:
+        saved: by stage.
+        waiting: of the stages that are recomputed, what is saved from the forward to the backward.
+        staying: of the stages that are moved to a store, what stays in memory.
     """
     trains = schedule.trains
     now: N = 0
     most: N = 0
     for instruction in schedule.instructions(rank):
-        if instruction.kind is Kind.F:
-            now += saved[instruction.stage]
-            most = max(most, now)
-        if instruction.kind in (Kind.B, Kind.W) or (instruction.kind is Kind.F and not trains):
-            now -= saved[instruction.stage]
+        kind, whole = instruction.kind, saved.get(instruction.stage, 0)
+        until = waiting.get(instruction.stage, whole)
+        if kind is Kind.F:
+            now += until
+        elif kind in (Kind.B, Kind.I):
+            now += whole - until
+        elif kind in (Kind.DROP, Kind.IN):
+            gone = whole - staying[instruction.stage]
+            now += gone if kind is Kind.IN else -gone
+        most = max(most, now)
+        if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
+            now -= whole if trains else until
     return most

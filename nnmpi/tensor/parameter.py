@@ -22,9 +22,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
 from nnmpi.backend.recording import active, record_call, record_note
+from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
     GraphError,
-    Settled,
     ShapeError,
     UninitializedError,
     UsageError,
@@ -241,7 +241,7 @@ class FlatGradients(list[Array]):
         return found
 
 
-class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
+class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     """The flat arrays of a model and the location of each parameter in them.
 
     Args:
@@ -258,14 +258,8 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         dtype: of all arrays; a pipeline stage without parameters has one, too.
         groups: the group name of each array.
         rank_local: per array, the `rank_local` of its parameters (see `Parameter`).
-        known_groups: these groups, and those of the model's stages on other ranks.
         spans: the location of each parameter, in registration order.
-        moves: how many times `move` replaced the arrays.
-        node_shared: whether other ranks write to `data` too (see `parallel.fused`).
         seed: of the initial values.
-        distributed: whether a strategy has replicated or sharded these values over ranks.
-        state_store: the store of offloaded optimizer state (`memory.store`); None for state in
-            memory.
         version: the version counter of the parameters.
         ranks: the group that shards these arrays (ZeRO); None if each rank has all of them.
         is_stage: whether these are the parameters of some stages of a pipeline.
@@ -287,10 +281,7 @@ class FlatStorage(Settled, fixed="spans groups rank_local dtype version"):
         self.spans: list[Span] = []
         self.data: list[Array] = []
         self.grads: list[Array] = []
-        self.moves = 0
-        self.node_shared = False
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
-        self.state_store: Any = None
         self.version = Version()
         # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []

@@ -43,7 +43,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f" {counted(len(nodes), 'node')}"
             f" ({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})"
         ),
-        *(_pipeline(inputs, where) if where.stages else []),
+        *(_pipeline(inputs, where) if where.is_pipeline else []),
         f"simulated: {_world(run, slow)}" if sync.simulate else "",
         f"sync: {sync.rule.describe()}" if sync.rule.asynchronous else "",
         f"slow: {slow.describe()}" if slow else "",
@@ -144,7 +144,7 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
 
 def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     microbatches = inputs.train_loader.microbatches
-    recompute = ", computing activations again" if where.layout.recomputes else ""
+    recompute = ", computing activations again" * (where.layout.activation_memory is not None)
     samples = -(-inputs.batch_size // microbatches)
     return [
         (

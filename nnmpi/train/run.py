@@ -35,7 +35,7 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import read_array
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
+from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
 from nnmpi.nn.module import Module
 from nnmpi.optim.schedule import RateSchedule
@@ -197,7 +197,7 @@ class TrainingRun(Run):
         )
         if self.tokenizer is not None and source is not None:
             config = config.having(tokenizer=source.tokenizer)
-        if not self.arrangement.stages:
+        if not self.arrangement.is_pipeline:
             return config
         return config.having(microbatches=self.inputs.train_loader.microbatches)
 
@@ -420,7 +420,7 @@ def _read_config(folder: Path, trust: bool) -> Config:
     Raises:
         UsageError: for another kind of folder, and for code without `trust`.
     """
-    if (folder / WEIGHTS).is_file():
+    if is_pretrained(folder):
         return Config(ModelConfig("gpt", pretrained=folder))
     options, final = read_run(folder, str(folder)), RunFolder(folder).model
     check_trust(folder, options, {}, trust)

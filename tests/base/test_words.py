@@ -23,7 +23,7 @@ EXPRESSIONS = {
     *('group["betas"] = ...', 'group["weight_decay"] = ...', "copy.deepcopy(model)"),
     *("pickle.dumps(model)", "horovodrun -np 4 -H a:2,b:2 python train.py"),
 }
-LAYERS = {"LSTM": (3, 4), "LayerNorm": (4,), "Embedding": (3, 4), "CrossEntropyLoss": ()}
+LAYERS = {"LSTM": (3, 4), "LayerNorm": (4,), "Embedding": (3, 4)}
 
 
 def table() -> Iterator[tuple[str, str]]:
@@ -111,10 +111,6 @@ def test_what_is_no_name_is_in_the_table() -> None:
         (lambda: typed.Tensor.flatten(X, start_dim=1), "start"),
         (lambda: typed.ops.softmax(X, dim=1), "axis"),
         (lambda: typed.ops.relu(X, inplace=True), "leave it out"),
-        (
-            lambda: typed.ops.cross_entropy(X, [0, 1], weight=1),
-            "losses = ops.cross_entropy(x, y, reduction=",
-        ),
         (lambda: typed.tensor.stack([X], dim=0), "axis"),
         (lambda: typed.nn.ReLU(inplace=True), "leave it out"),
         (lambda: typed.nn.LSTM(3, 4, batch_first=True), "leave batch_first out"),
@@ -156,3 +152,20 @@ def test_images_with_channels_first_are_to_be_turned() -> None:
             models.cnn(shape, 10)
     with pytest.raises(nnmpi.NnmpiError, match="try model mlp"):
         models.cnn((5,), 10)
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("from nnmpi.data import DataLoader", "nnmpi.data.Loader"),
+        ("from nnmpi.optim import lr_scheduler", "the schedules of nnmpi.optim"),
+        ("from nnmpi.nn import functional as F", "nnmpi.ops"),
+        ("import nnmpi.nn.functional as F", "nnmpi.ops"),
+        ("from nnmpi import Wrker", "did you mean 'Worker'"),
+    ],
+)
+def test_an_import_is_answered(line: str, right: str) -> None:
+    """Python's own error of a missing name would leave the sentence out."""
+    with pytest.raises(ImportError, match=rf"; (in nnmpi: )?{right}"):
+        exec(line)
+    exec("from nnmpi.data import images, tables")  # modules of the package

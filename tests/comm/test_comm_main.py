@@ -110,7 +110,7 @@ def test_simulate_and_list() -> None:
         ),
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
         ("simulate ring --network nowhere.json", "nowhere.json: not a readable fit"),
-        ("render ring --bytes 4", "--bytes is not an option"),
+        ("prove ring --bytes 4", "--bytes is not an option"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(words: str, sentence: str) -> None:

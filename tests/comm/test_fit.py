@@ -3,6 +3,7 @@ are told as.
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import nnmpi.comm.fit
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
+from nnmpi.comm.fit import Fit, default_file, describe_fit, draw_fit, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.measure import facts, find_fit, measure, time_calls
+from nnmpi.comm.measure import facts, find_fit, measure, measure_sums, time_calls
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 FACTS = {
@@ -160,6 +161,24 @@ def test_a_fit_is_the_same_on_all_ranks_and_never_falls_with_the_bytes(
     assert fit.ranks == group.size
     for name in ("native", "shared", "ring", "tree", "ps", "halving-doubling"):
         assert fit.predict(name, 2**20) > 0
+
+
+@pytest.mark.mpi
+def test_sums_are_measured_and_drawn_beside_their_predictions(
+    group: Group, fit: Fit | None, tmp_path: Path
+) -> None:
+    """A line and points for each all-reduce of steps, and a title that says where."""
+    pytest.importorskip("matplotlib")
+    if fit is None:
+        return
+    sums = measure_sums(group, budget_s=0.5)
+    assert sums.keys() == ALGORITHMS.keys()
+    assert all(curve(2**20) > 0 and curve.points[0][0] == 4 for curve in sums.values())
+    draw_fit(fit, sums, tmp_path / "fit.svg")
+    said = re.findall(r"<!-- (.*?) -->", (tmp_path / "fit.svg").read_text())
+    assert {*said} >= {*ALGORITHMS, "measured", "predicted", "bytes of a buffer"}
+    where = f"{group.size} ranks on 1 node under {fit.facts['mpi']}, {fit.facts['host']}"
+    assert any(text.startswith(where) for text in said)
 
 
 @pytest.mark.mpi

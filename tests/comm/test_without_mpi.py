@@ -13,7 +13,7 @@ import nnmpi
 
 MPI = [f"nnmpi.comm.mpi.{name}" for name in ("mpi_world", "watchdog")]
 UNIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
-OTHERS = ("nnmpi.backend.jit",)  # numba
+OTHERS = ("nnmpi.backend.jit", "nnmpi.nn.functional")  # numba; raises an error
 
 
 def imported_without_mpi(

@@ -3,6 +3,7 @@ is refused.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,11 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(
     )
     assert two["predicted"] == pytest.approx(two["speedup"], rel=0.05)  # the columns agree
     assert ("--weak gives them more work" in table) == (more == "")
-    assert table.splitlines()[2].split()[0] == "2" and "</svg>" in picture.read_text()
+    assert table.splitlines()[2].split()[0] == "2"
+    drawn = re.findall(r"<!-- (.*?) -->", picture.read_text())
+    each = " per rank" if more else ""
+    title = f"mlp on digits, batch 32{each}, simulated, links alpha_us=50,gbit=1"
+    assert title in " ".join(drawn)  # a long title has two lines
 
 
 @pytest.mark.parametrize(

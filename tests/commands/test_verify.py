@@ -240,7 +240,9 @@ def test_a_fault_is_found(
     monkeypatch.setattr(
         Passes,
         "_seeds",
-        lambda self, now: [np.asarray((1 + self.is_cut) * seed) for seed in right(self, now)],
+        lambda self, now: [
+            np.asarray((1 + self._arrangement.is_pipeline) * seed) for seed in right(self, now)
+        ],
     )
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)

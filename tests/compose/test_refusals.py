@@ -13,7 +13,7 @@ from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.chain import open_chain
@@ -26,10 +26,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "pipedream": {"schedule": "pipedream"},
     "fixed": {"reduction": "fixed"},
     "zero": {"zero": 1},
-    "zero 2": {"zero": 2},
     "limit": {"activation_memory": 2**20},
     "least": {"activation_memory": "least"},
-    "activations out": {"activation_memory": 2**20, "offload": "/tmp"},
     "state out": {"offload": "/tmp", "offload_state": "optimizer"},
 }
 
@@ -55,13 +53,6 @@ def test_each_feature_goes_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "words"),
     [
-        (Layout(zero=1), {"exchange": GradientExchange(fused_update=True)}, "zero 1"),
-        (Layout(pp=2), {"exchange": GradientExchange(fused_update=True)}, "pp 2"),
-        (
-            Layout(reduction="fixed"),
-            {"exchange": GradientExchange(fused_update=True)},
-            "reduction fixed",
-        ),
         (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
         (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
     ],

@@ -7,6 +7,7 @@ A new layer, option or strategy that must not change a run becomes a row here.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -222,17 +223,66 @@ FLAT = Setup(own.flat, microbatches=2)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
+ZERO_MLP = Setup(
+    models.mlp,
+    {"hidden": (37, 7, 41), "dropout": 0.2},
+    microbatches=2,
+    worker={"clip": 0.5},
+    **MOMENTUM,
+)
 # of which 3 ranks and more have uneven ones, or none
 EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
+LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
+SHARED_EXPERTS = Layout(dp=2, expert_parallel=True)
+BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
+    {"sp": 2, "tp": 2},
+    {"sp": 3, "sp_attention": "ring", "pp": 2, "split": (3, 5), "activation_memory": "least"},
+    {"dp": 1, "sp": 8, "sp_attention": "ring"},  # a rank has no position
+    {"tp": 2, "zero": 3, "unit_bytes": 1},
+    {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "schedule": "zb-v"},
+    {"dp": 6},  # a rank has no expert
+    {"dp": 3, "zero": 1},
+    {"dp": 3, "zero": 2, "unit_bytes": 1, "activation_memory": "least"},
+    {"dp": 3, "zero": 3, "unit_bytes": 1},
+    {"dp": 3, "activation_memory": 40_000},
+    {"sp": 2, "sp_attention": "ring"},
+    {"tp": 2},
+    {"pp": 2, "split": (4, 4), "schedule": "zero-bubble"},
+)
+# ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
+PIPELINES: tuple[tuple[Setup, Layout], ...] = (
+    (ZERO_MLP, Layout(dp=3, pp=2, unit_bytes=1)),
+    (GPT, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, schedule="zero-bubble")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), unit_bytes=1, schedule="zb-v")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="interleaved", unit_bytes=1)),
+    (GPT, Layout(dp=2, pp=2, tp=2, split=(4, 4), unit_bytes=1, activation_memory="least")),
+    (GPT, Layout(dp=1, pp=2, sp=2, split=(4, 4), unit_bytes=1000)),
+    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
+    (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
+)
+FITTED: tuple[tuple[Setup, Layout], ...] = (
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000)),
+    (GPT, Layout(pp=2, split=(2, 2, 2, 2), schedule="zb-v", activation_memory=110_000)),
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000, offload=gettempdir())),
+    (
+        GPT,
+        Layout(
+            dp=2,
+            pp=2,
+            split=(3, 5),
+            zero=3,
+            unit_bytes=1,
+            activation_memory=20_000,
+            offload=gettempdir(),
+        ),
+    ),
+    (GPT, Layout(dp=2, pp=2, split=(3, 5), zero=3, unit_bytes=1, activation_memory=20_000)),
+    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=30_000)),
+    (NOISY, Layout(pp=3, tp=2, activation_memory=5_700)),
+)
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
-    "mlp": Setup(
-        models.mlp,
-        {"hidden": (37, 7, 41), "dropout": 0.2},
-        microbatches=2,
-        worker={"clip": 0.5},
-        **MOMENTUM,
-    ),
+    "mlp": ZERO_MLP,
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
     "free": Setup(own.free, microbatches=2, **DECAY),
     "gpt": GPT,
@@ -290,9 +340,7 @@ ROWS = {
         for i, way in enumerate(WAYS)
     },
     "experts": Row(EXPERTS, experts),
-    "experts with capacity": Row(
-        replace(EXPERTS, model_options=dict(EXPERTS.model_options, capacity=0.7)), experts
-    ),
+    "experts with capacity": Row(LIMITED, experts),
     "muon": Row(replace(GPT, **MUON), replicas),
     "muon in a fixed order": Row(
         Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED
@@ -343,6 +391,8 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
+    *((setup, replace(layout, zero=zero)) for setup, layout in PIPELINES for zero in (2, 3)),
+    *FITTED,
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
@@ -352,6 +402,10 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
+    *(
+        ((EXPERTS, LIMITED)[number % 2], replace(SHARED_EXPERTS, **options))
+        for number, options in enumerate(BESIDE_EXPERTS)
+    ),
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),

@@ -212,4 +212,6 @@ def test_every_operation_with_a_kernel_is_in_the_table() -> None:
     result = {sample.public for sample in TABLE} | {
         f"ops.{item}" for item in ("conv2d", "conv_relu", "conv_relu_pool")
     }
+    plain = "binary_nll", "conv3d", "elu", "kl_div", "nll", "rnn", "softplus"  # without kernels
+    result |= {f"ops.{item}" for item in plain}
     assert {row.public for row in OPS} <= result

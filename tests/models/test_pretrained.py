@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import nnmpi
 from nnmpi import models, nn
 from nnmpi.base.errors import DataError, UsageError
 from nnmpi.comm.group import Group
@@ -130,6 +131,59 @@ def test_other_models_are_refused(folder: Path, values: dict[str, object], words
         read_size(folder)
 
 
+def cut(folder: Path) -> None:
+    """Write a folder's weights as two files and an index."""
+    arrays = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index: dict[str, str] = {}
+    for part in (0, 1):
+        name = f"model-0000{part + 1}-of-00002.safetensors"
+        index |= dict.fromkeys(sorted(arrays)[part::2], name)
+        save_file({key: arrays[key] for key in sorted(arrays)[part::2]}, folder / name)
+    content = {"metadata": {"total_size": 0}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def test_several_files_are_read_as_one(folder: Path) -> None:
+    cut(folder)
+    model = small(seed=2)
+    load_pretrained(model, folder)
+    np.testing.assert_equal(model.state(), small().state())
+    assert nnmpi.load(folder).model.state().keys() == model.state().keys()
+    index = folder / "model.safetensors.index.json"
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DataError, match="model-00002-of-00002.safetensors"):
+        load_pretrained(model, folder)
+    wrong: list[object] = [{"weight_map": {"a": "../model.safetensors"}}, {"weight_map": {}}, []]
+    for content in wrong:
+        index.write_text(json.dumps(content))
+        with pytest.raises(DataError, match=r"index\.json"):
+            read_size(folder)
+
+
+def test_bfloat16_is_read(folder: Path) -> None:
+    """Its upper half of float32, bit for bit."""
+    file = folder / "model.safetensors"
+    arrays = {name: array.astype(np.float32) for name, array in load_file(file).items()}
+    halves = {name: (array.view("u4") >> 16).astype("u2") for name, array in arrays.items()}
+    save_file(halves, file)
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"U16"', b'"BF16"')
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    model = small(seed=2)
+    load_pretrained(model, folder)
+    expected = (halves["transformer.wte.weight"].astype("u4") << 16).view("f4")
+    np.testing.assert_array_equal(model.state()["0.tokens.weight"], expected)
+
+
+def test_a_pickle_is_refused_with_the_command_that_converts_it(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    for read in (read_size, nnmpi.load):
+        with pytest.raises(DataError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
+            read(folder)
+
+
 @pytest.mark.parametrize("rate", [[], 0.2, "much"])
 def test_dropouts_that_differ_are_refused(folder: Path, rate: object) -> None:
     change(folder, attn_pdrop=0.1, embd_pdrop=rate, resid_pdrop=0.1)
@@ -152,7 +206,7 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
     save_file(arrays | {"lm_head.weight": tokens.astype(np.float16)}, file)
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
-    header = content[8:end].replace(b'"F16"', b'"BF16"')  # which NumPy cannot read
+    header = content[8:end].replace(b'"F16"', b'"BF16"')
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
     with pytest.raises(DataError, match="only a GPT-2 whose output"):
         load_pretrained(model, folder)

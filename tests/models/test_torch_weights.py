@@ -44,6 +44,13 @@ def _signal(t: Any) -> Any:
     return t.Sequential(t.Conv1d(2, 4, 3), t.BatchNorm1d(4), t.ReLU(), t.Flatten(), t.Linear(16, 3))
 
 
+def _volume(t: Any) -> Any:
+    """Return a model that flattens a convolution's volumes."""
+    return t.Sequential(
+        t.Conv3d(2, 4, (2, 3, 3)), t.InstanceNorm3d(4, affine=True), t.Flatten(), t.Linear(192, 3)
+    )
+
+
 def _written(t: Any, operations: Any) -> Any:
     """Return a model whose forward pools and flattens by operations."""
 
@@ -73,7 +80,12 @@ def cases() -> dict[str, tuple[Module, Any]]:
             nn.Sequential(nn.Embedding(7, 4), nn.GRU(4, 5, num_layers=2), nn.Linear(5, 7)),
             TOKENS,
         ),
+        "rnn": (
+            nn.Sequential(nn.Embedding(7, 4), nn.RNN(4, 5, num_layers=2), nn.Linear(5, 7)),
+            TOKENS,
+        ),
         "decoder": (_decoder(nn), IMAGES),
+        "volume": (_volume(nn), IMAGES[:, None].repeat(3, 1)),
         "signal": (_signal(nn), IMAGES[:, 0]),
         "written": (_written(nn, ops), IMAGES),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
@@ -152,8 +164,14 @@ def _torch_model(torch: Any, name: str) -> Any:
         return _written(t, t.functional)
     if name == "signal":
         return _signal(t)
+    if name == "volume":
+        return _volume(t)
 
     class GRU(t.GRU):  # type: ignore[name-defined,misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)[0]
+
+    class RNN(t.RNN):  # type: ignore[name-defined,misc]
         def forward(self, x: Any) -> Any:
             return super().forward(x)[0]
 
@@ -161,6 +179,8 @@ def _torch_model(torch: Any, name: str) -> Any:
         def forward(self, x: Any) -> Any:
             return super().forward(x)[0]
 
+    if name == "rnn":
+        return t.Sequential(t.Embedding(7, 4), RNN(4, 5, 2, batch_first=True), t.Linear(5, 7))
     if name == "gru":
         return t.Sequential(t.Embedding(7, 4), GRU(4, 5, 2, batch_first=True), t.Linear(5, 7))
     return t.Sequential(
@@ -197,7 +217,7 @@ def _mean(t: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder", "signal", "written"]
+    "name", ["cnn", "mlp", "resnet", "lstm", "gru", "rnn", "decoder", "volume", "signal", "written"]
 )
 def test_pytorch_computes_the_same(name: str) -> None:
     """Logits within 1e-6 of the largest, there and with what is trained there."""

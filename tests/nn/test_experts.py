@@ -174,7 +174,7 @@ def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(
     )
 
     p = softmax(Tensor(everything) @ serial.gate.weight).data
-    chosen, taken = Gate(top_k, capacity, 0.3).choose(np, p)
+    chosen, taken, _ = Gate(top_k, capacity, 0.3).choose(np, p)
     home = np.repeat(range(group.size), counts)[:, None, None]
     owner = np.array([r for r, item in enumerate(split(EXPERTS, group.size)) for _ in item])[chosen]
     away = taken & (owner != home)

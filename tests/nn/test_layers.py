@@ -15,7 +15,7 @@ from nnmpi.backend.random import key_pair
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
-from nnmpi.tensor.tensor import Tensor, concatenate, stack
+from nnmpi.tensor.tensor import Tensor, concatenate, maximum, stack
 from tests.nn.test_experts import by_hand
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
@@ -66,6 +66,17 @@ def gru(layers, x):
             result.append(h)
         x = np.stack(result, 1)
     return Tensor(x)
+
+
+class First(nn.Module):
+    """The first of the results of a layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def forward(self, x):
+        """Return it."""
+        return self.layer(x)[0]
 
 
 def grouped(x):
@@ -128,6 +139,44 @@ LAYERS = {
     "LSTM both ways": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), SEQUENCES, both_ways),
     "GRU": (lambda: nn.GRU(4, 3, 2), SEQUENCES, gru),
     "GRU that goes on": (lambda: nn.GRU(4, 3, 2), SEQUENCES, in_two_calls),
+    "RNN": (
+        lambda: nn.RNN(4, 3, nonlinearity="relu"),
+        SEQUENCES,
+        lambda m, x: ops.rnn(x, *m.parameters(), nonlinearity="relu"),
+    ),
+    "RNNCell": (lambda: nn.RNNCell(4, 3), ROWS, lambda m, x: (x @ m.weight + m.bias).tanh()),
+    "GRUCell": (
+        lambda: nn.GRUCell(4, 3),
+        ROWS,
+        lambda m, x: ops.gru(x[:, None], *m.parameters())[:, 0],
+    ),
+    "LSTMCell": (
+        lambda: First(nn.LSTMCell(4, 3)),
+        ROWS,
+        lambda m, x: ops.lstm(x[:, None], *m.parameters())[:, 0],
+    ),
+    "ELU": (lambda: nn.ELU(0.5), ROWS, lambda m, x: ops.elu(x, 0.5)),
+    "Softplus": (lambda: nn.Softplus(2, 1), ROWS, lambda m, x: ops.softplus(x, 2, 1)),
+    "Conv3d": (
+        lambda: nn.Conv3d(4, 6, (1, 3, 2), 2, (0, 1, 0), 1, 2),
+        IMAGES[:, None],
+        lambda m, x: ops.conv2d(x[:, 0], m.weight[0], m.bias, 2, (1, 0), 1, 2)[:, None],
+    ),
+    "MaxPool1d": (
+        lambda: nn.MaxPool1d(3, 1),
+        SEQUENCES,
+        lambda m, x: maximum(maximum(x[:, :-2], x[:, 1:-1]), x[:, 2:]),
+    ),
+    "AvgPool1d": (
+        lambda: nn.AvgPool1d(2, padding=1),
+        SEQUENCES,
+        lambda m, x: x.pad(((0, 0), (1, 0), (0, 0))).reshape(2, 3, 2, 4).mean(2),
+    ),
+    "InstanceNorm": (
+        lambda: nn.InstanceNorm(4),
+        IMAGES,
+        lambda m, x: grouped(x.reshape(2, 36, 4, 1)).reshape(2, 6, 6, 4),
+    ),
     "Conv2d of the same size": (
         lambda: nn.Conv2d(4, 6, (3, 5), padding="same", dilation=(2, 1)),
         IMAGES,

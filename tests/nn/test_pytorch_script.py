@@ -10,7 +10,8 @@ import pytest
 
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
-from nnmpi.base.errors import DeviceError, GraphError, UsageError
+from nnmpi.base.errors import DeviceError, GraphError, ShapeError, UsageError
+from tests.device.here import on_device
 
 
 def test_reprs_say_what_it_is() -> None:
@@ -137,7 +138,16 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "betas": lambda: typed.optim.Adam(model.storage, betas=0.9),
         "model.storage, or model.parameters": lambda: typed.optim.SGD(list(model.parameters()), 1),
         "dropout needs a key": lambda: typed.ops.dropout(x, p=0.1),
-        "reduction is one of": lambda: typed.nn.CrossEntropyLoss(np.ones(3)),
+        "argument of their own: weight=": lambda: typed.ops.cross_entropy(x, 0, np.ones(3)),
+        "state is a pair: h, c = cell": lambda: typed.nn.LSTMCell(3, 2)(x[None], x[None]),
+        "weight has shape (3,); give one for each of 2": lambda: typed.ops.cross_entropy(
+            x[None], np.array([1]), weight=[1, 2, 3]
+        ),
+        "one or three whole numbers, not (1, 2)": lambda: typed.nn.Conv3d(2, 2, (1, 2)),
+        "nonlinearity is 'tanh' or 'relu', not 'gelu'": lambda: typed.nn.RNN(2, 2, 1, "gelu"),
+        "several values of each channel": lambda: typed.nn.InstanceNorm2d(2)(x.reshape(1, 1, 2)),
+        "MaxPool1d needs (batch, time, channels)": lambda: typed.nn.MaxPool1d(2)(x),
+        "give reduction='sum' by its name": lambda: typed.nn.CrossEntropyLoss("sum"),
         "reduction 'average'": lambda: typed.nn.MSELoss("average"),
         "odd kernel_size": lambda: typed.nn.Conv2d(1, 3, 4, padding="same"),
         "features cannot have 4 heads": lambda: typed.nn.CausalSelfAttention(6, 4),
@@ -152,6 +162,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "heads is '2'": lambda: typed.nn.MultiheadAttention(4, "2"),
         "hidden is '8'": lambda: typed.nn.TransformerBlock(4, 2, "8"),
         "ranks is '2'; give a whole": lambda: typed.simulate(print, "2"),
+        **({} if on_device() else {"[0, 1], not 1.0 to 2.0": lambda: typed.nn.BCELoss()(x, x)}),
         "max_norm is '1'": lambda: typed.optim.clip_by_global_norm([np.ones(3)], "1"),
         "'swish' is unknown": lambda: typed.nn.activation("swish"),
         "with_state": lambda: typed.nn.LSTM(4, 4)(np.ones((2, 3, 4), np.float32), (None, None)),
@@ -165,7 +176,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         "seed is 'a'; give a whole number": lambda: nn.Linear(1, 1).initialize(cast(Any, "a")),
     }
     for words, call in calls.items():
-        with pytest.raises(UsageError, match=re.escape(words)):
+        with pytest.raises((UsageError, ShapeError), match=re.escape(words)):
             call()
     for owner, name, told in (
         (nnmpi, "Workr", "did you mean 'Worker'"),

@@ -77,6 +77,32 @@ def gru(draw: Draw) -> Case:
     return Case(ops.gru, arrays(draw, anywhere, sizes[: draw(st.integers(5, 6))]))
 
 
+def rnn(draw: Draw) -> Case:
+    """With and without a first state; a ReLU away from its kink."""
+    n, time, i, o = (draw(st.integers(1, most)) for most in (3, 3, 2, 2))
+    sizes = [(n, time, i), (i, o), (o, o), (o,), (n, o)]
+    inputs, kind = arrays(draw, anywhere, sizes[: draw(st.integers(4, 5))]), "tanh"
+    if draw(st.booleans()):
+        kind, inputs = "relu", [abs(item) + 0.1 for item in inputs]
+    return Case(lambda *t: ops.rnn(*t[:4], *t[4:] or (None,), kind), inputs)
+
+
+def conv3d(draw: Draw) -> Case:
+    """Every option, different for each axis; also no volume at all."""
+    groups, n = draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    c, o = (groups * draw(st.integers(1, 2)) for _ in range(2))
+    kernel, stride, dilation = ([draw(st.integers(1, 2)) for _ in range(3)] for _ in range(3))
+    padding = [draw(st.integers(0, 1)) for _ in range(3)]
+    sides = [
+        max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 2))
+        for k, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
+    shapes = [(n, *sides, c), (*kernel, c // groups, o), (o,)]
+    inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
+    options = (tuple(stride), tuple(padding), tuple(dilation), groups)
+    return Case(lambda x, weight, bias=None: ops.conv3d(x, weight, bias, *options), inputs)
+
+
 def conv2d(draw: Draw, alone: bool = False) -> Case:
     """Every option, different for rows and columns; also no image at all, and borders wider than
     the kernel.
@@ -242,22 +268,42 @@ def cross_entropy(draw: Draw) -> Case:
     if ignore == -1:
         labels = np.where(rng.random(rows_shape) < draw(st.sampled_from((0.5, 1.0))), -1, labels)
     options = (draw(st.sampled_from(REDUCTIONS)), ignore, draw(st.sampled_from((0.0, 0.1))))
+    weight = draw(st.sampled_from((None, rng.random(classes))))
     return Case(
-        lambda x: ops.cross_entropy(x, labels, *options),
+        lambda x: ops.cross_entropy(x, labels, *options, weight),
         [array(draw, anywhere, (*rows_shape, classes))],
     )
 
 
-def error(function, apart=0.0):
+def nll(draw: Draw) -> Case:
+    """Every reduction, with weights and labels that are ignored."""
+    rows_shape, classes = draw_shape(draw, most=2), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    labels = rng.choice([-100, *range(classes)], rows_shape)
+    weight = draw(st.sampled_from((None, rng.random(classes))))
+    reduction = draw(st.sampled_from(REDUCTIONS))
+    return Case(
+        lambda x: ops.nll(x, labels, reduction, weight=weight),
+        [array(draw, anywhere, (*rows_shape, classes))],
+    )
+
+
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return numbers between 0.1 and 0.9."""
+    return rng.uniform(0.1, 0.9, shape)
+
+
+def error(function, apart=0.0, values=anywhere):
     """Return a builder for a loss of two tensors of one shape; the target is a tensor or an array.
 
     Args:
         apart: what lies between them at least, for losses whose slope jumps where they are equal.
+        values: of the elements.
     """
 
     def build(draw: Draw) -> Case:
         size, reduction = draw_shape(draw), draw(st.sampled_from(REDUCTIONS))
-        x, target = arrays(draw, anywhere, (size, size))
+        x, target = arrays(draw, values, (size, size))
         if apart:
             target = x + np.where(np.signbit(target), -apart, apart) + np.clip(target, -1, 1)
         if draw(st.booleans()):
@@ -294,6 +340,8 @@ OPS: list[Row] = [
         default=unary(ops.leaky_relu, nonzero),
         slope=unary(lambda x: ops.leaky_relu(x, 0.3), nonzero),
     ),
+    *rows("ops.elu", any=unary(lambda x: ops.elu(x, 0.7), nonzero)),
+    *rows("ops.softplus", any=unary(lambda x: ops.softplus(x, 1.5))),
     *rows("ops.sigmoid", one=unary(ops.sigmoid)),
     *rows("ops.tanh", one=unary(ops.tanh)),
     *rows("ops.silu", one=unary(ops.silu)),
@@ -306,6 +354,8 @@ OPS: list[Row] = [
     *rows("ops.linear_transposed", any=linear_transposed),
     *rows("ops.lstm", any=lstm),
     *rows("ops.gru", any=gru),
+    *rows("ops.rnn", any=rnn),
+    *rows("ops.conv3d", any=conv3d),
     *rows("ops.conv2d", any=conv2d, depthwise=partial(conv2d, alone=True)),
     *rows("ops.conv_transpose2d", any=conv_transpose2d),
     *rows("ops.conv_relu", any=conv_relu_pool),
@@ -323,6 +373,9 @@ OPS: list[Row] = [
     *rows("ops.mae", any=error(ops.mae, 3.0)),
     *rows("ops.huber", any=error(ops.huber, 3.0)),
     *rows("ops.binary_cross_entropy", any=error(ops.binary_cross_entropy)),
+    *rows("ops.nll", any=nll),
+    *rows("ops.binary_nll", any=error(ops.binary_nll, values=probabilities)),
+    *rows("ops.kl_div", any=error(ops.kl_div, values=probabilities)),
     *rows("ops.dropout", any=dropout_case),
     *rows("ops.embedding", any=embedding_case),
 ]

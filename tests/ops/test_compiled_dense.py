@@ -163,14 +163,12 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
     assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
 
 
-@pytest.mark.parametrize("kernel", [(3, 3), (7, 2), (1, 5)])
+@pytest.mark.parametrize("kernel", [(3, 3), (4, 2), (1, 5)])
 @pytest.mark.parametrize("stride, dilation", [(1, 1), ((2, 3), 1), (1, (1, 2)), ((3, 2), 2)])
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
 @pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])
 def test_depthwise_convolution(sizes, padding, stride, dilation, kernel, compiled_calls):
     """Of images whose last rows and columns no window sees, too."""
-    if (kernel[0] - 1) * np.max(dilation) >= sizes[1]:
-        pytest.skip("a kernel of more rows than the images have")
     rng = np.random.default_rng(0)
     shapes = sizes, (*kernel, 1, sizes[3]), sizes[3]
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]

@@ -53,8 +53,6 @@ def trained(group: Group, stage: int) -> dict[str, Any]:
     )
     parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     optimizer = Muon(model.storage, lr=0.02)
-    if not stage:
-        optimizer.ranks = group
     for _ in range(STEPS):
         model.zero_grad()
         loss = cross_entropy(model(tokens % 11), (tokens + 3) % 11, reduction="sum")
@@ -72,6 +70,17 @@ def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -
     serial, shared = trained(group.split(group.rank), 0), trained(group, stage)
     wrong = [name for name in serial if not np.array_equal(serial[name], shared[name])]
     assert group.gather(wrong) == [[]] * group.size
+
+
+@pytest.mark.both_worlds(max_size=3)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_after_a_release_a_rank_deals_only_what_is_sharded(group: Group, stage: int) -> None:
+    model = whole().initialize(seed=3)
+    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+    dealt = model.storage.replicas
+    parallel.release()
+    right = [dealt is group, model.storage.replicas is (group if stage else None)]
+    assert group.gather(right) == [[True, True]] * group.size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
@@ -131,7 +140,10 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
 
     def fused() -> None:
         model = mlp([4], 3, [8]).initialize(seed=0)
-        Worker(model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True))
+        worker = Worker(
+            model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True)
+        )
+        raise LayoutError(worker.notice)
 
     def served() -> None:
         model = mlp([4], 3, [8]).initialize(seed=0)
@@ -143,7 +155,7 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
             "whole matrices, but this rank has only part of 1.weight; leave tp at 1",
             sharded_layers,
         ),
-        (LayoutError, "fused update cannot be combined with Muon", fused),
+        (LayoutError, "not fused: Muon updates whole matrices", fused),
         (
             UsageError,
             "with asp a server updates flat arrays, but Muon takes whole matrices; give sync bsp",

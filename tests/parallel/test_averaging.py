@@ -167,12 +167,12 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
     right = [
         close(flat(model.storage.data), flat(full.storage.data)),
-        not plain.optimizer.extra_slots,
+        not plain.storage.extra_slots,
     ]
     assert everywhere(group, right), right
     for item in (outer, plain):
         item.release()
-    assert not outer.optimizer.extra_slots  # another strategy finds the optimizer's own state
+    assert not outer.storage.extra_slots  # another strategy finds the optimizer's own state
 
 
 @pytest.mark.simulated(min_size=2)
@@ -349,3 +349,19 @@ def test_waiting_for_a_late_rank_leaves_the_core_alone(group: Group) -> None:
         used = group.gather(time.process_time() - began)
         assert max(used) < 0.6 * late_s, used
         averaging.release()
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_gossip_binds_its_messages_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each step, which would make a scratch array as long as the model."""
+    model = nn.Linear(3, 2).initialize(seed=0)
+    mixing = Gossip(group, model.storage, optim.SGD(model.storage, lr=0.1))
+    bound: list[str] = []
+    old = mixing.group.bind
+    monkeypatch.setattr(mixing.group, "bind", lambda *args: bound.append("") or old(*args))
+    counts = []
+    for step in range(4):
+        mixing.after_step(step, 1)
+        counts.append(len(bound))
+    mixing.release()
+    assert counts == [counts[0]] * 4 and counts[0] > 0

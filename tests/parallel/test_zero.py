@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
+from nnmpi.parallel.zero.storage import ShardedStorage, cut_units, predict_bytes, sharded
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
-from tests.equivalence.reference import Setup, differences, run
-from tests.equivalence.rows import ZERO
+from tests.equivalence.reference import Setup, batches, build, differences, run
+from tests.equivalence.rows import GPT, LIMITED, ZERO
 from tests.harness.refusals import told
 
 TOKENS, TIME = 13, 6
@@ -249,14 +250,10 @@ def test_what_does_not_go_with_it_is_refused() -> None:
             Worker(where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where)
         where.model.initialize(seed=0, storage=where.storage)
         optimizer = optim.SGD(where.model.storage, lr=1.0)
-        with pytest.raises(UsageError, match="leave one of them out"):
-            Worker(
-                where.model,
-                optimizer,
-                group,
-                exchange=GradientExchange(fused_update=True),
-                arrangement=where,
-            )
+        exchange = GradientExchange(fused_update=True)
+        worker = Worker(where.model, optimizer, group, exchange=exchange, arrangement=where)
+        assert worker.notice.startswith("the update is not fused: it needs replicas")
+        worker.release()
 
     simulate(main, 2)
 
@@ -309,12 +306,14 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> None:
-    layout = Layout(dp=2, zero=stage, activation_memory=10**7)
-    with pytest.raises(
-        UsageError, match="replaced this model's forward, .* make the model an nn.Sequential"
-    ):
-        simulate(partial(run, Setup(lambda *_: Plain()), layout=layout), 2)
+def test_a_model_that_is_one_unit_is_one_segment(stage: int) -> None:
+    """Which a pass's program gathers, also where the model's own forward computes it."""
+    setup = Setup(lambda *_: Plain())
+    (serial,) = simulate(lambda group: run(setup, group), 1)
+    for options in ({}, {"activation_memory": 10**7}, {"activation_memory": "least"}):
+        layout = Layout(dp=2, zero=stage, **options)
+        parallel = simulate(partial(run, setup, layout=layout, allreduce="ring"), 2)
+        assert not differences(parallel[0], serial, setup)
 
 
 @pytest.mark.host_only("windows are of the host's memory")
@@ -407,3 +406,52 @@ def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: P
         formula = re.sub(r"(\d) (?=[PU(])", r"\1 * ", formulas[not apart])
         expected = eval(formula, {"P": elements, "N": ranks, "U": 0, "A": 0, "B": 0})
         assert held[stage] == pytest.approx(expected, rel=1e-3), stage
+
+
+def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many units there are: all of stage 1 are summed between two."""
+    waits: Counter[int] = Counter()
+
+    def wait(self: ShardedStorage, old: Callable[..., None]) -> None:
+        waits[self.ranks.rank] += 1
+        old(self)
+
+    old = ShardedStorage.wait_for_others
+    monkeypatch.setattr(ShardedStorage, "wait_for_others", lambda self: wait(self, old))
+
+    def main(group: Group) -> None:
+        where = arrange(models.mlp((6,), 3, hidden=[8] * 5), group, Layout(zero=1, unit_bytes=1))
+        model = where.model.initialize(seed=0, storage=where.storage)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+        for _ in range(2):
+            waits[group.rank] = 0
+            worker.step(np.ones((4, 6)), np.arange(4) % 3)
+
+    simulate(main, 2)
+    assert max(waits.values()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", Layout(dp=2, pp=2, split=(4, 4), zero=3, unit_bytes=1)),
+        ("gpt", Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="zb-v", zero=2)),
+        ("experts", Layout(dp=3, pp=1, zero=3, expert_parallel=True)),
+        ("experts", Layout(dp=2, pp=2, split=(4, 4), zero=3, expert_parallel=True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["auto", "ring"])
+def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> None:
+    """To the byte, also where ranks hold other parts: a stage, an expert."""
+    setup = GPT if name == "gpt" else LIMITED
+
+    def main(group: Group) -> None:
+        worker = build(setup, group, layout, allreduce=way)
+        for batch in islice(batches(setup, worker), 2):
+            worker.step(batch)
+        report = worker.ledger.report()
+        assert report.predicted
+        assert {kind: report.held[kind] for kind in report.predicted} == report.predicted
+
+    simulate(main, (layout.dp or 1) * (layout.pp or 1))

@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 from nnmpi.base.errors import ScheduleError
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import add_transfers, lower, place_reductions
-from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Fused, Instruction, Item, Kind, Schedule
+from nnmpi.schedule.schedule import (
+    BACKWARD,
+    COMPUTE,
+    RECEIVES,
+    WEIGHTS,
+    Fused,
+    Instruction,
+    Item,
+    Kind,
+    Schedule,
+)
 from nnmpi.schedule.schedules import make
-from tests.schedule.every import KINDS, lowered
+from tests.schedule.every import KINDS, in_units, lowered
 
 Programs = list[list[Item]]
 
@@ -180,6 +190,47 @@ def test_what_is_dropped_or_doubled_is_noticed(data: st.DataObject) -> None:
     assert _is_refused(
         spoiled(schedule, lambda programs: programs[rank].insert(to, programs[rank][at]))
     )
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_units_are_gathered_summed_and_freed(data: st.DataObject) -> None:
+    """And no instruction of it can be dropped, doubled or exchanged with its neighbour unseen."""
+    name, virtual = data.draw(st.sampled_from([(n, v) for n, v in KINDS if n != "pipedream"]))
+    sizes = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
+    gathers = data.draw(st.booleans())
+    schedule = in_units(name, *sizes, virtual, data.draw(st.integers(1, 3)), gathers)
+    check(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    program = schedule.programs[rank]
+    at = data.draw(st.integers(0, len(program) - 1))
+    assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__delitem__(at)))
+    assert _is_refused(
+        spoiled(schedule, lambda programs: programs[rank].insert(at, programs[rank][at]))
+    )
+    if not gathers or at + 1 == len(program):
+        return
+    one, other = (
+        item.kind if isinstance(item, Instruction) else None for item in program[at : at + 2]
+    )
+    if {one, other} <= {*COMPUTE, *WEIGHTS} and program[at].stage == program[at + 1].stage:
+
+        def exchange(programs: list[list[Item]]) -> None:
+            programs[rank][at : at + 2] = reversed(program[at : at + 2])
+
+        assert _is_refused(spoiled(schedule, exchange)) or {one, other} == {Kind.FREE, Kind.GATHER}
+
+
+def test_gradients_are_summed_before_the_next_backward() -> None:
+    """They pass through the same memory."""
+    schedule = in_units("1f1b", 1, 1, 1, 2, gathers=False)
+    text = " ".join(map(str, schedule.programs[0]))
+    assert "1B0 1REDUCE0 0B0 0REDUCE0" in text
+    program = list(schedule.programs[0])
+    at = program.index(Kind.REDUCE.at(1, 0))
+    program[at : at + 2] = reversed(program[at : at + 2])
+    with pytest.raises(ScheduleError, match="0B0 comes before the gradients of 1B0 are summed"):
+        check(replace(schedule, programs=(tuple(program),)))
 
 
 @settings(max_examples=100)

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import UsageError
-from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
+from nnmpi.schedule.lower import (
+    add_transfers,
+    fuse,
+    lower,
+    place_reductions,
+    shard_weights,
+    split_stages,
+)
 from nnmpi.schedule.schedule import (
     TRANSFERS,
     Instruction,
@@ -46,6 +53,13 @@ from nnmpi.schedule.schedules import make
             lower(make("1f1b", 2, 2)),
             1,
             "1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP",
+        ),
+        # two segments: the second is gathered while the first computes, and stays for its backward
+        (
+            shard_weights(lower(split_stages(make("1f1b", 1, 1), (2,))), gathers=True),
+            0,
+            "0GATHER0 1GATHER0 0F0 0FREE0 1F0 0GATHER0 1B0 1REDUCE0 1FREE0 0B0 0REDUCE0 0FREE0"
+            " 0STEP 1STEP",
         ),
         # as the module's docstring shows it
         (

@@ -63,18 +63,15 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
     [pytest.param(name, marks=pytest.mark.needs_ranks(LAYOUTS[name][0])) for name in LAYOUTS],
 )
 def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
-    """Weights and the optimizer's state at the end, whatever the seed."""
+    """Weights and the optimizer's state at the end, though messages come in another order."""
     ranks, words = LAYOUTS[name]
     if group.size != ranks:
         return
     job = Path(group.share(str(tmp_path / "job")))
     main([*SHORT.split(), *words.split(), "--out", str(job)], group)
-    result = [
-        group.is_root and arrays(simulated(tmp_path, f"{SHORT} {words}", ranks, seed))
-        for seed in range(2)
-    ]
+    result = group.is_root and arrays(simulated(tmp_path, f"{SHORT} {words}", ranks, seed=1))
     group.barrier()
-    assert not group.is_root or result == [arrays(job)] * 2
+    assert not group.is_root or result == arrays(job)
 
 
 def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

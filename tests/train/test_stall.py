@@ -52,12 +52,15 @@ def awake(shape, classes):
 def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_path: Path) -> None:
     """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
     (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "sitecustomize.py").write_text(
+        "from nnmpi.comm import world\nworld.WARNING_S = 4.0  # not ten\n"
+    )
     asleep = fault.startswith("asleep")
     words = (
         f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit"
         " --allreduce ring "
     )
-    words += f"--out {tmp_path}/run --stall-limit 12 --log-every 1"
+    words += f"--out {tmp_path}/run --stall-limit 6 --log-every 1"
 
     def stop() -> None:
         send(signal.SIGSTOP, str(tmp_path), "ranks", rank=0)

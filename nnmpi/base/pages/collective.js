@@ -1,4 +1,4 @@
-// DATA: {operation, ranks, first, alpha, beta, algorithms:
+// DATA: {operation, ranks, bytes, first, alpha, beta, algorithms:
 //   {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
 //
 // animation: {begins: [rank][chunk], rounds, messages:
@@ -11,7 +11,7 @@ const names = Object.keys(DATA.algorithms);
 const sizes = [...new Set(names.flatMap((name) => Object.keys(DATA.algorithms[name].costs)))]
   .map(Number)
   .sort((a, b) => a - b);
-const settings = { ranks: DATA.ranks, bytes: 2 ** 20, alpha: DATA.alpha, beta: DATA.beta };
+const settings = { ranks: DATA.ranks, bytes: DATA.bytes, alpha: DATA.alpha, beta: DATA.beta };
 const lineColour = (name) => colour(names.indexOf(name), names.length);
 const price = ([latencies, parts]) =>
   latencies * settings.alpha + parts * settings.bytes * settings.beta;
@@ -39,7 +39,10 @@ function panel(name) {
       figures.textContent = cost
         ? `${seconds(price(cost))} in all`
         : `not right on ${several(ranks, "rank")}`;
-      caption.textContent = cost ? `steps are drawn for up to ${DATA.drawn} ranks` : "";
+      caption.textContent = cost
+        ? `${several(cost[0], "message")} one after another, ${number(cost[1])} buffers' bytes; ` +
+          `steps are drawn for up to ${DATA.drawn} ranks`
+        : "";
       return;
     }
     const done = Math.min(at, animation.rounds);
@@ -204,6 +207,8 @@ function showCosts() {
       y: seconds,
       logX: true,
       logY: true,
+      titleX: "bytes of a buffer",
+      titleY: "seconds of the collective, and where two cross",
       marks,
       at: settings.bytes,
       ticksX: [2 ** 6, 2 ** 12, 2 ** 18, 2 ** 24, 2 ** 29],
@@ -216,11 +221,7 @@ function showCosts() {
       .map((mark) => mark.text)
       .join("; ") || "no two of them cross";
   table.replaceChildren(
-    el(
-      "tr",
-      {},
-      ...["", "latencies", "buffers sent", "seconds"].map((text) => el("th", {}, text)),
-    ),
+    el("tr", {}, ...["", "latencies", "buffers sent", "seconds"].map((text) => el("th", {}, text))),
     ...known
       .map((name) => [name, DATA.algorithms[name].costs[settings.ranks]])
       .sort((a, b) => price(a[1]) - price(b[1]))
@@ -230,7 +231,7 @@ function showCosts() {
           {},
           el("td", {}, name),
           el("td", { class: "number" }, latencies),
-          el("td", { class: "number" }, Number(part.toPrecision(4))),
+          el("td", { class: "number" }, number(part)),
           el("td", { class: "number" }, seconds(price([latencies, part]))),
         ),
       ),
@@ -300,4 +301,5 @@ PAGE.append(
   ),
 );
 refresh();
+control.go(1); // the first messages have arrived: a still picture shows what moves
 addEventListener("resize", refresh);

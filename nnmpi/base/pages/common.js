@@ -42,6 +42,8 @@ function short(value, units) {
   const [unit, size] = units.find(([, size]) => value >= size) || units[units.length - 1];
   return `${Number((value / size).toPrecision(3))} ${unit}`;
 }
+const number = (value) =>
+  value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const seconds = (s) =>
   s === 0
     ? "0 s"
@@ -165,16 +167,17 @@ function ticks(from, to, log) {
       (_, i) => 10 ** (first + i * by),
     );
   }
-  const rough = (to - from) / 4 || 1,
+  const rough = (to - from) / 5 || 1,
     unit = 10 ** Math.floor(Math.log10(rough));
   const by = [1, 2, 5, 10].find((item) => item * unit >= rough) * unit;
   const first = Math.ceil(from / by - 1e-9);
   return Array.from({ length: Math.floor(to / by + 1e-9) - first + 1 }, (_, i) => (first + i) * by);
 }
 
-// Draw lines [{name, colour, points: [[x, y]]}] over x. `marks` are [{x, y, text}], `at` is the x
-// of a vertical line, `ticksX` and `ticksY` are the labelled x and y. `zero`: y begins at 0. `words`
-// (line, point) is what a point says under the pointer.
+// Draw lines [{name, colour, points: [[x, y]]}] over x; those behind the first are dashed, so that
+// none hides another. `titleX` and `titleY` are the axes' titles, `marks` are [{x, y, text}], `at` is
+// the x of a vertical line, `ticksX` and `ticksY` are the labelled x and y. `whole`: x is counted.
+// `zero`: y begins at 0. `words` (line, point) is what a point says under the pointer.
 function chart(
   width,
   lines,
@@ -188,6 +191,9 @@ function chart(
     height = 260,
     ticksX = null,
     ticksY = null,
+    titleX = "",
+    titleY = "",
+    whole = false,
     zero = false,
     words = null,
   },
@@ -206,13 +212,22 @@ function chart(
     [y0, y1] = range(1, logY);
   const left = 62,
     right = 10,
-    top = 8,
-    bottom = 34;
+    top = titleY ? 26 : 8,
+    bottom = titleX ? 44 : 34;
   const part = (value, from, to, log) =>
     log ? Math.log(value / from) / Math.log(to / from) : (value - from) / (to - from);
   const px = (value) => left + part(value, x0, x1, logX) * (width - left - right);
   const py = (value) => height - bottom - part(value, y0, y1, logY) * (height - top - bottom);
-  const picture = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const picture = draw(
+    "svg",
+    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
+    draw("text", { x: 0, y: 12, class: "soft axis" }, titleY),
+    draw(
+      "text",
+      { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle", class: "soft axis" },
+      titleX,
+    ),
+  );
   const labelled = ticksY && ticksY.filter((value) => value >= y0 && value <= y1);
   for (const value of labelled || ticks(y0, y1, logY)) {
     picture.append(
@@ -232,14 +247,14 @@ function chart(
   }
   let last = -Infinity;
   for (const value of ticksX || ticks(x0, x1, logX)) {
-    if (px(value) - last < 60) continue;
+    if (px(value) - last < 60 || (whole && value % 1)) continue;
     last = px(value);
     picture.append(
       draw(
         "text",
         {
           x: px(value),
-          y: height - 14,
+          y: height - bottom + 20,
           "text-anchor": px(value) > width - 40 ? "end" : "middle",
           class: "soft",
         },
@@ -258,7 +273,7 @@ function chart(
         "stroke-dasharray": "4 3",
       }),
     );
-  for (const line of lines) {
+  for (const [i, line] of lines.entries()) {
     const path = line.points
       .map(([a, b], i) => `${i ? "L" : "M"}${px(a).toFixed(1)} ${py(b).toFixed(1)}`)
       .join("");
@@ -268,18 +283,25 @@ function chart(
         fill: "none",
         stroke: line.colour,
         "stroke-width": 2,
+        "stroke-dasharray": i ? `${4 + 3 * i} ${4 + i}` : null,
         "data-name": line.name,
       }),
     );
-    if (line.points.length === 1)
-      picture.append(
-        draw("circle", {
-          cx: px(line.points[0][0]),
-          cy: py(line.points[0][1]),
-          r: 3,
-          fill: line.colour,
-        }),
-      );
+    if (line.points.length !== 1) continue;
+    const [[a, b]] = line.points,
+      isLeft = px(a) > width / 2;
+    picture.append(
+      draw("circle", { cx: px(a), cy: py(b), r: 3, fill: line.colour }),
+      draw(
+        "text",
+        {
+          x: px(a) + (isLeft ? -7 : 7),
+          y: Math.max(py(b), top + 8) + 4,
+          "text-anchor": isLeft ? "end" : "start",
+        },
+        y(b),
+      ),
+    );
   }
   for (const line of words ? lines : [])
     for (const point of line.points)

@@ -126,7 +126,8 @@ class Picture:
         return "\n".join(lines).rstrip()
 
     def save(self, file: Path) -> None:
-        """Write the picture to a file; see `new_figure` and `save_figure`."""
+        """Write the picture to a file; see `save_figure`."""
+        check_figure(file)
         figure = new_figure(7, 1.3 + 0.32 * len(self.rows))
         from matplotlib import rc_context
 
@@ -188,14 +189,24 @@ class Picture:
         figure.legend(loc="outside lower left", ncols=6, frameon=False, fontsize=8)
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Return a matplotlib figure of this size in inches.
+def check_figure(file: Path | None) -> None:
+    """Refuse a figure that cannot be made, before anything is computed for it; None is none.
 
     Raises:
-        UsageError: without matplotlib.
+        UsageError: without matplotlib, and for another suffix than those of `ENDINGS`.
     """
+    if file is None:
+        return
     if find_spec("matplotlib") is None:
-        raise UsageError("pictures in files are drawn by matplotlib; pip install matplotlib")
+        raise UsageError(f"{file} is drawn by matplotlib; pip install matplotlib")
+    if file.suffix not in ENDINGS:
+        raise UsageError(
+            f"{file} must end in {', '.join(ENDINGS)}; give another name, such as picture.svg"
+        )
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return a matplotlib figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -205,12 +216,9 @@ def save_figure(figure: Any, file: Path) -> None:
     """Write a figure to a .svg, .png or .pdf file.
 
     Raises:
-        UsageError: for another suffix, and for a file that cannot be written.
+        UsageError: as `check_figure`, and for a file that cannot be written.
     """
-    if file.suffix not in ENDINGS:
-        raise UsageError(
-            f"{file} must end in {', '.join(ENDINGS)}; give another name, such as picture.svg"
-        )
+    check_figure(file)
     with raised_as(
         UsageError, f"{file} cannot be written", "give another file, such as picture.svg"
     ):

@@ -37,7 +37,7 @@ const lineColour = (name) => colour(names.indexOf(name), names.length);
 function grid(width, { actions }, at) {
   const left = Math.min(130, 14 + 7 * Math.max(...titles.map((name) => name.length))),
     high = 22;
-  const wide = Math.max(6, Math.min(28, (width - left) / actions.length));
+  const wide = Math.max(10, Math.min(28, (width - left) / actions.length)); // room for a letter
   const picture = draw("svg", {
     width: left + wide * actions.length,
     height: high * DATA.layers.length + 4,
@@ -71,7 +71,7 @@ function grid(width, { actions }, at) {
             draw("title", {}, i === layer ? `${act}${layer}: ${WORDS[act]}` : titles[i]),
           ),
         );
-      if (wide > 9 && /[A-Za-z]/.test(sign))
+      if (/[A-Za-z]/.test(sign))
         picture.append(
           draw(
             "text",
@@ -221,6 +221,8 @@ function refresh() {
       x: bytes,
       y: seconds,
       at: DATA.budgets[settings.budget],
+      titleX: "budget",
+      titleY: "seconds of a pass",
       height: 200,
       ticksX: [DATA.budgets[0], DATA.budgets.at(-1)],
     }),

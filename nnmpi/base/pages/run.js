@@ -1,13 +1,12 @@
 // DATA: {head: [[name, text]], results, times: {part: seconds}, memory: {kind: bytes}, evaluation,
-//   charts: [{title, accuracy, along, lines: [{name, points}]}], options: [[option, value]], commands,
+//   charts: [{title, accuracy, lines: [{name, points: [[step, seconds, value]]}]}],
+//   options: [[option, value]], commands,
 //   names: of a step's parts, whose: the times are, parts: [[step, seconds of each]],
 //   staleness: {heights: [worker][staleness], mean, max}}
 
 const COLOURS = ["#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"]; // legible in both themes
 const PAINT = { other: "#6b7785" };
 DATA.names.forEach((name, i) => (PAINT[name] = COLOURS[i]));
-const number = (value) =>
-  value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const card = (title, ...content) =>
   el("section", { class: "card" }, el("h2", {}, title), ...content);
 const rows = (pairs) =>
@@ -45,6 +44,8 @@ function barsOf(values, words) {
   );
 }
 
+const settings = { along: "steps" };
+
 // Append a card with lines [{name, points}]; a point says its values under the pointer.
 function curves(grid, title, lines, along, options = {}) {
   const drawn = lines.map((line, i) => ({
@@ -58,10 +59,12 @@ function curves(grid, title, lines, along, options = {}) {
     chart(place.clientWidth || 320, drawn, {
       x: number,
       y,
+      titleX: along,
+      titleY: title.split(":")[0].toLowerCase(),
+      whole: along !== "seconds",
       words: (line, point) => `${line.name}: ${y(point[1])}, ${number(point[0])} ${along}`,
       ...options,
     }),
-    el("p", { class: "soft" }, `over ${along}`),
     drawn.length > 1 ? legend(drawn) : "",
   );
 }
@@ -70,7 +73,7 @@ const percent = (share) => `${Number((100 * share).toPrecision(5))} %`;
 
 // Return accuracies as 1 / error, whose logarithm grows with each error less: 97 and 99 % are far
 // apart. A perfect one is drawn as half of the least error.
-function byErrors({ along, lines }) {
+function byErrors(lines, along) {
   const errors = lines.flatMap((line) => line.points.map((point) => 1 - point[1]));
   const least = Math.min(1, ...errors.filter((error) => error > 0)) / 2;
   const value = (accuracy) => 1 / Math.max(1 - accuracy, least);
@@ -82,7 +85,7 @@ function byErrors({ along, lines }) {
     lines.map(({ name, points }) => ({ name, points: points.map(([x, a]) => [x, value(a), a]) })),
     {
       logY: true,
-      ticksY: inside.length > 1 ? inside : [low, high],
+      ticksY: inside.length > 1 ? inside : ticks(1 - 1 / low, 1 - 1 / high).map(value),
       y: (n) => percent(1 - 1 / n),
       words: ({ name }, [x, , a]) => `${name}: ${percent(a)}, ${number(x)} ${along}`,
     },
@@ -122,23 +125,86 @@ function confusionOf({ classes, confusion }) {
   );
 }
 
+// Draw bars of counts [kind][value] over the values 0, 1, ..., stacked by kind.
+function histogram(width, heights, titleX, titleY) {
+  const [left, right, top, height] = [62, 10, 26, 260];
+  const values = heights[0].map((_, value) => value);
+  const sums = values.map((value) => heights.reduce((sum, counts) => sum + counts[value], 0));
+  const most = Math.max(...sums, 1),
+    bottom = height - 44;
+  const wide = (width - left - right) / values.length,
+    py = (n) => bottom - (n / most) * (bottom - top);
+  const text = (x, y, words, anchor) =>
+    draw("text", { x, y, "text-anchor": anchor, class: "soft" }, words);
+  const picture = draw(
+    "svg",
+    { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
+    text(0, 12, titleY, "start"),
+    text((left + width - right) / 2, height - 6, titleX, "middle"),
+    ...ticks(0, most)
+      .filter((n) => n % 1 === 0)
+      .map((n) => text(left - 6, py(n) + 4, n, "end")),
+  );
+  const every = Math.ceil(24 / wide);
+  values.forEach((value) => {
+    const x = left + value * wide;
+    let under = 0;
+    if (value % every === 0) picture.append(text(x + wide / 2, bottom + 20, value, "middle"));
+    heights.forEach((counts, kind) => {
+      if (!counts[value]) return;
+      picture.append(
+        draw(
+          "rect",
+          {
+            x: x + wide * 0.1,
+            y: py(under + counts[value]),
+            width: wide * 0.8,
+            height: py(under) - py(under + counts[value]),
+            fill: colour(kind, heights.length),
+            class: "counted",
+          },
+          draw("title", {}, `worker ${kind}: ${several(counts[value], "update")} of age ${value}`),
+        ),
+      );
+      under += counts[value];
+    });
+  });
+  return picture;
+}
+
 function show() {
   const all = Object.values(DATA.times).reduce((sum, item) => sum + item, 0);
   const { peak, ...memory } = DATA.memory;
-  const grid = el("div", { class: "cards" });
-  const results = DATA.results.map((item) => [
-    item.kind === "test" ? "at the end" : `after epoch ${number(item.epoch)}`,
+  const grid = el("div", { class: "cards", style: "margin-bottom:1rem" });
+  const known = (item) =>
     [
-      `loss ${number(item.loss)}`,
       item.accuracy === null ? "" : `accuracy ${(100 * item.accuracy).toFixed(2)} %`,
       item.perplexity === null ? "" : `perplexity ${number(item.perplexity)}`,
-      seconds(item.elapsed_s),
-    ]
-      .filter(Boolean)
-      .join(", "),
-  ]);
+      `loss ${number(item.loss)}`,
+    ].filter(Boolean);
+  const [last, ...earlier] = DATA.results.toReversed();
+  const said = (item) =>
+    `${item.kind === "test" ? "at the end" : `after epoch ${number(item.epoch)}`}, ` +
+    `${seconds(item.elapsed_s)}`;
   PAGE.replaceChildren(
-    card("The run", el("div", { class: "wide" }, rows(DATA.head.concat(results)))),
+    ...(last ? [el("h2", { class: "result" }, `test ${known(last)[0]}`)] : []),
+    ...(last ? [el("p", { class: "soft" }, [...known(last).slice(1), said(last)].join(", "))] : []),
+    ...earlier
+      .filter((item) => item.loss !== last.loss)
+      .map((item) => el("p", { class: "soft" }, `${said(item)}: test ${known(item).join(", ")}`)),
+    ...(DATA.charts.length
+      ? [
+          el(
+            "label",
+            { class: "bar" },
+            "curves over",
+            choice("curves over", ["steps", "seconds"], settings.along, (along) => {
+              settings.along = along;
+              show();
+            }),
+          ),
+        ]
+      : []),
     grid,
   );
   if (all)
@@ -163,23 +229,33 @@ function show() {
   }));
   const used = parts.filter((line) => line.points.some((point) => point[1]));
   if (used.length)
-    curves(grid, "Where a step's time went, over the steps", used, "steps", { y: seconds });
+    curves(grid, "Where a step's time went, over the steps", used, "steps", {
+      y: seconds,
+      titleY: "time of a step",
+    });
+  const { along } = settings;
   for (const item of DATA.charts) {
-    const [drawn, options] = item.accuracy
-      ? byErrors(item)
-      : [item.lines, { zero: /speed/.test(item.title) }];
-    curves(grid, item.title, drawn, item.along, options);
+    const lines = item.lines.map(({ name, points }) => ({
+      name,
+      points: points
+        .map(([step, elapsed, value]) => [along === "steps" ? step : elapsed, value])
+        .filter(([x]) => x !== null),
+    }));
+    const [drawn, options] = item.accuracy ? byErrors(lines, along) : [lines, {}];
+    curves(grid, item.title, drawn, along, options);
   }
-  if (heights.length)
-    curves(
-      grid,
-      `Staleness: ${number(mean)} on average, at most ${max}`,
-      heights.map((local, worker) => ({
-        name: `worker ${worker}`,
-        points: local.map((gradients, n) => [n, gradients]),
-      })),
-      "updates that came between",
+  if (heights.length) {
+    const workers = heights.map((_, i) => ({
+      name: `worker ${i}`,
+      colour: colour(i, heights.length),
+    }));
+    const place = el("div", { class: "chart" });
+    grid.append(card(`Staleness: ${number(mean)} on average, at most ${max}`, place));
+    place.append(
+      histogram(place.clientWidth || 320, heights, "updates that came between", "gradients"),
+      heights.length > 1 ? legend(workers) : "",
     );
+  }
   if (DATA.evaluation.confusion)
     grid.append(
       card(
@@ -187,11 +263,12 @@ function show() {
         confusionOf(DATA.evaluation),
       ),
     );
+  if (DATA.head.length) PAGE.append(card("The run", el("div", { class: "wide" }, rows(DATA.head))));
   if (DATA.options.length)
     PAGE.append(
       el(
         "section",
-        { class: "card", style: "margin-top:1rem" },
+        { class: "card" },
         el("h2", {}, "Options that differ from their defaults"),
         el("div", { class: "wide" }, rows(DATA.options)),
       ),

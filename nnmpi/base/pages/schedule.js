@@ -36,12 +36,32 @@ function panel(name) {
   return self;
 }
 
-// Draw a row per rank: its computation over time, and its number of live activations at `now`.
-function grid(width, animation, now, end) {
+// Return a rank's stages, the first one of its data first.
+const stagesOf = (animation, rank) =>
+  [...new Set(animation.spans.filter((span) => span[0] === rank).map((span) => span[2]))]
+    .filter((stage) => stage !== null)
+    .sort((a, b) => a - b);
+
+// Draw a row per rank: its computation over time, and its number of live activations at `now`. It is
+// so wide that each pass has room for its number; a rank's later stages are darker.
+function grid(room, animation, now, end) {
   const left = 52,
     right = 58,
     high = 30,
     rows = animation.kept.length;
+  const needs = animation.spans.map(
+    ([, , , microbatch, from, to]) =>
+      (7 * String(microbatch ?? "").length + 5) / (to - from || end),
+  );
+  const width = Math.min(
+    Math.max(room, left + right + end * Math.max(...needs)),
+    Math.max(room, 2400),
+  );
+  const stages = animation.kept.map((_, rank) => stagesOf(animation, rank));
+  const fill = (rank, kind, stage) => {
+    const later = Math.max(0, stages[rank].indexOf(stage)) / stages[rank].length;
+    return `color-mix(in oklab, ${FILLS[kind]}, var(--shade) ${Math.round(70 * later)}%)`;
+  };
   const px = (time) => left + (time / end) * (width - left - right);
   const picture = draw("svg", {
     width,
@@ -76,7 +96,7 @@ function grid(width, animation, now, end) {
           width: Math.max(1, wide - 1),
           height: high - 6,
           rx: 2,
-          fill: FILLS[kind],
+          fill: fill(rank, kind, stage),
           opacity: from > now + 1e-9 ? 0.35 : 1,
           stroke: going ? "var(--ink)" : "none",
           "stroke-width": 2,
@@ -113,6 +133,9 @@ function grid(width, animation, now, end) {
       "stroke-width": 1.5,
     }),
   );
+  picture.append(
+    draw("text", { x: left - 6, y: rows * high + 16, "text-anchor": "end", class: "soft" }, "ms"),
+  );
   for (const value of ticks(0, end))
     picture.append(
       draw(
@@ -147,8 +170,8 @@ PAGE.append(
   el(
     "p",
     {},
-    "A number is a microbatch. Pale passes are still to come. A rank keeps an activation from a " +
-      "microbatch's forward to the end of its backward.",
+    "A number is a microbatch. Pale passes are still to come; a rank's later stages are darker. A " +
+      "rank keeps an activation from a microbatch's forward to the end of its backward.",
   ),
   legend(
     Object.entries({

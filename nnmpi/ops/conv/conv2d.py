@@ -5,9 +5,10 @@
                                    v  Conv2dFunction, by the algorithm that `choose` returns
            (n, out_h, out_w, o), with ReLU and max-pooling if fused
 
-The first row that fits is chosen:
+The first row that fits is chosen (docs/speed.md has what each gains):
 
 arrays                      convolution                            algorithm
+NumPy                       a group for each channel               Depthwise; with ReLU: None
 NumPy, float32, `jit` on    3 x 3, even size, ReLU and pooling,    CompiledDirect
                             few channels, x needs no gradient
                             3 x 3, even size, no or 2 x 2          CompiledWinograd
@@ -18,7 +19,6 @@ NumPy                       3 x 3, many channels or groups, size   WinogradNumpy
                             3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
                             groups, even size, no or 2 x 2 pooling
                             ReLU, one group                        Im2colReluPool
-                            a group for each channel, no ReLU      Depthwise
                             no ReLU                                Im2col
 CuPy                        no ReLU                                by `on_device`
 any library                 otherwise                              None: conv2d, max_pool2d and

@@ -16,16 +16,8 @@ on whole planes:
 
     | corner 0: all pixels of the block | corner 1 | corner 2 | corner 3 |      of a 2 x 2 pooling
 
-In channels-last images the pixels under a kernel row are one run of memory. On the host columns are
-such runs, and each kernel row has a product of its own:
-
-    y[i]  =  sum over r of  runs of row i + r  @  W[r]                   runs (rows, pixels, kw c)
-
-Each pixel is then copied kw times, not kh kw times, and W[r] is small enough for products without
-packing (see `backend.gemm`): for 32 images of 16 x 16 and 5 x 5 kernels from 32 to 64 channels, 6.1
-ms instead of 9.7. Columns are whole windows on a device, where larger products are faster, and
-where runs, products or images are small. If the runs are short (few channels), the matrix is stored
-transposed, and the copy runs along the images' rows instead.
+If a window's rows are short (few channels), the matrix is stored transposed, and the copy runs along
+the images' rows instead.
 
 `Im2col` computes any convolution, one group after another. `Im2colReluPool` fuses bias, ReLU and
 max-pooling: it pools each block at once and never stores the convolution's whole result. Backward
@@ -43,7 +35,7 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
@@ -58,58 +50,15 @@ from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 COLUMNS_BYTES = 3 << 18
 DEVICE_BYTES = 1 << 28  # the same on a device, which needs larger products to be busy
 SHORT_RUN = 24  # elements
-LEAST_PRODUCT = 1 << 17  # multiplications; smaller products take less time than their calls
-# By rows, the kernels' gradient has a product for each image, as deep as it has pixels. For 32
-# images of 8 x 8 and 4 x 4 kernels with stride 2 from 128 to 256 channels, whole windows take 0.6
-# of the time; for results of 8 x 8 and 5 x 5 kernels, 1.04.
-LEAST_PIXELS = 64
-
-
-# runs of pixels, each with a matrix (pixels, terms) or a stack of them (images, pixels, terms) for
-# each part of the kernels
-RunsOfPixels: TypeAlias = list[tuple[slice, list[Array]]]
-
-
-class Strip(NamedTuple):
-    """The columns of some rows of a block's images.
-
-    Attributes:
-        rows: of the result, after pooling.
-        pixels: of the convolution: corners, images, rows and columns together.
-        products: the matrices of these pixels.
-    """
-
-    rows: slice
-    pixels: int
-    products: RunsOfPixels
-
-    def multiply(self, xp: Any, kernel: Array, out: Array) -> None:
-        """Write the products with the kernels (parts, terms, o) to `out`, (pixels, o)."""
-        for run, matrices in self.products:
-            for number, matrix in enumerate(matrices):
-                target = out[run]
-                if matrix.ndim == 3:
-                    target = target.reshape(*matrix.shape[:2], out.shape[1])
-                gemm(xp, matrix, kernel[number], target, number > 0)
-
-    def add_to(self, sums: "list[ProductSum]", grad: Array) -> None:
-        """Add the kernels' gradients, one per part, given that of the pixels, (pixels, o)."""
-        for run, matrices in self.products:
-            for total, matrix in zip(sums, matrices, strict=True):
-                if matrix.ndim == 2:
-                    total.add(matrix.T, grad[run])
-                    continue
-                images = grad[run].reshape(*matrix.shape[:2], grad.shape[1])
-                for left, right in zip(matrix, images, strict=True):
-                    total.add(left.T, right)
 
 
 class Columns:
     """The columns of one block of images after another, in the same memory.
 
-        for block in columns.blocks():                  a slice of the images
-            for strip in columns.strips(block):         some of their rows: all, unless images are
-                                                        large
+        for pixels, matrix in columns:      a block of images, or some rows of one of them
+
+        pixels: an index of the result, after pooling: (images, rows)
+        matrix: their windows (corners images rows columns, kh kw c)
 
     Args:
         xp: the array library.
@@ -118,118 +67,59 @@ class Columns:
         outputs: elements of the result per row of columns.
 
     Attributes:
-        out: rows and columns of the result, after pooling.
-        count: images in a block; the last one may have fewer.
-        parts: of the kernels: their rows, if these are multiplied one by one; otherwise 1.
+        length: the most rows of a matrix.
     """
 
     def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
         self._xp, self._x, self._spec = xp, x, spec
-        (n, h, w, c), (top, left), (kh, kw) = x.shape, spec.padding, spec.kernel
-        self.out = spec.pooled_size(h, w)
+        (n, h, w, c), (top, left) = x.shape, spec.padding
+        self._height, width = spec.pooled_size(h, w)
         # each window is one pixel: the images are the columns
         alone = spec[:3] == ((1, 1), (1, 1), (0, 0)) and spec.pool == NO_POOL
         self._is_pixels = alone and x.flags.c_contiguous
-        self._short, host = kw * c < SHORT_RUN, xp.__name__ == "numpy"
-        plane = prod(self.out) * kw * c * outputs  # multiplications of a product by rows
-        large = plane >= LEAST_PRODUCT and prod(self.out) >= LEAST_PIXELS
-        by_rows = host and not self._short and kh > 1 and large
-        self.parts = kh if by_rows else 1
-        # rows of the images: the distance of those that neighbouring rows of the result see, and
-        # the first one that each corner of the pooling and row of the kernels sees
-        self._step = spec.pool[0] * spec.stride[0]
-        self._starts = [
-            [a * spec.stride[0] + r * spec.dilation[0] for r in range(kh)]
-            for a in range(spec.pool[0])
-        ]
-        first = [start for starts in self._starts for start in starts]
-        self._phases = sorted({start % self._step for start in first}) if by_rows else [0]
-        self._more = max(first) // self._step if by_rows else 0
-        width = self.out[1] * spec.pool[1] * kw * c  # elements of a row of columns by rows
-        row = width * (len(self._phases) if by_rows else spec.pool[0] * kh)
-        kernel = kh * kw * c
-        result = self.out[1] * prod(spec.pool) * outputs
-        room = max(COLUMNS_BYTES, kernel * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
-        most = room // (max(1, row + result) * x.dtype.itemsize)  # rows of the result
-        self.count = max(1, min(n, most // max(1, self.out[0] + self._more)))
-        self._strip_rows = max(1, min(self.out[0], most - self._more))
-        size = 0 if self._is_pixels else self.count * (self._strip_rows + self._more) * row
+        self._short, host = spec.kernel[1] * c < SHORT_RUN, xp.__name__ == "numpy"
+        terms, row = prod(spec.kernel) * c, width * prod(spec.pool)
+        room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
+        most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
+        self._count = max(1, min(n, most // max(1, self._height)))
+        self._rows = max(1, min(self._height, most))
+        self.length = self._count * self._rows * row
+        size = 0 if self._is_pixels else self.length * terms
         self._memory: Array = xp.empty((size,), x.dtype)
         # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
-        self._bordered, height = x, h + 2 * top
-        if by_rows:
-            height = max(height, self._step * (self.out[0] + self._more))
-        if height > h or left:
-            self._bordered = xp.zeros((self.count, height, w + 2 * left, c), x.dtype)
+        self._bordered = x
+        if top or left:
+            self._bordered = xp.zeros((self._count, h + 2 * top, w + 2 * left, c), x.dtype)
             self._inner = self._bordered[:, top : top + h, left : left + w]
 
-    def blocks(self) -> Iterator[slice]:
-        """Yield the images of one block after another."""
-        for start in range(0, len(self._x), self.count):
-            yield slice(start, min(start + self.count, len(self._x)))
-
-    def strips(self, block: slice, fill: bool = True) -> Iterator[Strip]:
-        """Yield the columns of a block's images, strip by strip.
-
-        They overwrite the previous ones, or are the images themselves. Without `fill` their values
-        are undefined.
-        """
-        height, n = self.out[0], block.stop - block.start
-        if self._is_pixels:
-            pixels = _pixels(self._x[block])
-            yield Strip(slice(0, height), len(pixels), [(slice(len(pixels)), [pixels])])
-            return
-        images = self._bordered[block if self._inner is None else slice(n)]
-        if self._inner is not None and fill:
-            copy(self._xp, self._inner[:n], self._x[block])
-        make = self._joined if self.parts == 1 else self._by_rows
-        for start in range(0, height, self._strip_rows):
-            rows = slice(start, min(start + self._strip_rows, height))
-            count = prod(self._spec.pool) * n * (rows.stop - start) * self.out[1]
-            yield Strip(rows, count, make(images, rows, fill))
-
-    def _joined(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
-        """Copy whole windows: one matrix (pool_h pool_w images rows columns, kh kw c)."""
-        spec = self._spec
-        # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
-        seen = corners(windows(images, spec.kernel, spec.stride, spec.dilation), spec.pool)
-        seen = seen[:, :, :, rows]
-        terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
-        memory = self._memory[: pixels * terms]
-        if self._short:
-            # (kh, kw, c, pool_h, pool_w, n, rows, columns)
-            seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)
-        if fill:
-            copy(self._xp, memory.reshape(seen.shape), seen)
-        matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
-        return [(slice(pixels), [matrix])]
-
-    def _by_rows(self, images: Array, rows: slice, fill: bool) -> RunsOfPixels:
-        """Copy the windows' rows: (phases, pool_w, images, rows, columns, kw c)."""
-        spec, n, step, c = self._spec, len(images), self._step, images.shape[3]
-        kw, pool = spec.kernel[1], spec.pool[1]
-        count, columns = rows.stop - rows.start, self.out[1]
-        shape = (len(self._phases), pool, n, count + self._more, columns, kw * c)
-        memory = self._memory[: prod(shape)].reshape(shape)
-        for number, phase in enumerate(self._phases if fill else ()):
-            strip = images[:, phase + rows.start * step :]
-            seen = windows(strip, (1, kw), (step, spec.stride[1]), (1, spec.dilation[1]))
-            for j in range(pool):
-                target = memory[number, j].reshape(*shape[2:5], kw, c)
-                part = seen[:, : shape[3], j : j + (columns - 1) * pool + 1 : pool, 0]
-                self._xp.copyto(target, part)
-        size, products = n * count * columns, RunsOfPixels()
-        for starts in self._starts:
-            for j in range(pool):
-                matrices = []
-                for start in starts:
-                    skip = start // step
-                    seen = memory[self._phases.index(start % step), j, :, skip : skip + count]
-                    matrices.append(seen.reshape(n, count * columns, kw * c))
-                begin = len(products) * size
-                products.append((slice(begin, begin + size), matrices))
-        return products
+    def __iter__(self) -> Iterator[tuple[tuple[slice, slice], Array]]:
+        """Copy and yield the columns of some pixels; those yielded before become undefined."""
+        n, height, spec = len(self._x), self._height, self._spec
+        for block in steps(n, self._count):
+            if self._is_pixels:
+                yield (block, slice(height)), _pixels(self._x[block])
+                continue
+            images = self._bordered[block]
+            if self._inner is not None:
+                images = self._bordered[: block.stop - block.start]
+                copy(self._xp, self._inner[: len(images)], self._x[block])
+            # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
+            seen = windows(images, spec.kernel, spec.stride, spec.dilation)
+            seen = corners(seen, spec.pool)
+            for rows in steps(height, self._rows):
+                part = seen[:, :, :, rows]
+                pixels, terms = prod(part.shape[:5]), prod(part.shape[5:])
+                memory = self._memory[: pixels * terms]
+                if self._short:
+                    part = part.transpose(5, 6, 7, 0, 1, 2, 3, 4)
+                copy(self._xp, memory.reshape(part.shape), part)
+                matrix = (
+                    memory.reshape(terms, pixels).T
+                    if self._short
+                    else memory.reshape(pixels, terms)
+                )
+                yield (block, rows), matrix
 
 
 class ProductSum:
@@ -358,11 +248,8 @@ class Im2col(ConvAlgorithm):
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
-            columns = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
-            for block in columns.blocks():
-                for strip in columns.strips(block):
-                    place = _pixels(result[block][:, strip.rows])
-                    strip.multiply(xp, _parts(kernel, columns), place)
+            for pixels, columns in Columns(xp, x[..., inputs], self.spec, kernel.shape[1]):
+                gemm(xp, columns, kernel, _pixels(result[pixels]))
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -385,13 +272,10 @@ class Im2col(ConvAlgorithm):
             shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
             # a group's outputs are not contiguous in `place`: a product cannot be written there
             summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
-            columns = Columns(xp, x[..., inputs], spec, shape[1])
-            totals = [ProductSum(xp, part) for part in _parts(summed, columns)]
-            for block in columns.blocks():
-                for strip in columns.strips(block):
-                    strip.add_to(totals, _pixels(sent[block][:, strip.rows]))
-            for total in totals:
-                total.finish()
+            total = ProductSum(xp, summed)
+            for pixels, columns in Columns(xp, x[..., inputs], spec, shape[1]):
+                total.add(columns.T, _pixels(sent[pixels]))
+            total.finish()
             if spec.groups > 1:
                 xp.copyto(place, summed.reshape(place.shape))
 
@@ -404,63 +288,52 @@ class Im2colReluPool(ConvAlgorithm):
     ) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)
         columns = Columns(xp, x, self.spec, o)
-        row = columns.out[1] * o  # elements of y
-        image = columns.out[0] * row
-        flat = flattened(y)
-        planes = Planes(xp, places, columns.count * image)
-        winner: Array | None = xp.empty((y.size,), planes.dtype) if keep else None
+        planes = Planes(xp, places, columns.length // places * o)
+        winner: Array | None = xp.empty(y.shape, planes.dtype) if keep else None
         kernel = _matrix(xp, weight)
         # without a pooling the product goes straight to y
-        memory = xp.empty((places * columns.count * image,), x.dtype) if places > 1 else None
-        biases = None if bias is None else repeated(xp, bias, columns.count * prod(columns.out))
-        for block in columns.blocks():
-            for strip in columns.strips(block):
-                start = block.start * image + strip.rows.start * row
-                size = strip.pixels * o // places
-                h = flat[start : start + size]
-                z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                strip.multiply(xp, _parts(kernel, columns), z.reshape(strip.pixels, o))
-                won = None if winner is None else winner[start : start + size]
-                if won is not None:
-                    xp.copyto(won, 0)
-                if places > 1:
-                    planes.largest(z, h, won)
-                planes.bias_relu(biases, h, won)
+        memory = xp.empty((columns.length * o,), x.dtype) if places > 1 else None
+        biases = None if bias is None else repeated(xp, bias, columns.length // places)
+        for pixels, matrix in columns:
+            h = flattened(y[pixels])
+            z = h if memory is None else memory[: places * h.size]
+            gemm(xp, matrix, kernel, z.reshape(len(matrix), o))
+            won = None if winner is None else flattened(winner[pixels])
+            if won is not None:
+                xp.copyto(won, 0)
+            if places > 1:
+                planes.largest(z.reshape(places, h.size), h, won)
+            planes.bias_relu(biases, h, won)
         return winner
 
     def backward(
         self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients
     ) -> None:
-        spec, (n, height, width, o), dtype = self.spec, grad.shape, x.dtype
-        places, row = prod(spec.pool), width * o
-        flat = xp.reshape(grad, (grad.size,))
+        spec, o, dtype = self.spec, weight.shape[3], x.dtype
+        grad, places = xp.ascontiguousarray(grad), prod(spec.pool)
         columns = Columns(xp, x, spec, o)
-        memory = xp.empty((places * columns.count * height * row,), dtype)
-        planes = Planes(xp, places, columns.count * height * row)
-        to_weight = []
-        if out.weight is not None:
-            whole = out.weight.reshape(prod(weight.shape[:3]), o)
-            to_weight = [ProductSum(xp, part) for part in _parts(whole, columns)]
+        memory = xp.empty((columns.length * o,), dtype)
+        planes = Planes(xp, places, columns.length // places * o)
+        to_weight = None if out.weight is None else ProductSum(xp, _matrix(xp, out.weight))
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
-        ones = xp.ones(places * columns.count * height * width, dtype)
+        ones = xp.ones(columns.length, dtype)
         spread = None  # dy of all images, for that of x
         if out.x is not None:
-            spread = xp.zeros((n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o), dtype)
-        for block in columns.blocks():
-            for strip in columns.strips(block, bool(to_weight)):
-                start = (block.start * height + strip.rows.start) * row
-                size = strip.pixels * o // places
-                dy = memory[: places * size].reshape(places, size)
-                planes.gradient(flat[start : start + size], kept[start : start + size], dy)
-                pixels = dy.reshape(strip.pixels, o)  # in the order of the columns
-                if to_weight:
-                    strip.add_to(to_weight, pixels)
-                if to_bias is not None:
-                    to_bias.add(ones[: len(pixels)], pixels)
-                if spread is not None:
-                    target = corners(spread, spec.pool)[:, :, block, strip.rows]
-                    copy(xp, target, dy.reshape(target.shape))
-        for item in (*to_weight, to_bias):
+            size = spec._replace(pool=NO_POOL).pooled_size(*x.shape[1:3])
+            spread = xp.zeros((len(x), *size, o), dtype)
+        for pixels, matrix in columns:
+            dh = flattened(grad[pixels])
+            dy = memory[: places * dh.size].reshape(places, dh.size)
+            planes.gradient(dh, flattened(kept[pixels]), dy)
+            local = dy.reshape(len(matrix), o)  # in the order of the columns
+            if to_weight is not None:
+                to_weight.add(matrix.T, local)
+            if to_bias is not None:
+                to_bias.add(ones[: len(local)], local)
+            if spread is not None:
+                target = corners(spread, spec.pool)[(slice(None), slice(None), *pixels)]
+                copy(xp, target, dy.reshape(target.shape))
+        for item in (to_weight, to_bias):
             if item is not None:
                 item.finish()
         if out.x is not None and spread is not None:
@@ -473,9 +346,10 @@ def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
         yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
 
 
-def _parts(kernel: Array, columns: Columns) -> Array:
-    """Return kernels (kh kw c, o) as a view (parts, terms, o)."""
-    return kernel.reshape(columns.parts, len(kernel) // columns.parts, kernel.shape[1])
+def steps(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of up to `size` out of `count`."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _matrix(xp: Any, weight: Array) -> Array:

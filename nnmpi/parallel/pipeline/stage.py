@@ -12,12 +12,22 @@ An uncut model is a program of one stage. A stage sends nothing and does not dep
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active
+from nnmpi.memory.store import (
+    SavedArrays,
+    Store,
+    operations_of,
+    owner_id,
+    saved_memory,
+    weights_of,
+)
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
@@ -61,6 +71,22 @@ class _InFlight:
     outputs: list[Tensor] | None
 
 
+class StageCost(NamedTuple):
+    """What a microbatch costs a stage, the largest one.
+
+    Attributes:
+        inputs: bytes of its inputs, which it holds from the forward to the backward.
+        inner: bytes of what else its operations save.
+        outputs: bytes of its outputs, without inputs.
+        seconds: of a recomputation.
+    """
+
+    inputs: float = 0
+    inner: float = 0
+    outputs: float = 0
+    seconds: float = 0.0
+
+
 class Stage:
     """Computes a part of a model for one microbatch after another.
 
@@ -71,6 +97,11 @@ class Stage:
         is_last: whether the outputs are the model's, and go to no other stage.
         recompute: whether only a microbatch's input is kept, and the rest computed again.
         is_cut: whether it is one of several stages.
+
+    Attributes:
+        recomputes: as given; it may change between passes.
+        measures: whether backward passes measure their microbatches.
+        cost: the largest measured one.
     """
 
     def __init__(
@@ -82,27 +113,22 @@ class Stage:
         is_cut: bool = False,
     ) -> None:
         self._alone = graph_alone if is_cut else nullcontext
-        self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
+        self.run, self._scope, self._is_last = run, scope, is_last
+        self.recomputes = recompute
+        self.measures, self.cost = False, StageCost()
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
+        self._away: dict[int, SavedArrays] = {}
 
     @property
     def live(self) -> int:
         """The number of microbatches whose activations are in memory."""
         return len(self._in_flight) + len(self._halves)
 
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes of the inputs of microbatches that are to be recomputed."""
-        if not self._recompute:
-            return 0
-        return sum(
-            leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves
-        )
-
     def outputs(self, microbatch: int) -> Sequence[Tensor]:
         """Return the outputs of a microbatch in flight, if they are in memory."""
-        return self._in_flight[microbatch].outputs or ()
+        flight = self._in_flight.get(microbatch)
+        return () if flight is None else flight.outputs or ()
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's output for one microbatch; empty on the last stage.
@@ -120,7 +146,7 @@ class Stage:
             outputs, single = self._run(microbatch, leaves, values.single)
         if keep:
             self._in_flight[microbatch] = _InFlight(
-                leaves, values.single, None if self._recompute else outputs
+                leaves, values.single, None if self.recomputes else outputs
             )
         if self._is_last:
             return BoundaryArrays((), ())
@@ -138,12 +164,17 @@ class Stage:
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
         """
-        flight = self._in_flight.pop(microbatch)
-        if self._recompute:
+        if microbatch in self._away:
+            self._away.pop(microbatch).wait()
+        flight, begin = self._in_flight.pop(microbatch), clock.now()
+        if self.recomputes:
             with self._alone(), self._scope(microbatch, True):
                 flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
         outputs, flight.outputs = flight.outputs, None
         assert outputs is not None
+        if self.measures:
+            cost = _cost(flight.leaves, outputs, (clock.now() - begin) * self.recomputes)
+            self.cost = StageCost(*map(max, self.cost, cost))
         _mark_as_inputs(flight.leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
@@ -170,14 +201,44 @@ class Stage:
         if half is not None:
             half.finish()
 
+    def send_out(self, microbatch: int, store: Store, backend: Backend) -> None:
+        """Start to move what a microbatch saved to a store, without its inputs and outputs."""
+        flight = self._in_flight[microbatch]
+        assert flight.outputs is not None
+        nodes, ends = operations_of(flight.outputs), [*flight.leaves, *flight.outputs]
+        arrays = SavedArrays(nodes, [*weights_of(nodes), *(x.data for x in ends)], backend)
+        arrays.send(store)
+        self._away[microbatch] = arrays
+
+    def drop(self, microbatch: int) -> None:
+        """Free the memory of what was sent, once it has arrived."""
+        self._away[microbatch].release()
+
+    def bring_in(self, microbatch: int) -> None:
+        """Start to move it back, for the backward."""
+        self._away[microbatch].fetch()
+
     def clear(self) -> None:
         """Drop all microbatches, after a pass that ended early."""
+        self._away.clear()
         self._in_flight.clear()
         self._halves.clear()
 
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Outputs:
         _mark_as_inputs(leaves)
         return self.run(leaves, single, microbatch)
+
+
+def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -> StageCost:
+    """Return the cost of a microbatch, from its graph."""
+    nodes = operations_of(outputs)
+    saved = saved_memory(nodes, weights_of(nodes))
+    inputs, ends = (
+        {owner_id(x.data): x.data.nbytes for x in tensors} for tensors in (leaves, outputs)
+    )
+    inner = sum(saved[owner] for owner in saved.keys() - inputs.keys() - ends.keys())
+    new = sum(ends[owner] for owner in ends.keys() - inputs.keys())
+    return StageCost(sum(inputs.values()), inner, new, seconds)
 
 
 def _mark_as_inputs(leaves: Sequence[Tensor]) -> None:

@@ -21,7 +21,8 @@ only padding is the gaps of flat storage.
 A unit is always gathered to the same slot. So parameters are views that never move: a view that an
 operation saved in its forward pass is valid again once the unit is gathered for the backward pass,
 and nothing is allocated in a step. Parameters that several units use, such as a tied embedding, are
-a unit of their own, `COMMON`, outside the slots.
+a unit of their own, `COMMON`, outside the slots. A rank's own experts are in no unit: the rank has
+all of them, with their gradients and state.
 
 With all ranks on one node, no message is sent in any stage: the ranks share one copy of the
 parameters in memory. Each rank updates its part and reads all parts, so nothing is gathered and
@@ -33,12 +34,12 @@ there are no slots. Gradients are added in place (`comm.node_sum`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import nan
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -61,6 +62,10 @@ from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Allocate, FlatStorage, Parameter, Span
 
+NO_GATHER = (
+    "each rank has only part of this model's parameters, and the strategy that gathers them"
+    " was released; to continue with a whole model, call gather_model() instead of release()"
+)
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
@@ -81,16 +86,20 @@ class ShardedStorage(FlatStorage):
         unit_bytes: the maximal size of a unit; a larger child of the model is a unit by itself. By
             default 4 MiB, in stage 3 64 KiB.
         store: in stage 3, the store of this rank's parts of the parameters; None for memory.
+        units: of the model, and the parameters in none; None to cut it.
 
     Attributes:
         data, grads, groups: this rank's parts, one for each unit and optimizer group.
         slices: the ranges of these parts in the full arrays.
         units: the model's units.
         stage, ranks: as given.
+        in_program: whether a pass's program gathers and frees the weights now.
 
     Raises:
         UsageError: for an unknown stage.
     """
+
+    in_program = False
 
     def __init__(
         self,
@@ -105,16 +114,18 @@ class ShardedStorage(FlatStorage):
         stage: int,
         unit_bytes: int | None = None,
         store: Store | None = None,
+        units: UnitCut | None = None,
     ) -> None:
         if stage not in STAGES:
             raise UsageError(
                 f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}"
             )
-        self.ranks, self.stage, self._store = ranks, stage, store
+        self.ranks = self.replicas = ranks
+        self.stage, self._store = stage, store
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
-        self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
+        self.units, _ = units or cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
         unit_of = {
             item: number for number, unit in enumerate(self.units) for item in unit.parameters
         }
@@ -146,25 +157,40 @@ class ShardedStorage(FlatStorage):
             number: [] for number in (COMMON, *range(len(self.units)))
         }
         for i, label in enumerate(self.groups):
-            self._pieces[int(label.partition(" ")[0])].append(i)
-        owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
-        self.slices = [slice(item.start, item.stop) for item in owns]
+            if not self.rank_local[i]:
+                self._pieces[int(label.partition(" ")[0])].append(i)
+        self.slices = [
+            slice(0, length) if is_own else slice(item.start, item.stop)
+            for length, is_own in zip(lengths, self.rank_local, strict=True)
+            for item in [part(length, self.ranks.size, self.ranks.rank)]
+        ]
         data, grads = (
-            self._lay_out(lengths, dtype, allocate, count)
+            self._lay_out(lengths, dtype, allocate, count, allocate)
             for count in (2 * (self.stage == 3), self.stage >= 2)
         )
-        for full, item, grad in zip(data, self.slices, grads, strict=True):
-            local = full[item]
-            if self.stage == 3:
+        for full, item, grad, is_own in zip(data, self.slices, grads, self.rank_local, strict=True):
+            local, local_grad = full[item], grad[item]
+            if self.stage == 3 and not is_own:
                 local = (allocate if self._store is None else self._store.zeros)(len(local), dtype)
+            if self.stage >= 2 and not is_own:
+                local_grad = allocate(len(local), dtype)
             self.data.append(local)
-            self.grads.append(allocate(len(local), dtype) if self.stage >= 2 else grad[item])
+            self.grads.append(local_grad)
         return data, grads
 
     def _lay_out(
-        self, lengths: Sequence[int], dtype: Any, allocate: Allocate, slots: int
+        self,
+        lengths: Sequence[int],
+        dtype: Any,
+        allocate: Allocate,
+        slots: int,
+        allocate_own: Callable[..., Array] | None = None,
     ) -> list[Array]:
-        """Return full arrays: one after another, or units in alternating slots."""
+        """Return full arrays: one after another, or units in alternating slots.
+
+        Args:
+            allocate_own: of arrays that are this rank's alone; None for empty ones in their place.
+        """
         offsets: dict[int, tuple[int, int]] = {}
         ends = dict.fromkeys(range(slots + 1), 0)  # room 0: COMMON, or everything without slots
         for number, pieces in self._pieces.items():
@@ -177,14 +203,25 @@ class ShardedStorage(FlatStorage):
         # one allocation per room: each is a window in shared memory, and MPI has few
         rooms = [allocate(end, dtype) for end in ends.values()]
         self._rooms += rooms if slots else []
+        own = allocate_own or (lambda *_: rooms[0][:0])
         return [
-            rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(offsets.items())
+            own(length, dtype)
+            if i not in offsets
+            else rooms[offsets[i][0]][offsets[i][1] :][:length]
+            for i, length in enumerate(lengths)
         ]
+
+    def _with_own(self, arrays: list[Array], own: Sequence[Array]) -> list[Array]:
+        """Return the arrays with this rank's own ones in their places."""
+        rows = zip(arrays, own, self.rank_local, strict=True)
+        return [mine if is_own else array for array, mine, is_own in rows]
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
         """See `FlatStorage._bind`; values in a slot, which a gather overwrites, are read-only."""
         bound = super()._bind(span)
-        if self._rooms and self.stage == 3 and self._node is None and not is_device(bound[1]):
+        is_own = self.rank_local[span.buffer]
+        in_slot = self._rooms and self.stage == 3 and self._node is None and not is_own
+        if in_slot and not is_device(bound[1]):
             bound[1].flags.writeable = False
         return bound
 
@@ -208,8 +245,10 @@ class ShardedStorage(FlatStorage):
             slice(own.start - span.start, own.stop - span.start),
         )
 
-    def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
+    def view(self, span: Span, flats: Sequence[Array]) -> Any:
         """See `FlatStorage.view`: this rank's part of a parameter."""
+        if self.rank_local[span.buffer]:
+            return super().view(span, flats)
         local, in_parameter = self._part(span)
         parts = split(len(self._data[span.buffer]), self.ranks.size)
         counts = [len(common(item, range(span.start, span.stop))) for item in parts]
@@ -292,30 +331,41 @@ class ShardedStorage(FlatStorage):
             return
         self.check_places()
         for i, fresh in enumerate(self._fresh):
-            if fresh:
+            if fresh and not self.rank_local[i]:
                 self.grads[i][...] = 0
+        for span in self.spans:
+            if self.rank_local[span.buffer]:
+                span.parameter.finish_gradient()
 
-    def reduce(self, number: int) -> None:
-        """Reduce-scatter a unit's gradients, and accumulate this rank's part. Collective."""
+    def reduce(self, *numbers: int) -> None:
+        """Reduce-scatter units' gradients, and accumulate this rank's part. Collective."""
+        full = list(chain.from_iterable(map(self._complete, numbers)))
+        if not full:
+            return
+        with self.ranks.collective(REDUCE_SCATTER.name):
+            self.wait_for_others()
+            for i in full:
+                self._sum(i)
+            self.wait_for_others()
+
+    def _complete(self, number: int) -> Iterable[int]:
+        """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        if any(self.spans[i].parameter.requires_grad for i in numbers):
-            ends = dict.fromkeys(pieces, 0)
-            for i in numbers:
-                span = self.spans[i]
-                span.parameter.finish_gradient()
-                # zero the gap: scratch still has another unit's gradients there
-                self._grads[span.buffer][ends[span.buffer] : span.start] = 0
-                ends[span.buffer] = span.stop
-                if self.stage > 1:
-                    span.parameter.grad = None
-            for i, end in ends.items():
-                self._grads[i][end:] = 0
-            with self.ranks.collective(REDUCE_SCATTER.name):
-                self.wait_for_others()
-                for i in ends:
-                    self._sum(i)
-                self.wait_for_others()
+        if not any(self.spans[i].parameter.requires_grad for i in numbers):
+            return ()
+        ends = dict.fromkeys(pieces, 0)
+        for i in numbers:
+            span = self.spans[i]
+            span.parameter.finish_gradient()
+            # zero the gap: scratch still has another unit's gradients there
+            self._grads[span.buffer][ends[span.buffer] : span.start] = 0
+            ends[span.buffer] = span.stop
+            if self.stage > 1:
+                span.parameter.grad = None
+        for i, end in ends.items():
+            self._grads[i][end:] = 0
+        return ends
 
     def _sum(self, i: int) -> None:
         """Sum one full array over the ranks; accumulate this rank's part."""
@@ -380,7 +430,11 @@ class ShardedStorage(FlatStorage):
                     raise
                 notice = f"ranks of one node send messages: {error}"
         name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
-        several = [i for i, full in enumerate(self._data) if group.size > 1 and full.size]
+        several = [
+            i
+            for i, full in enumerate(self._data)
+            if group.size > 1 and full.size and not self.rank_local[i]
+        ]
         bind = partial(group.bind, algorithm=name)
         self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
         # MPI's own reduce-scatter is not bound: binding it would keep a copy of each summed array.
@@ -395,20 +449,31 @@ class ShardedStorage(FlatStorage):
         """Move parameters and gradients to memory that the ranks share. Collective."""
         lengths, dtype = self._layout
         try:
-            data = memory.common_all([(length, dtype) for length in lengths])
+            shared = [
+                0 if is_own else length
+                for length, is_own in zip(lengths, self.rank_local, strict=True)
+            ]
+            data = memory.common_all([(length, dtype) for length in shared])
             grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
             memory.free()
             raise
-        for full, item, local in zip(data, self.slices, self.data, strict=True):
-            full[item] = local
+        for full, item, local, is_own in zip(
+            data, self.slices, self.data, self.rank_local, strict=True
+        ):
+            if not is_own:
+                full[item] = local
         memory.barrier()
         self.version.meet = memory.barrier
-        self._node = NodeSum(
-            grads, memory, owns=self.slices, totals=None if self.stage == 1 else self.grads
-        )
-        self._settle(data, grads)
-        self.grads = self._node.totals
+        empty = [array[:0] for array in grads]
+        owns = [
+            slice(0, 0) if is_own else item
+            for item, is_own in zip(self.slices, self.rank_local, strict=True)
+        ]
+        totals = None if self.stage == 1 else self._with_own(list(self.grads), empty)
+        self._node = NodeSum(grads, memory, owns=owns, totals=totals)
+        self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
+        self.grads = self._with_own(self._node.totals, self.grads)
 
     def finish_update(self) -> None:
         """Publish all new parameters; in stage 3, discard the gathered old ones."""
@@ -433,9 +498,9 @@ class ShardedStorage(FlatStorage):
         """
         if self.stage < 3 or self._node is not None:
             return
-        self._start(number)
+        self.start(number)
         if following is not None:
-            self._start(following)
+            self.start(following)
         self._wait(number)
 
     def release(self, number: int) -> None:
@@ -444,9 +509,12 @@ class ShardedStorage(FlatStorage):
             self._wait(number)
             del self._resident[number]
 
-    def _start(self, number: int) -> None:
-        if number in self._resident:
+    def start(self, number: int) -> None:
+        """Start to gather a unit's parameters, unless they are there."""
+        if number in self._resident or self.stage < 3 or self._node is not None:
             return
+        if self._group is None:
+            raise UsageError(NO_GATHER)
         if number != COMMON:  # out of turn, its slot may hold another unit: evict that
             for other in [
                 item for item in self._resident if item != COMMON and (item - number) % 2 == 0
@@ -481,13 +549,13 @@ class ShardedStorage(FlatStorage):
         if node is not None:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
-                self.data = [local.copy() for local in self.data]
+                self.data = self._with_own([local.copy() for local in self.data], self.data)
                 data = [
                     np.broadcast_to(np.zeros((), full.dtype), full.shape) for full in self._data
                 ]
             else:
                 data = [full.copy() for full in self._data]
-            self._settle(data, grads)
+            self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
             self.version.meet = int
             node.memory.barrier()  # no rank unmaps memory that another still reads
             node.memory.free()
@@ -502,14 +570,21 @@ def sharded(
     stage: int = 3,
     unit_bytes: int | None = None,
     store: Store | None = None,
+    units: UnitCut | None = None,
 ) -> Callable[..., ShardedStorage]:
     """Return a factory of a model's storage for `Module.initialize`.
 
     Args:
-        model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
+        model, ranks, stage, unit_bytes, store, units: see `ShardedStorage`.
     """
     return partial(
-        ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store
+        ShardedStorage,
+        model=model,
+        ranks=ranks,
+        stage=stage,
+        unit_bytes=unit_bytes,
+        store=store,
+        units=units,
     )
 
 
@@ -522,21 +597,35 @@ class Unit:
     parameters: tuple[Parameter, ...]
 
 
-def cut_units(
-    model: Module, limit_bytes: int, itemsize: int
-) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
+UnitCut: TypeAlias = tuple[tuple[Unit, ...], tuple[Parameter, ...]]
+"""The units, and the parameters that are in none, as several units use them."""
+
+
+def cut_units(model: Module, limit_bytes: int, itemsize: int) -> UnitCut:
     """Cut a model's chain into units; return them, and the parameters that several units use.
+
+    Args:
+        model: a sequence, or a part of one; any other module is one unit.
+        limit_bytes, itemsize: see `cut_runs`.
+    """
+    layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
+    return as_units(model, cut_runs(layers, limit_bytes, itemsize))
+
+
+def cut_runs(
+    layers: Sequence[ChainLayer], limit_bytes: int, itemsize: int
+) -> list[tuple[ChainLayer, ...]]:
+    """Cut layers into runs for units.
 
     The layers of one child of the model, such as a residual block, stay together. Successive
     children are merged while their parameters fit the limit; a child without parameters joins the
     one before it.
 
     Args:
-        model: a sequence, or a part of one; any other module is one unit.
+        layers: of a chain.
         limit_bytes: at least 1.
         itemsize: bytes of an element.
     """
-    layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
     blocks = [
         tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])
     ]
@@ -544,7 +633,7 @@ def cut_units(
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
     for block in blocks:
-        new = [item for item in parameters_of(block) if item not in seen]
+        new = [item for item in parameters_of(block) if not (item.rank_local or item in seen)]
         seen.update(new)
         size = sum(item.size for item in new) * itemsize
         if size and sizes[-1]:
@@ -552,17 +641,29 @@ def cut_units(
             sizes.append(0)
         merged[-1] += block
         sizes[-1] += size
-    runs = [
+    return [
         tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)
     ]
-    users = Counter(item for run in runs for item in parameters_of(run))
+
+
+def as_units(
+    model: Module,
+    runs: Sequence[tuple[ChainLayer, ...]],
+    tied: Collection[Parameter] = (),
+) -> UnitCut:
+    """Return the units of runs of a model's layers, and the parameters in none.
+
+    Args:
+        tied: parameters that are in no unit, because other ranks use them, too.
+    """
+    users = Counter(item for run in runs for item in parameters_of(run) if not item.rank_local)
+    alone = {item for item, count in users.items() if count == 1} - {*tied}
     units = [
-        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if users[item] == 1))
+        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if item in alone))
         for run in runs
     ]
-    return tuple(units), tuple(
-        parameter for parameter in model.parameters() if users[parameter] != 1
-    )
+    rest = (item for item in model.parameters() if item not in alone and not item.rank_local)
+    return tuple(units), tuple(rest)
 
 
 @dataclass(frozen=True)
@@ -570,7 +671,8 @@ class StateBytes:
     """The bytes of parameters, gradients and optimizer state that a rank holds.
 
     Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones.
+        parameters, gradients, optimizer: the rank's own parts, or all; 0 for offloaded ones. The
+            weights of a rank's own experts are never offloaded.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: the bytes that one gather or sum moves: of each unit, and of the parameters that
             several units use.
@@ -598,6 +700,7 @@ def predict_bytes(
     unit_bytes: int | None = None,
     is_node_shared: bool = False,
     offloaded: str | None = None,
+    units: UnitCut | None = None,
 ) -> StateBytes:
     """Return the exact bytes a rank will hold, for one parameter group, without values.
 
@@ -611,11 +714,15 @@ def predict_bytes(
         is_node_shared: whether the node's ranks share one copy of the parameters.
         offloaded: `OPTIMIZER` for the optimizer's state, `ALL` for state and parameters in stage 3;
             None for nothing.
+        units: see `ShardedStorage`.
     """
-    units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
-    lengths = [_length(unit.parameters, itemsize) for unit in units]
+    cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
+    lengths = [_length(unit.parameters, itemsize) for unit in cut]
     shared_length = _length(shared, itemsize)
-    full = _length(model.parameters(), itemsize) * itemsize
+    full = (
+        _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
+    )
+    own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
     local = sum(len(part(length, size, rank)) for length in [*lengths, shared_length]) * itemsize
     scratch = (max(lengths, default=0) + shared_length) * itemsize
     slots = (
@@ -625,9 +732,9 @@ def predict_bytes(
         + shared_length * itemsize
     )
     return StateBytes(
-        (local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0,
-        local if stage >= 2 else full,
-        (local if stage else full) * state_arrays if offloaded is None else 0,
+        own + ((local if stage == 3 or is_node_shared else full) if offloaded != ALL else 0),
+        own + (local if stage >= 2 else full),
+        (own + (local if stage else full)) * state_arrays if offloaded is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, shared_length) if length),
     )

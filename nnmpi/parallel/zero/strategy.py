@@ -16,12 +16,13 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import CommError, NnmpiError, UsageError, counted
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.nn.chain import Stashed, run_layers
+from nnmpi.nn.chain import ModelPart, Stashed, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import Replicas
+from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
-from nnmpi.parallel.zero.storage import COMMON, ShardedStorage, sharded
+from nnmpi.parallel.zero.storage import COMMON, NO_GATHER, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
@@ -122,7 +123,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             raise
         self._in_units = runs_backward and self.stage > 1
         self._forward_model = model.forward  # for a model that is no chain, thus one unit
-        if self._in_units:
+        # a rank's stages compute nothing alone
+        self._gathers = self.stage > 1 and (runs_backward or not isinstance(model, ModelPart))
+        if self._gathers:
             model.forward = self._forward  # type: ignore[method-assign]
 
     def _start_equal(self) -> None:
@@ -132,6 +135,8 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     def _forward(self, x: Any) -> Any:
         """Compute the model unit by unit, with the parameters of each gathered meanwhile."""
+        if self.storage.in_program:
+            return self._forward_model(x)
         refuse_inside("a model that ranks shard")
         storage, units = self.storage, self.storage.units
         stashed: Stashed = {}
@@ -171,39 +176,6 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         self.storage.acquire(COMMON)
         self.storage.acquire(number, number - 1 if number else None)
 
-    def gather_for(self, module: Module) -> None:
-        """Gather the weights of a part of the model until another unit needs the slot. Collective.
-
-        Raises:
-            UsageError: for a part with weights in several units.
-        """
-        number = self._unit_of(module)
-        self.storage.acquire(COMMON)
-        if number != COMMON:
-            self.storage.acquire(number)
-
-    def begin_backward(self, module: Module) -> None:
-        """Gather a part's weights for its backward pass; first sum the units above. Collective."""
-        number = self._unit_of(module)
-        self._check_pass()
-        if number != COMMON:
-            self._finish_units(number)
-        self.gather_for(module)
-
-    def _unit_of(self, module: Module) -> int:
-        """Return the unit with a module's parameters; COMMON if no unit has any."""
-        numbers = [
-            i
-            for i, unit in enumerate(self.storage.units)
-            if not {*module.parameters()}.isdisjoint(unit.parameters)
-        ]
-        if len(numbers) > 1:
-            raise UsageError(
-                f"a module to recompute is in {len(numbers)} units of ZeRO {self.stage}, whose"
-                " weights and gradients come one unit at a time; give zero 1, or a larger bucket"
-            )
-        return numbers[0] if numbers else COMMON
-
     def _finish_units(self, number: int) -> None:
         """Sum and release all units above this one: the backward pass is past them."""
         while self._at > number:
@@ -227,8 +199,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         """
         super().finish()
         if not self._in_units:
-            for number in (*reversed(range(len(self.storage.units))), COMMON):
-                self.storage.reduce(number)
+            # in a pipeline, stages 2 and 3 have summed each microbatch's units already
+            units = range(len(self.storage.units) if self.stage == 1 else 0)
+            self.storage.reduce(*reversed(units), COMMON)
 
     # ---- the model ----
 
@@ -246,8 +219,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         Optimizers over the parts are of no use afterwards.
         """
         storage = self.storage
+        views = {span.parameter.name: storage.view(span, storage.data) for span in storage.spans}
         values = {
-            span.parameter.name: storage.view(span, storage.data).gather() for span in storage.spans
+            name: view.gather() if isinstance(view, ShardedArray) else view
+            for name, view in views.items()
         }
         self.release()
         vars(self.model).pop("forward", None)
@@ -263,7 +238,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             return
         super().release()
         self.storage.disconnect()
-        if self._in_units:
+        if self._gathers:
             del self.model.forward
         if not self.storage.is_whole:
             self.model.forward = _refuse  # type: ignore[method-assign]
@@ -280,7 +255,4 @@ def _rebuild(
 
 
 def _refuse(*_: Any) -> NoReturn:
-    raise UsageError(
-        "each rank has only part of this model's parameters, and the strategy that gathers them"
-        " was released; to continue with a whole model, call gather_model() instead of release()"
-    )
+    raise UsageError(NO_GATHER)

@@ -72,20 +72,23 @@ def test_a_ring_is_stepped_through_with_keys(
     ring: str, tmp_path: Path, width: str, dark: bool
 ) -> None:
     script = """
-        const told = [texts(".figures"), count("svg rect.part")];
+        const told = [texts(".figures")];
+        press("Home");
+        told.push(texts(".figures"), count("svg rect.part"));
         press("ArrowRight"); press("ArrowRight"); press("ArrowLeft"); press("ArrowRight");
         told.push(texts(".figures")[0], texts(".caption")[0]);
         press("End");
         told.push(texts(".figures"), count("svg rect.part"));
         return { told };
     """
-    before, parts, second, message, over, total_parts = look(ring, script, tmp_path, width, dark)[
-        "told"
-    ]
+    opened, before, parts, second, message, over, total_parts = look(
+        ring, script, tmp_path, width, dark
+    )["told"]
     ring_s, tree_s = (
         price(COLLECTIVES["all-reduce", name], 4, 2**20, Machine.uniform(1e-5, 8e-10))
         for name in ("ring", "tree")
     )
+    assert opened[0].startswith("round 1 of 6")  # something has moved
     assert before[0].startswith("round 0 of 6, clock 0 s of ") and before[1].startswith(
         "round 0 of 4"
     )
@@ -112,7 +115,7 @@ def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple
     comm(["render", local, "--ranks", "8", "--html", str(file), *network])
     text = look(file.read_text(), 'return { told: texts(".figures")[0] };', tmp_path)["told"]
     message = re.search(r": ([\d.]+) ms", comm(["simulate", local, "--ranks", "8", *network]))
-    assert message and text.endswith(f" of {float(message[1]):.3g} ms, 0 messages")
+    assert message and text.endswith(f" of {float(message[1]):.3g} ms, 8 messages")
 
 
 def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
@@ -125,9 +128,12 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
         told.push(texts(".caption")[0], texts("table tr").slice(1)[0]);
         move("buffer", 0);
         told.push(texts("table tr").slice(1)[0]);
+        told.push(texts("text.axis"), document.querySelectorAll("path[stroke-dasharray]").length);
         return { told };
     """
-    crossings, server, undrawn, long, tiny = look(ring, script, tmp_path)["told"]
+    crossings, server, undrawn, long, tiny, axes, dashed = look(ring, script, tmp_path)["told"]
+    assert axes == ["seconds of the collective, and where two cross", "bytes of a buffer"]
+    assert dashed == len([1 for what, _ in COLLECTIVES if what == "all-reduce"]) - 1
     machine = Machine.uniform(1e-5, 8e-10)
     result = re.search(r"ring and tree cross at ([\d.]+) KiB", crossings)
     assert result
@@ -138,7 +144,9 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
     )
     assert ring_s[0] > tree_s[0] and ring_s[1] < tree_s[1]
     assert server.startswith("round 2 of 2")
-    assert undrawn == "steps are drawn for up to 8 ranks"
+    assert undrawn == (
+        "126 messages one after another, 1.969 buffers' bytes; steps are drawn for up to 8 ranks"
+    )
     assert long.startswith(("ring126", "h"))
     assert not tiny.startswith("ring")
 
@@ -156,12 +164,13 @@ def test_a_pipeline_is_stepped_through(
         press("Home"); press("ArrowRight"); press("ArrowRight"); press("ArrowRight");
         told.push(texts(".clock")[0], texts("text.kept").slice(0, 3));
         take(0, "gpipe"); move("microbatches", 2);
-        told.push(texts(".figures")[0]);
+        told.push(texts(".figures")[0], count(".wide rect[opacity]"), count(".wide text[style]"));
         return { told };
     """
-    figures, over, themes, early, saved, gpipe = look(pipeline, script, tmp_path, width, dark)[
-        "told"
-    ]
+    figures, over, themes, early, saved, gpipe, passes, numbers = look(
+        pipeline, script, tmp_path, width, dark
+    )["told"]
+    assert passes == numbers > 0  # each pass has room for its number
     # of the page around it; with none of its own that of the system
     assert themes == ["light", "dark", True]
     assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith(
@@ -171,6 +180,21 @@ def test_a_pipeline_is_stepped_through(
         early.endswith("ms") and len(saved) == 3 and all(text.startswith("keeps") for text in saved)
     )
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
+
+
+def test_a_page_begins_with_the_given_bytes_and_stages_of_a_rank_differ(tmp_path: Path) -> None:
+    """In the figures, and in colour."""
+    file = tmp_path / "page.html"
+    comm(["render", "ring", "--bytes", "64k", "--html", str(file)])
+    found = look(file.read_text(), 'return { told: texts("output") };', tmp_path)
+    assert found["told"][:2] == ["4", "64 KiB"]
+    words = "--pipeline interleaved --stages 2 --microbatches 2 --html"
+    schedule([*words.split(), str(file)])
+    script = """
+        const passes = [...document.querySelector(".wide svg").querySelectorAll("rect[opacity]")];
+        return { told: [...new Set(passes.map((each) => each.getAttribute("fill")))].length };
+    """
+    assert look(file.read_text(), script, tmp_path)["told"] == 4
 
 
 def test_a_plans_film_is_its_price() -> None:

@@ -16,6 +16,7 @@ from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import picture
 from nnmpi.commands.memory import main as memory
+from nnmpi.commands.speedup import main as speedup
 from nnmpi.schedule.__main__ import main as schedule
 
 PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
@@ -24,18 +25,35 @@ COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
     (
         comm,
         "render ring --ranks 3 --svg",
-        {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"},
+        {"all-reduce by ring, 3 ranks: which chunks go where", "rank 2", "rounds", "added"},
     ),
     (
         schedule,
         PIPELINE,
-        {"1f1b: bubble 33.3 % of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"},
+        {
+            "1f1b: 3 ranks, 4 microbatches: bubble 33.3 % of all ranks' time",
+            "modelled; of each rank: forward 1 ms, backward 2 ms",
+            "rank 2",
+            "ms",
+            "forward",
+            "backward",
+            "F3",
+        },
     ),
     (schedule, THIN, {"0F0", "7F7", "0B7"}),
     (
         memory,
         "plan --layers 6 --budget 50% --svg",
-        {"layer 5", "actions", "forward", "backward", "kept", "waits", "freed"},
+        {
+            "A plan of 6 layers (equal layers): at most 16 MiB",
+            "layer 5",
+            "actions",
+            "forward",
+            "backward",
+            "kept",
+            "waits",
+            "freed",
+        },
     ),
 ]
 
@@ -56,6 +74,24 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
         main([*words.split(), str(tmp_path / "a.gif")])
     with pytest.raises(UsageError, match=r"none/a\.svg cannot be written .*, such as picture\.svg"):
         main([*words.split(), str(tmp_path / "none" / "a.svg")])
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (comm, "render no-such --svg a.svg"),
+        (comm, "fit --svg a.svg"),
+        (schedule, "--pipeline no-such --stages 3 --microbatches 4 --svg a.svg"),
+        (memory, "plan --budget nothing --svg a.svg"),
+        (speedup, "--plot a.svg -- --model no-such"),
+    ],
+)
+def test_commands_name_matplotlib_before_they_compute(
+    main: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnmpi.base.pages.picture.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="a.svg is drawn by matplotlib; pip install matplotlib"):
+        main(words.split())
 
 
 def test_words_lie_over_nothing(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     )
     assert [item["kind"] for item in result["results"]] == ["eval", "test"]
     titles = [item["title"] for item in result["charts"]]
-    assert titles == ["Loss", "Loss over time"]  # a rate that stays, a straight line, is none
+    assert titles == ["Loss"]  # a rate that stays, a straight line, is none
     assert [line["name"] for line in result["charts"][0]["lines"]] == ["training", "test data"]
-    assert result["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
+    assert result["charts"][0]["lines"][0]["points"] == [[n, n, 4 / n] for n in (1, 2, 3, 4)]
     assert result["times"] == pytest.approx(
         {"compute": 0.003, "synchronization": 0.001, "other": 0.001}
     )
@@ -135,11 +135,10 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None
     """Parts of a step that were there; accuracies by the errors that are left; which class was
     taken for which.
     """
-    points = [[1, 0.5], [2, 0.97], [3, 0.99], [4, 1.0]]
+    points = [[1, 10, 0.5], [2, 20, 0.97], [3, 30, 0.99], [4, 40, 1.0]]
     accuracy = {
         "title": "Accuracy",
         "accuracy": True,
-        "along": "steps",
         "lines": [{"name": "test", "points": points}],
     }
     confusion = {"classes": ["cat", "dog"], "confusion": [[3, 1], [0, 2]]}
@@ -148,9 +147,14 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None
         const paths = [...document.querySelectorAll(".chart path")];
         return { told: [texts("h2"), texts(".chart title"), texts(".chart svg text.soft"),
                         texts(".entry"), paths.map((each) => each.getAttribute("stroke")),
-                        paths[2].getAttribute("d"), texts("td[title]")] };
+                        paths[2].getAttribute("d"), texts("td[title]"),
+                        (take(0, "seconds"), texts(".chart title")), texts("text.axis")] };
     """
-    heads, said, marks, parts, colours, path, cells = look(page, script, tmp_path)["told"]
+    told = look(page, script, tmp_path)["told"]
+    heads, said, marks, parts, colours, path, cells, over_time, axes = told
+    assert "test: 100 %, 40 seconds" in over_time and "compute: 3 ms, 2 steps" in over_time
+    assert axes == ["time of a step", "steps", "accuracy", "seconds"]
+    assert {"1", "2", "3", "4"} <= {*marks} and not [mark for mark in marks if mark == "1.5"]
     assert "Where a step's time went, over the steps" in heads and "Accuracy" in heads
     assert parts == ["compute", "synchronization"] and cells == ["3", "1", "", "2"]
     assert colours[:3] == ["#4c78a8", "#8aa83c", "#4c78a8"]  # as the bars beside it
@@ -207,12 +211,16 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert main([str(run)]) == f"open {run / 'report.html'} in a browser"
     script = """
         const drawn = count(".chart > svg");
-        return { told: [texts("h1"), texts("h2"), texts("tr"), drawn, count(".fill")] };
+        return { told: [texts("h1"), texts("h2"), texts("tr"), drawn, count(".fill"),
+                        texts(".chart > svg > text:not(.soft)"), texts(".counted"), texts("p")] };
     """
-    title, headings, rows, charts, fills = look(
+    title, headings, rows, charts, fills, alone, counted, said = look(
         (run / "report.html").read_text(), script, tmp_path, width, dark
     )["told"]
-    assert title == ["run my-run"]
+    # the result comes first, and once; what was measured once has its number; ages are counted
+    assert title == ["run my-run"] and headings[0] == "test accuracy 75.00 %"
+    assert said[0] == "loss 0.5, at the end, 4 s" and alone == ["0.5"]
+    assert counted == [f"worker 0: 1 update of age {age}" for age in (0, 1, 2)]
     assert {
         "The run",
         "Where a step's time went on rank 0",
@@ -223,12 +231,9 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
         "Staleness: 1 on average, at most 2",
         "Options that differ from their defaults",
     } <= {*headings}
-    assert (
-        "layoutdp 2, 2 ranks on 1 node (here)" in rows
-        and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
-    )
+    assert "layoutdp 2, 2 ranks on 1 node (here)" in rows
     assert "compute3 ms, 60 %" in rows and "optimizer3 KiB" in rows and "--lr0.25" in rows
-    assert charts == 4 and fills == 5
+    assert charts == 3 and fills == 5
 
 
 @pytest.mark.parametrize("text", ['{"confusion": 5}', '{"loss": Infinity}', '{"loss": 1e999}'])
@@ -249,4 +254,4 @@ def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> N
     result = look(
         (tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path
     )
-    assert result["headings"] == ["The run", "Commands"]
+    assert result["headings"] == ["Commands"]

@@ -37,9 +37,14 @@ REFUSED = {
     "ops.conv_relu_pool",
     "ops.cross_entropy",
     "ops.embedding",
+    "ops.binary_nll",
+    "ops.conv3d",
     "ops.huber",
+    "ops.kl_div",
     "ops.mae",
     "ops.mse",
+    "ops.nll",
+    "ops.rnn",
     "tensor.pad",
 }
 

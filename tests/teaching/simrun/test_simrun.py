@@ -511,8 +511,12 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_mistake_is_named(
-    defect: str, programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+    defect: str,
+    programs: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(simrun, "PATIENCE_S", 0.1)
     text, kind, sentence = DEFECTS[defect]
     for seed in "012":
         with pytest.raises(kind) as error:
@@ -636,8 +640,8 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
         return time.process_time() - begin
 
     seconds(300)
-    few = min(seconds(3_000) for _ in range(2))
-    assert seconds(24_000) < 8 * 3 * few + 0.5
+    few = min(seconds(1_500) for _ in range(2))
+    assert seconds(12_000) < 8 * 2 * few + 0.25
 
 
 def test_a_rank_without_end_is_named(
@@ -647,7 +651,7 @@ def test_a_rank_without_end_is_named(
 ) -> None:
     assert simrun.WARNING_S == 10
     monkeypatch.setattr(simrun, "WARNING_S", 0.4)
-    text = "import time\nend = time.time() + 2\nif rank == 1:\n    while time.time() < end: pass\n"
+    text = "import time\nend = time.time() + 1\nif rank == 1:\n    while time.time() < end: pass\n"
     main(["-n", "2", programs(f"{text}comm.barrier()")])
     assert re.search(
         r"nnmpi: rank 1 has made no call for 0 s\n      at p\.py:9\n  rank 0 waits for barrier.*\n"

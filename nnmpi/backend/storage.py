@@ -1,0 +1,67 @@
+"""What an optimizer updates, and all that a strategy tells it."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from nnmpi.backend.array import Array
+from nnmpi.base.errors import Settled
+
+
+class Storage(Settled):
+    """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
+
+    Subclasses: a model's `tensor.parameter.FlatStorage`, its shards, and `optim.Arrays` of plain
+    lists. An optimizer holds views of the buffers, so the arrays must stay the same objects during
+    its life; their values may change.
+
+    What a strategy tells an optimizer are the attributes from `moves` on, and nothing else. The
+    class has the values of a rank that trains alone.
+
+    Attributes:
+        data, grads, groups: the lists.
+        known_groups: the groups that options may name: these, and those of the model's stages on
+            other ranks.
+        moves: how often all arrays were replaced by others of the same shapes; optimizers follow.
+        distributed: whether a strategy has replicated or sharded the values over ranks.
+        node_shared: whether other ranks write to `data` too (see `parallel.fused`).
+        replicas: the group whose ranks have the same buffers, or a shard each, and divide the
+            updates of matrices (see `optim.muon`); None if this rank does all of them.
+        state_store: the store of offloaded optimizer state (`memory.store`); None for state in
+            memory.
+        extra_slots: state of the strategy: arrays of the buffers' shapes, by name, which are saved
+            and loaded with the optimizer's.
+    """
+
+    data: list[Array]
+    grads: list[Array]
+    groups: list[str]
+    known_groups: set[str]
+    moves = 0
+    distributed = node_shared = False
+    replicas: Any = None
+    state_store: Any = None
+    extra_slots: Mapping[str, list[Array]] = MappingProxyType({})
+
+    @property
+    def size(self) -> int:
+        """The number of elements, without gaps."""
+        return sum(array.size for array in self.data)
+
+    def check_tree(self) -> None:
+        """Refuse to be trained if the model has changed since."""
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0."""
+        for grad in self.grads:
+            grad[...] = 0
+
+    def finish_gradients(self) -> None:
+        """Complete this step's `grads`, with zeros for missing ones; called before updates."""
+
+    def finish_update(self) -> None:
+        """Publish the new values in `data`; called after updates."""
+
+    def frozen(self) -> Sequence[tuple[int, slice]]:
+        """Return the slices of buffers that updates must not change, nor their state."""
+        return ()

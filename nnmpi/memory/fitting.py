@@ -1,0 +1,98 @@
+"""How a pipeline rank's segments save memory, so that activations fit a number of bytes.
+
+    1F1B, rank 0 of 2, segments 0 and 1; 0 is recomputed
+
+    F0.0  F1.0  F0.1  F1.1  B1.0  B0.0 ...     held: inputs of 0.0 and 0.1, all of 1.0 and 1.1;
+                                               B0.0 computes 0.0 again, and holds all of it meanwhile
+
+A segment is kept, recomputed, or moved to a store meanwhile. The program says which microbatches are
+in flight at each moment, so the peak is a sum of measured bytes. Segments are chosen by the bytes
+that they save per second, until the peak fits; then those that need not save are taken back, the
+slowest first. The best of all choices takes exponential time to find.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from nnmpi.base.errors import UsageError
+from nnmpi.base.units import format_bytes
+
+
+class Savings(NamedTuple):
+    """How segments save memory.
+
+    Attributes:
+        again: the segments to recompute.
+        moved: the segments whose saved arrays are moved to a store between forward and backward.
+    """
+
+    again: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
+
+    def toggled(self, number: int, way: int) -> "Savings":
+        """Return the choice with a segment added to, or taken from, its field of this number."""
+        fields = list(self)
+        fields[way] ^= {number}
+        return Savings(*fields)
+
+
+def choose_savings(
+    again_s: Mapping[int, float],
+    moving_s: Mapping[int, float],
+    hidden_s: float,
+    peak: Callable[[Collection[int], Collection[int]], float],
+    budget: int,
+) -> Savings:
+    """Return how to save memory.
+
+    Args:
+        again_s: seconds of recomputing each segment.
+        moving_s: seconds of moving what a segment saves out and back; empty without a store.
+        hidden_s: the seconds of transfers that computing hides.
+        peak: (again, moved) -> the most bytes at once.
+        budget: in bytes.
+
+    Raises:
+        UsageError: for too small a budget.
+
+    Example:
+        >>> from nnmpi.memory.fitting import choose_savings
+        >>> held = {0: 10, 1: 8}
+        >>> kept = lambda again, moved: sum(held[i] for i in held if i not in {*again, *moved})
+        >>> choose_savings({0: 2.0, 1: 1.0}, {}, 0.0, kept, 12).again
+        frozenset({1})
+        >>> choose_savings({0: 2.0, 1: 1.0}, {0: 0.5, 1: 0.5}, 0.6, kept, 12).moved
+        frozenset({0})
+    """
+    ways = (again_s, moving_s)
+
+    def seconds(choice: Savings) -> float:
+        exposed_s = max(sum(moving_s[item] for item in choice.moved) - hidden_s, 0.0)
+        return sum(again_s[item] for item in choice.again) + exposed_s
+
+    choice, now = Savings(), peak((), ())
+    while now > budget:
+        tries = [
+            choice.toggled(number, way)
+            for way, options in enumerate(ways)
+            for number in sorted(options)
+            if not any(number in field for field in choice)
+        ]
+        if not tries:
+            break
+        before_s = seconds(choice)
+        gains = [(now - peak(*item)) / (seconds(item) - before_s + 1e-9) for item in tries]
+        choice = tries[max(range(len(tries)), key=gains.__getitem__)]
+        now = peak(*choice)
+    if now > budget:
+        raise UsageError(
+            f"activation_memory {format_bytes(budget)} is too little: with every segment of this"
+            f" rank's stages recomputed a pass takes"
+            f' {format_bytes(int(peak(frozenset(again_s), ())))}; give at least that, or "least",'
+            " smaller microbatches, or more stages"
+        )
+    chosen = [(number, way) for way in range(len(ways)) for number in choice[way]]
+    for item in sorted(chosen, key=lambda item: seconds(choice.toggled(*item))):
+        fewer = choice.toggled(*item)
+        choice = fewer if peak(*fewer) <= budget else choice
+    return choice

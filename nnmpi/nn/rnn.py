@@ -1,0 +1,96 @@
+"""Elman's recurrent layers, and cells: one time step of a recurrent layer."""
+
+from functools import partial
+from typing import Any
+
+from nnmpi.base.errors import UsageError, check_int
+from nnmpi.nn.gru import GRU, GRULayer
+from nnmpi.nn.lstm import LSTMDirection, State
+from nnmpi.nn.module import Module, fan_in
+from nnmpi.ops.rnn import rnn
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class RNNLayer(Module):
+    """One layer. See `ops.rnn`."""
+
+    def __init__(self, inputs: int, features: int, nonlinearity: str) -> None:
+        if nonlinearity not in ("tanh", "relu"):
+            raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
+        self.nonlinearity = nonlinearity
+        self.weight = Parameter((inputs, features), fan_in(features))
+        self.recurrent = Parameter((features, features), fan_in(features))
+        self.bias = Parameter((features,), fan_in(features))
+
+    def forward(self, x: Tensor, h: Any = None) -> Tensor:
+        """Return h of each time: (batch, time, features)."""
+        return rnn(x, self.weight, self.recurrent, self.bias, h, self.nonlinearity)
+
+
+class RNN(GRU):
+    """Elman's recurrent layers: h = tanh(x W + h R + b), or a ReLU. Used as `GRU`.
+
+    Args:
+        input_size, hidden_size, num_layers, dropout: as for `GRU`.
+        nonlinearity: "tanh" or "relu".
+
+    Example:
+        >>> layer = nn.RNN(4, 3, num_layers=2).initialize(seed=0)
+        >>> layer(np.zeros((5, 7, 4), "float32")).shape
+        (5, 7, 3)
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        layer = partial(RNNLayer, nonlinearity=nonlinearity)
+        self._build(layer, input_size, hidden_size, num_layers, dropout)
+
+
+class RNNCell(RNNLayer):
+    """One time step of an `RNN`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
+
+    def __init__(self, input_size: int, hidden_size: int, nonlinearity: str = "tanh") -> None:
+        super().__init__(*_sizes("RNNCell", input_size, hidden_size), nonlinearity)
+
+    def forward(self, x: Tensor, h: Any = None) -> Tensor:
+        """Return the next h; it begins with 0 without one."""
+        return super().forward(x[:, None], h)[:, 0]
+
+
+class GRUCell(GRULayer):
+    """One time step of a `GRU`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(*_sizes("GRUCell", input_size, hidden_size))
+
+    def forward(self, x: Tensor, h: Any = None) -> Tensor:
+        """Return the next h; it begins with 0 without one."""
+        return super().forward(x[:, None], h)[:, 0]
+
+
+class LSTMCell(LSTMDirection, fixed="reverse"):
+    """One time step of an `LSTM`: x (batch, input_size), (h, c) -> the next (h, c)."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__(*_sizes("LSTMCell", input_size, hidden_size), reverse=False)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the next h and c, each (batch, hidden_size); they begin with 0 without a state."""
+        if isinstance(state, Tensor):
+            raise UsageError("an LSTMCell's state is a pair: h, c = cell(x, (h, c))")
+        y = super().forward(x[:, None], state, ends=True)
+        return y[:, 1], y[:, 2]
+
+
+def _sizes(name: str, input_size: int, hidden_size: int) -> tuple[int, int]:
+    return check_int(f"{name}'s input_size", input_size), check_int(
+        f"{name}'s hidden_size", hidden_size
+    )

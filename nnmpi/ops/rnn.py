@@ -1,0 +1,118 @@
+"""Elman's recurrent layers over sequences, one operation per layer.
+
+    h = tanh(x W + h R + b)        or a ReLU instead of tanh
+
+As in `ops.gru`, the products of all time steps with W are one product, and so are the gradients of
+W and R.
+"""
+
+from typing import Any
+
+from nnmpi.backend.array import Array, empty, namespace
+from nnmpi.backend.gemm import gemm, multiplier
+from nnmpi.backend.kernels import bias_grad
+from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.ops.linear import place_for
+from nnmpi.ops.lstm import Packing, States, steps
+from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.operand import given, may_meet, require_floating
+from nnmpi.tensor.tensor import Tensor
+
+
+class RNNFunction(Function):
+    """One layer: h over time, (batch, time, features).
+
+    Args:
+        rectifies: whether a step ends in a ReLU instead of tanh.
+    """
+
+    __slots__ = ("rectifies",)
+
+    computes = "float32"
+    is_call = captured = True
+
+    def __init__(self, rectifies: bool) -> None:
+        self.rectifies = rectifies
+
+    def forward(self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any) -> Array:
+        xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
+        packing = Packing((batch,) * time)
+        rows = packing.pack(xp, x)
+        sums = empty(xp, (len(rows), features), x.dtype)
+        gemm(xp, rows, weight, out=sums)
+        xp.add(sums, bias, out=sums)
+        times = multiplier(xp, recurrent)
+        hidden = States.of(xp, packing, False, sums, (batch, features), h)
+        scratch = empty(xp, (batch, features), x.dtype)
+        for here, n, earlier in steps(packing.sizes, False):
+            times(hidden.before(xp, earlier, n), scratch)
+            y = xp.add(sums[here], scratch, out=hidden.after[here])
+            if self.rectifies:
+                xp.maximum(y, 0, out=y)
+            else:
+                xp.tanh(y, out=y)
+        if True in self.needs:
+            self.saved = (rows, weight, recurrent, hidden)
+        return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
+
+    def backward(self, grad: Array) -> Grads:
+        rows, weight, recurrent, hidden = self.saved
+        xp, (batch, time, _) = namespace(grad), grad.shape
+        packing = Packing((batch,) * time)
+        to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(xp, grad.copy())
+        for here, _, _ in reversed(list(steps(packing.sizes, False))):
+            y, slopes = hidden.after[here], to_sums[here]
+            slopes += to_h
+            slopes *= xp.greater(y, 0) if self.rectifies else 1 - y * y
+            gemm(xp, slopes, recurrent.T, to_h)
+        to_x = to_bias = None
+        if self.needs[0]:
+            to_x = gemm(xp, to_sums, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)
+        to_weight, to_recurrent = (
+            gemm(xp, left.T, to_sums, *self.sum_into(i)) if self.needs[i] else None
+            for i, left in ((1, rows), (2, hidden.all_before(xp)))
+        )
+        if self.needs[3]:
+            to_bias = place_for(self, 3, to_sums.shape[1:], grad.dtype)
+            bias_grad(xp, to_sums, to_bias)
+        return to_x, to_weight, to_recurrent, to_bias, to_h if self.needs[4] else None
+
+
+def rnn(
+    x: Tensor,
+    weight: Tensor,
+    recurrent: Tensor,
+    bias: Tensor,
+    state: Any = None,
+    nonlinearity: str = "tanh",
+) -> Tensor:
+    """Return h over time of a recurrent layer (Elman, "Finding structure in time", 1990).
+
+    Args:
+        x: (batch, time, in).
+        weight: (in, features).
+        recurrent: (features, features).
+        bias: (features,).
+        state: the first h, (batch, features); None for 0.
+        nonlinearity: "tanh" or "relu".
+
+    Returns:
+        (batch, time, features).
+
+    Raises:
+        ShapeError: when the shapes do not fit.
+        DtypeError: when the dtypes differ.
+        UsageError: for another nonlinearity.
+    """
+    if nonlinearity not in ("tanh", "relu"):
+        raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
+    parameters = weight, recurrent, bias
+    may_meet("rnn", require_floating("rnn", x), *parameters, *given(state))
+    n, shapes = recurrent.shape[0], [tuple(item.shape) for item in (*parameters, *given(state))]
+    if x.ndim != 3 or shapes != [(x.shape[-1], n), (n, n), (n,), (x.shape[0], n)][: len(shapes)]:
+        words = ", ".join(map(str, shapes))
+        raise ShapeError(
+            f"rnn of x {x.shape} and {words} needs (batch, time, in), (in, features), (features,"
+            " features), (features,) and a state (batch, features)"
+        )
+    return RNNFunction(nonlinearity == "relu")(x, *parameters, state)

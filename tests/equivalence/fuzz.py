@@ -1,0 +1,122 @@
+"""Random mixes of everything that a layout can have, each equal to the serial run or refused.
+
+    python -m tests.equivalence.fuzz COUNT [FIRST]        a line for each; status 1 if one differs
+
+A refusal must be a pair of `compose.refusals`, or name what the model or the ranks lack.
+"""
+
+import random
+import sys
+import tempfile
+from typing import Any
+
+from nnmpi.base.errors import NnmpiError
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.layout import TRAINING_SCHEDULES, Layout
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.module import Module
+from tests.equivalence import own
+from tests.equivalence.reference import Setup, differences, run, serial_run
+from tests.equivalence.rows import GPT, LIMITED, NOISY, ZERO_MLP
+
+SETUPS = {
+    "mlp": ZERO_MLP,
+    "noisy": NOISY,
+    "nested": Setup(own.nested, microbatches=2),
+    "skipping": Setup(own.skipping, microbatches=3),
+    "gpt": GPT,
+    "experts": LIMITED,
+}
+MOST_RANKS = 12
+
+
+def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return a setup's name, a layout's options, and a worker's."""
+    name = rng.choice([*SETUPS])
+    text = name in ("gpt", "experts")
+    sizes = {"dp": rng.choice((1, 1, 2, 2, 3)), "pp": rng.choice((1, 2, 2, 3))}
+    sizes["tp"] = rng.choice((1, 1, 1, 2))
+    if text:
+        sizes["sp"] = rng.choice((1, 1, 1, 2, 3))
+    if sizes["dp"] * sizes["pp"] * sizes["tp"] * sizes.get("sp", 1) > MOST_RANKS:
+        return draw(rng)
+    layout: dict[str, Any] = dict(sizes)
+    if text and rng.random() < 0.5:
+        layout["sp_attention"] = "ring"
+    if rng.random() < 0.6:
+        layout["zero"] = rng.choice((1, 2, 3))
+        layout["unit_bytes"] = rng.choice((None, 1, 2000))
+    if name == "experts" and rng.random() < 0.7:
+        layout["expert_parallel"] = True
+    layout["activation_memory"] = rng.choice((None, None, "least", 10**9, 60_000, 30_000))
+    if rng.random() < 0.15:
+        state = rng.choice(("optimizer", "all" if layout.get("zero") == 3 else "optimizer"))
+        layout |= {"offload": tempfile.gettempdir(), "offload_state": state}
+    elif isinstance(layout["activation_memory"], int) and rng.random() < 0.4:
+        layout["offload"] = tempfile.gettempdir()
+    if rng.random() < 0.05:
+        layout["reduction"] = "fixed"
+    if sizes["pp"] > 1:
+        layout["schedule"] = rng.choice(
+            [name for name in TRAINING_SCHEDULES if name != "pipedream"]
+        )
+        if layout["schedule"] == "interleaved":
+            layout["virtual_stages"] = rng.choice((2, 3))
+        layout["split"] = _split(rng, SETUPS[name], layout)
+    worker = {}
+    if rng.random() < 0.5:
+        worker["allreduce"] = rng.choice(("ring", "tree", "native"))
+    if rng.random() < 0.2:
+        worker["synchronous_sends"] = True
+    return name, layout, worker
+
+
+def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]) -> Any:
+    """Return the number of layers of each stage."""
+    dataset = setup.data()
+    model: Module = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
+    layers, stages = (
+        len(open_chain(model)),
+        layout["pp"]
+        * Layout(
+            pp=layout["pp"],
+            schedule=layout["schedule"],
+            virtual_stages=layout.get("virtual_stages", 1),
+        ).virtual_stages,
+    )
+    if layers < stages:
+        return "auto"
+    edges = sorted(rng.sample(range(1, layers), stages - 1))
+    return tuple(b - a for a, b in zip([0, *edges], [*edges, layers], strict=True))
+
+
+def try_one(seed: int) -> tuple[str, str]:
+    """Return the outcome of a drawn mix, and its description."""
+    name, options, worker = draw(random.Random(seed))
+    setup, what = SETUPS[name], f"{seed} {name} {options} {worker}"
+    try:
+        layout = Layout(**options)
+        ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
+        (serial,) = simulate(lambda group: serial_run(setup, group), 1)
+        parallel = simulate(lambda group: run(setup, group, layout, **worker), ranks)
+    except NnmpiError as error:
+        return f"refused: {str(error).splitlines()[0][:160]}", what
+    except Exception as error:  # noqa: BLE001
+        return f"ERROR {type(error).__name__}: {error}", what
+    found = differences(parallel[0], serial, setup)
+    return ("equal" if not found else f"DIFFERS: {found[:2]}"), what
+
+
+def main() -> int:
+    """Try the drawn mixes."""
+    count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    wrong = 0
+    for seed in range(first, first + count):
+        outcome, what = try_one(seed)
+        wrong += outcome.startswith(("ERROR", "DIFFERS"))
+        print(f"{outcome:<8} {what}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,114 @@
+"""Pipelines within a budget for activations: the peak is the predicted one, and below it."""
+
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.array import Array
+from nnmpi.base.errors import UsageError
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.layout import Layout
+from nnmpi.memory.fitting import choose_savings
+from tests.device.here import on_device
+from tests.equivalence.reference import batches, build
+from tests.equivalence.rows import GPT
+
+PLAIN = {"pp": 2, "split": (4, 4)}
+
+
+def peaks(layout: dict[str, Any], ranks: int) -> list[tuple[int, int, str]]:
+    """Return each rank's peak of activations, the number of recomputed segments, and its lines."""
+
+    def main(group: Group) -> tuple[int, int, str]:
+        worker = build(GPT, group, Layout(**layout))
+        for batch in islice(batches(GPT, worker), 3):
+            worker.step(batch)
+        counted = worker.ledger.report().peaks["activations"]
+        return counted, len(worker.passes.executor.recomputed), "\n".join(worker.passes.summary())
+
+    return simulate(main, ranks)
+
+
+def test_the_pass_fits_and_is_as_predicted() -> None:
+    plain = max(peak for peak, *_ in peaks(PLAIN, 2))
+    for budget in (30_000, 40_000):
+        assert budget < plain
+        results = peaks(PLAIN | {"activation_memory": budget}, 2)
+        for peak, _, lines in results:
+            kib = float(lines.partition("activations take ")[2].partition(" KiB")[0])
+            assert peak <= budget and peak == pytest.approx(1024 * kib, rel=0.01)
+        assert sum(count for _, count, _ in results) > 0
+
+
+def test_what_fits_is_not_computed_again() -> None:
+    assert [count for _, count, _ in peaks(PLAIN | {"activation_memory": 10**6}, 2)] == [0, 0]
+
+
+def test_too_small_a_budget_is_refused_on_all_ranks() -> None:
+    with pytest.raises(UsageError, match="too little: with every segment .* recomputed") as error:
+        peaks(PLAIN | {"activation_memory": 3_000}, 2)
+    assert "rank 0: " in str(error.value) and "rank 1: " in str(error.value)
+
+
+def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
+    """Of GPipe's three microbatches in flight; by 1F1B's two none could be away."""
+    store = "host" if on_device() else str(tmp_path)
+    layout = PLAIN | {"schedule": "gpipe", "activation_memory": 60_000, "offload": store}
+
+    def main(group: Group) -> tuple[int, int, list[float]]:
+        worker = build(GPT, group, Layout(**layout))
+        losses = [worker.step(batch).loss for batch in islice(batches(GPT, worker), 3)]
+        peak = worker.ledger.report().peaks["activations"]
+        return peak, len(worker.passes.executor.moved), losses
+
+    results = simulate(main, 2)
+    assert all(peak <= 60_000 for peak, *_ in results)
+    assert sum(moved for _, moved, _ in results) > 0
+
+
+@pytest.mark.parametrize("layout", [PLAIN, {"zero": 3}], ids=str)
+def test_least_in_segments_leaves_nothing_to_offload(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="nothing is left to offload"):
+        Layout(**layout, activation_memory="least", offload=str(tmp_path))
+
+
+def test_chosen_savings_fit_and_none_of_theirs_does() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        held, left = rng.integers(6, 20, 7), rng.integers(0, 5, (2, 7))
+        again_s, moving_s = (dict(enumerate(rng.random(7).tolist())) for _ in range(2))
+        moving_s = moving_s if rng.random() < 0.5 else {}
+
+        def peak(
+            again: Collection[int],
+            moved: Collection[int],
+            held: Array = held,
+            left: Array = left,
+        ) -> int:
+            return sum(
+                int(left[0, i] if i in again else left[1, i] if i in moved else held[i])
+                for i in range(7)
+            )
+
+        budget, hidden_s = int(rng.integers(10, 90)), float(rng.random())
+        least = sum(min(left[way, i] for way in ((0, 1) if moving_s else (0,))) for i in range(7))
+        if least > budget:
+            with pytest.raises(UsageError):
+                choose_savings(again_s, moving_s, hidden_s, peak, budget)
+            continue
+        try:
+            chosen = choose_savings(again_s, moving_s, hidden_s, peak, budget)
+        except UsageError:  # a segment has taken the way that leaves more
+            assert moving_s
+            continue
+        assert peak(*chosen) <= budget and not chosen.again & chosen.moved
+        for way in (0, 1):
+            for number in chosen[way]:
+                assert peak(*chosen.toggled(number, way)) > budget
