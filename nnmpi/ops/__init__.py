@@ -21,7 +21,7 @@ from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gru import gru
-from nnmpi.ops.linear import linear, linear_relu, linear_transposed
+from nnmpi.ops.linear import linear, linear_gelu, linear_relu, linear_transposed
 from nnmpi.ops.loss import (
     binary_cross_entropy,
     binary_nll,

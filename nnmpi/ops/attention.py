@@ -20,8 +20,9 @@ from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads, converted
-from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
 
@@ -288,7 +289,7 @@ def attention(
         DtypeError: when qkv is not floating point.
     """
     check_int("attention's heads", heads)
-    packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
+    packed = converted(require_floating("attention", qkv), product_dtype("attention", qkv))
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(
             f"attention with {heads} heads needs (batch, time, 3 * features) with features a"
@@ -330,7 +331,7 @@ def scaled_dot_product_attention(
     """
     if words:
         refuse_words("scaled_dot_product_attention", words)
-    reads = read_as("attention", require_floating("attention", q), k, v)
+    reads = product_dtype("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ShapeError(

@@ -16,8 +16,9 @@ from nnmpi.backend.kernels import bias_grad, kernels_of
 from nnmpi.base.errors import ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.ops.lstm import Packing, States, steps
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import given, may_meet, require_floating
+from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 

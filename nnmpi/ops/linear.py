@@ -1,20 +1,17 @@
 """The linear layer's operation, x W + b, alone or fused with an activation."""
 
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
-
-import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import cast, kernels_of
-from nnmpi.backend.precision import FLOAT32, is_floating, is_low
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import ShapeError
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.elementwise import gelu_form
-from nnmpi.tensor.function import Function, Grads, converted
-from nnmpi.tensor.operand import given, read_as, refuse_parts, require_floating
+from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.operand import given, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -30,16 +27,15 @@ class LinearFunction(Function):
     writes dW, or adds it, in the flat gradients.
 
     Args:
-        reads: the dtype in which a device's product reads x and W, and writes the result; None for
-            NumPy's arrays.
-        gives: the dtype of the result, if different: float32.
         form: of the activation that follows: "relu", "gelu" or "gelu_tanh", or "" for none.
     """
 
-    __slots__ = ("form", "gives", "reads")
+    __slots__ = ("form",)
 
-    def __init__(self, reads: Dtype | None, gives: Dtype | None = None, form: str = "") -> None:
-        self.reads, self.gives, self.form = reads, gives, form
+    computes = "product"
+
+    def __init__(self, form: str = "") -> None:
+        self.form = form
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of x, which may be sharded along any axis but the last."""
@@ -52,16 +48,16 @@ class LinearFunction(Function):
         flat = len(shape) == 2
         # not -1, which NumPy cannot infer for an empty array
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
-        reads = self.reads
-        if reads is None:
+        dtype = self.product_dtype
+        if dtype is None:
             y = gemm(xp, rows, weight)
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-            rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
-            out, gives = None, self.gives or reads
+            rows, weight = cast(xp, rows, dtype), cast(xp, weight, dtype)
+            out, dtype = None, FLOAT32 if self.returns and is_low(dtype) else dtype
             if bias is None and not self.form:  # whose kernels need contiguous arrays
-                out = empty_rows(xp, len(rows), weight.shape[1], gives)
-            y = gemm(xp, rows, weight, out, dtype=gives)
+                out = empty_rows(xp, len(rows), weight.shape[1], dtype)
+            y = gemm(xp, rows, weight, out, dtype=dtype)
         kernels, activated = kernels_of(y), None
         if self.form:
             y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
@@ -117,6 +113,23 @@ class TransposedLinearFunction(LinearFunction):
         return grad.T, rows
 
 
+class PartialLinear(LinearFunction):
+    """x W as a partial sum over ranks: half precision would round it."""
+
+    __slots__ = ()
+
+    returns = "float32"
+
+
+class WideLinear(LinearFunction):
+    """x W + b of float32, in every precision."""
+
+    __slots__ = ()
+
+    computes = "float32"
+    product_dtype = None
+
+
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
     """Return an array for input i's gradient: the parameter's buffer if it is contiguous."""
     target = function.into(i)
@@ -141,7 +154,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         DtypeError: when x, weight and bias differ in dtype, except by mixed precision's rules.
         UsageError: for tf32 with NumPy's arrays.
     """
-    return multiply(LinearFunction, check_linear("linear", x, weight, bias), x, weight, bias)
+    check_linear("linear", x, weight, bias)
+    return LinearFunction()(x, weight, bias)
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -156,13 +170,13 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
 
     Same errors as `linear`.
     """
-    reads = read_as("linear_transposed", x, weight)
+    product_dtype("linear_transposed", x, weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and"
             " (out, in)"
         )
-    return multiply(TransposedLinearFunction, reads, x, weight)
+    return TransposedLinearFunction()(x, weight, None)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -170,9 +184,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 
     Same arguments and errors as `linear`.
     """
-    reads = check_linear("linear", x, weight, None)
-    gives = FLOAT32 if is_low(reads) else None
-    return multiply(lambda reads: LinearFunction(reads, gives), reads, x, weight, narrow=False)
+    check_linear("linear", x, weight, None)
+    return PartialLinear()(x, weight, None)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -195,47 +208,18 @@ def linear_gelu(
 
 
 def _activated(name: str, form: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    reads = check_linear(name, x, weight, bias)
+    check_linear(name, x, weight, bias)
     require_floating(name, x)
-    return multiply(partial(LinearFunction, form=form), reads, x, weight, bias)
+    return LinearFunction(form)(x, weight, bias)
 
 
-def multiply(
-    make: Callable[[Dtype | None], Callable[..., Any]],
-    reads: Dtype,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    narrow: bool = True,
-) -> Tensor:
-    """Apply an operation of the kind of `LinearFunction`.
-
-    NumPy has no half-precision GEMM: it computes half precision in float32 and rounds once.
-
-    Args:
-        make: constructs the operation from the dtype in which a device's product reads its inputs,
-            or None for NumPy.
-        reads: that dtype.
-        x, weight, bias: its inputs.
-        narrow: whether NumPy's result is rounded; otherwise it stays float32.
-    """
-    if not isinstance(x.data, np.ndarray):
-        return make(reads if is_floating(reads) else None)(x, weight, bias)
-    if not is_low(reads):
-        return make(None)(x, weight, bias)
-    y = make(None)(
-        *(None if item is None else converted(item, FLOAT32) for item in (x, weight, bias))
-    )
-    return converted(y, reads) if narrow else y
-
-
-def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
-    """Refuse operands that `linear` cannot multiply; return the dtype that the product reads.
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse operands that `linear` cannot multiply.
 
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.
     """
-    reads = read_as(name, x, weight, *given(bias))
+    product_dtype(name, x, weight, *given(bias))
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
@@ -249,4 +233,3 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> D
             f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs"
             f" {weight.shape[1:]}"
         )
-    return reads

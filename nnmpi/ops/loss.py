@@ -20,13 +20,9 @@ from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, num
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import log_softmax
 from nnmpi.ops.likelihood import NLL
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads, Variable, converted
-from nnmpi.tensor.operand import (
-    may_meet,
-    refuse_parts,
-    require_floating,
-    values_or_refuse,
-)
+from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")

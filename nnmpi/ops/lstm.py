@@ -42,8 +42,9 @@ from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import may_meet, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -20,12 +20,9 @@ from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import record_call, record_launch
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import (
-    may_meet,
-    refuse_parts,
-    require_floating,
-)
+from nnmpi.tensor.operand import refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import in_turn

@@ -12,8 +12,9 @@ from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.precision import is_low
 from nnmpi.base.errors import UsageError
+from nnmpi.tensor.dtypes import mixes
 from nnmpi.tensor.function import Elementwise, Grads, Variable
-from nnmpi.tensor.operand import mixes, require_floating
+from nnmpi.tensor.operand import require_floating
 
 
 class Rule(NamedTuple):

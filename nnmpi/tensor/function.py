@@ -47,6 +47,7 @@ from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import DtypeError, GraphError
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
@@ -274,9 +275,12 @@ class Function:
         xp: the module of the input arrays; set before `forward` is called.
         computes: the dtype in which half precision is computed: "float32", to which tensors are
             converted; "kernels", the same, unless a device's kernels read them as they are;
-            "parameters", so, but they read the first input alone; or "" for its own.
+            "parameters", so, but they read the first input alone; "product", the same, but what is
+            half precision the context decides, see `dtypes.product_dtype`; or "" for its own.
         returns: the dtype of that result: "float32"; or "" for the inputs', to which it is rounded
             once.
+        product_dtype: the dtype in which a device's product reads its inputs and writes the result;
+            None for NumPy's.
         is_call: whether a recording repeats it as one call of `forward` and one of `backward`, on
             plain arrays: if it exchanges messages, draws numbers, or decides by values.
         captured: whether a graph of a device may contain it nevertheless.
@@ -295,6 +299,7 @@ class Function:
         "needs",
         "number",
         "owns_grad",
+        "product_dtype",
         "saved",
         "shape",
         "version",
@@ -306,6 +311,7 @@ class Function:
     returns: ClassVar[str] = ""
     is_call: ClassVar[bool] = False
     captured: bool = False
+    product_dtype: Dtype | None
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
 
@@ -423,6 +429,8 @@ class Function:
 
     def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
         """Return the inputs in the dtypes that `computes` states, and the dtype to round to."""
+        if self.computes == "product":
+            return self._product_inputs(inputs)
         for x in inputs:
             if isinstance(x, Variable) and is_low(x.data.dtype):
                 break
@@ -432,6 +440,16 @@ class Function:
         if self.computes != "float32" and kernels_of(inputs[0].data).of_device:
             low, kept = None, 1 if self.computes == "parameters" else len(inputs)
         return (*inputs[:kept], *map(_wide, inputs[kept:])), low
+
+    def _product_inputs(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        dtype = product_dtype(type(self).__name__, *(x for x in inputs if x is not None))
+        if not isinstance(inputs[0].data, np.ndarray):
+            self.product_dtype = dtype if is_floating(dtype) else None
+            return inputs, None
+        self.product_dtype = None
+        if not is_low(dtype):
+            return inputs, None
+        return tuple(map(_wide, inputs)), None if self.returns else dtype
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.

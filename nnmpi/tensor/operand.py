@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Dtype, Shape
-from nnmpi.backend.precision import FLOAT32, is_floating, low_dtype, precision
-from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.backend.array import Shape
+from nnmpi.backend.precision import FLOAT32, is_floating
+from nnmpi.base.errors import DtypeError, ShapeError
+from nnmpi.tensor.dtypes import mixes, no_tensor
 from nnmpi.tensor.function import Variable, converted
 from nnmpi.tensor.placement import is_sharded
 
@@ -116,7 +117,7 @@ def require_floating(name: str, x: Variable) -> Variable:
         GraphError: when x is no tensor.
     """
     if not isinstance(x, Variable):
-        raise _no_tensor(name, x)
+        raise no_tensor(name, x)
     if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
         raise DtypeError(
             f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')"
@@ -127,57 +128,6 @@ def require_floating(name: str, x: Variable) -> Variable:
 def given(x: Any) -> tuple[Any, ...]:
     """Return an optional input as a tuple: empty for None."""
     return () if x is None else (x,)
-
-
-def may_meet(name: str, *inputs: Any) -> Dtype:
-    """Return the operands' first dtype; refuse other ones, except by mixed precision (see `mixes`).
-
-    Operations call it before they read shapes: what is no operand has none.
-
-    Raises:
-        DtypeError: naming the operation and the dtypes.
-        GraphError: for an input that is neither a tensor nor an array.
-    """
-    dtypes = [_dtype(x) for x in inputs]
-    for i, dtype in enumerate(dtypes):  # `in` would not do: NumPy's float64 equals None
-        if dtype is None:
-            raise _no_tensor(name, inputs[i])
-    if dtypes.count(dtypes[0]) != len(dtypes) and not mixes(*dtypes):
-        words = ", ".join(map(str, dtypes))
-        raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
-    return dtypes[0]
-
-
-def _no_tensor(name: str, x: Any) -> GraphError:
-    return GraphError(
-        f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
-    )
-
-
-def mixes(*dtypes: Any) -> bool:
-    """True if mixed precision allows these dtypes together: float32 and its low dtype."""
-    low = low_dtype(precision())
-    return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
-
-
-def read_as(name: str, *inputs: Any) -> Dtype:
-    """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
-
-    Raises:
-        DtypeError, GraphError: for inputs that may not be combined (see `may_meet`).
-        UsageError: for tf32 with NumPy arrays: NumPy has no tf32 products.
-    """
-    mode = precision()
-    if mode != "float32":
-        low = low_dtype(mode)
-        if low is not None and mixes(*map(_dtype, inputs)):
-            return low
-        if mode == "tf32" and isinstance(values_of(inputs[0]), np.ndarray):
-            raise UsageError(
-                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
-                " cupy on a CUDA device"
-            )
-    return may_meet(name, *inputs)
 
 
 def _plain(x: Any) -> Any:

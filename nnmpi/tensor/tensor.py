@@ -51,14 +51,13 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.words import add_missing, instead, refuse_words
 from nnmpi.tensor.backward import Deferred, walk_back
+from nnmpi.tensor.dtypes import may_meet, product_dtype
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
 from nnmpi.tensor.function import AsType, Function, Variable, converted
 from nnmpi.tensor.operand import (
     check_broadcast,
     checked_axes,
-    may_meet,
     operands,
-    read_as,
     refuse_parts,
     require_floating,
     values_of,
@@ -664,7 +663,7 @@ def _product(a: Any, b: Any) -> Tensor:
             f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner}"
             " differ"
         )
-    reads = read_as("matmul", a, b)
+    reads = product_dtype("matmul", a, b)
     on_host = type(x) is np.ndarray
     if is_low(reads) if on_host else is_floating(reads):
         a, b = converted(a, reads), converted(b, reads)
