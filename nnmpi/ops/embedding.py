@@ -47,7 +47,7 @@ class EmbeddingFunction(Function):
         return kernels.embedding_grad(namespace(grad), grad, indices, shape, dtype, *place), None
 
 
-class Rows(EmbeddingFunction):
+class TableRows(EmbeddingFunction):
     """table[indices], in the table's dtype."""
 
     __slots__ = ()

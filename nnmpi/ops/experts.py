@@ -32,7 +32,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.base.shard import split
-from nnmpi.ops.embedding import Rows
+from nnmpi.ops.embedding import TableRows
 from nnmpi.ops.linear import WideLinear
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, Shard
@@ -209,4 +209,4 @@ class Experts(Function):
 
 
 def _pick(rows: Tensor, numbers: Array) -> Tensor:
-    return Rows()(rows, numbers)
+    return TableRows()(rows, numbers)

@@ -62,4 +62,5 @@ def no_tensor(name: str, x: Any) -> GraphError:
 
 
 def _dtype_of(x: Any) -> Any:
-    return getattr(x, "dtype", None)
+    # not by getattr, which would hide the error of a parameter without values
+    return x.dtype if hasattr(type(x), "dtype") else None

@@ -29,6 +29,76 @@ COPY_AXES = 6  # as in copy.cu
 # In the order of activation.cu.
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
+# Each kernel's source, and the roles of its first arguments, a letter each:
+#
+#     T    an array in the activations' dtype, floating point
+#     P    an array in T's dtype, or in float32 if T has 16 bits
+#     A    an array in float32, or in float64 if T is
+#     D    an array in float64
+#     S    an array in any floating-point dtype, in kernels without P
+#     X, Y the same as S and T, of any strides
+#     i    integers of any kind
+#     b    numbers of winners, unsigned
+#     u    uint32
+#     .    a number
+#
+# Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
+KERNELS = {
+    "add_bias": ("dense", "TP"),
+    "bias_relu": ("dense", "TP"),
+    "copy": ("copy", "XY"),
+    "relu_grad_bias": ("dense", "TTTPA"),
+    "slope_grad_bias": ("dense", "TTTPA"),
+    "column_sum": ("dense", "TPA"),
+    "column_total": ("dense", "AP"),
+    "bias_gelu_slope": ("activation", "TPT"),
+    "bias_gelu_tanh_slope": ("activation", "TPT"),
+    "activate": ("activation", "TT"),
+    "activate_grad": ("activation", "TTT"),
+    "add": ("activation", "TTT"),
+    "multiply": ("activation", "TTT"),
+    "add_low": ("activation", "PTP"),
+    "softmax": ("softmax", "ST"),
+    "softmax_grad": ("softmax", "TTT"),
+    "softmax_loss": ("softmax", "Yi.AA"),
+    "softmax_loss_grad": ("softmax", "Yi.AAY"),
+    "layer_norm": ("layer_norm", "TPP.TAA"),
+    "layer_norm_grad": ("layer_norm", "TTAAPT"),
+    "layer_norm_sums": ("layer_norm", "TTAAPPA"),
+    "layer_norm_total": ("layer_norm", "APP"),
+    "moments": ("norm", "TPPPA"),
+    "moments_total": ("norm", "TPPPA"),
+    "group_moments": ("norm", "TPP"),
+    "group_sums": ("norm", "PPPPP"),
+    "normalize": ("norm", "TPPPPT"),
+    "norm_sums": ("norm", "TTPPPPA"),
+    "norm_total": ("norm", "APP"),
+    "norm_grad": ("norm", "TTPPPPPT"),
+    "embedding": ("embedding", "Si.T"),
+    "embedding_grad": ("embedding", "Ti.iS"),
+    "dropout": ("dropout", "TTuu"),
+    "lstm_step": ("recurrent", "TTTTTT"),
+    "lstm_step_grad": ("recurrent", "TTTTTTT"),
+    "gru_step": ("recurrent", "TTTTTTT"),
+    "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
+    "max_pool": ("pooling", "TTb"),
+    "max_pool_grad": ("pooling", "TbT"),
+    "avg_pool": ("pooling", "TT"),
+    "avg_pool_grad": ("pooling", "TT"),
+    "whole_pool": ("pooling", "TT"),
+    "loss": ("sums", "TTAD"),
+    "loss_grad": ("sums", "TTATT"),
+    "squares": ("sums", "TD"),
+    "sum_total": ("sums", "DAD"),
+    "sgd": ("updates", "TT"),
+    "sgd_momentum": ("updates", "TTT"),
+    "adam": ("updates", "TTTT"),
+    "track": ("updates", "TTTT"),
+}
+
 
 def works_on(dtype: Dtype) -> bool:
     """True if there are kernels for activations of this dtype."""
@@ -42,6 +112,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     """
 
     of_device = True
+    table = KERNELS
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
 

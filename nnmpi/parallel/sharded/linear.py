@@ -32,7 +32,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import sum_over_ranks
 from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.embedding import Rows, embedding
+from nnmpi.ops.embedding import TableRows, embedding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution, divided, part_of
 from nnmpi.tensor.dtypes import product_dtype
@@ -66,7 +66,7 @@ class RowConv2d(Conv2d):
         return sum_over_ranks(full, self.group, self.bias).astype(y.dtype)
 
 
-class LookUp(Rows):
+class LookUp(TableRows):
     """table[indices - first], zeros for indices outside of this part of the table."""
 
     __slots__ = ("first", "hits")
