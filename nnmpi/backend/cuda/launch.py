@@ -36,7 +36,7 @@ ROWS_EACH = 8  # the minimum per thread; with fewer rows the grid has fewer bloc
 # run at the same time.
 ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
-Table: TypeAlias = Mapping[str, tuple[str, str]]  # name -> its family and its arrays' roles
+KernelTable: TypeAlias = Mapping[str, tuple[str, str]]  # name -> its family and its arrays' roles
 Dims: TypeAlias = tuple[int, ...]
 KernelLaunch: TypeAlias = Callable[[Dims, Dims, tuple[Any, ...]], None]
 
@@ -64,7 +64,7 @@ class KernelLauncher:
         table: the kernels.
     """
 
-    table: ClassVar[Table]
+    table: ClassVar[KernelTable]
 
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
@@ -270,20 +270,17 @@ class KernelLauncher:
         return found
 
 
-def _has_parameters(table: Table, family: str) -> bool:
+def _has_parameters(table: KernelTable, family: str) -> bool:
     """Whether a family's kernels are compiled for two dtypes."""
     return any({*"PSX"} & {*roles} for other, roles in table.values() if other == family)
 
 
-def _types(table: Table, name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
+def _types(table: KernelTable, name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
     a = "float64" if t == "float64" else "float32"
     # of a kernel without parameters: those that the others of its family mostly have
-    family = table[name][0]
-    rest = (
-        a if any({*"PSX"} & {*roles} for other, roles in table.values() if other == family) else t
-    )
+    rest = a if _has_parameters(table, table[name][0]) else t
     p = next((dtype.name for role, dtype in dtypes if role in "PSX"), rest)
     allowed = {
         "T": {t},
