@@ -69,8 +69,8 @@ def no_number(value: object, label: bool = False) -> str:
         remedy = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
     if isinstance(value, str) and not label:
         remedy = (
-            "number categories by pandas.factorize(column), or give each a column by"
-            " pandas.get_dummies(table)"
+            "data.load encodes the texts of a file, table.to_csv(path, index=False), and keeps the"
+            " encoding; or number categories by pandas.factorize(column)"
         )
     return f"{shortened(repr(value))} is not a finite float32 number; {remedy}"
 

@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import Dataset, Samples, read_array
-from nnmpi.data.tables import Table, to_dataset
+from nnmpi.data.tables import NO_LABEL, Table, to_dataset
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 
@@ -39,7 +39,12 @@ def as_samples(source: Any) -> Samples:
     if hasattr(source, "columns") and hasattr(source, "to_numpy"):
         name, columns = type(source).__name__, [*source.columns]
         features = Dataset(name, source[columns[:-1]], np.zeros(len(source), np.int64), 1)
-        labels = tuple(map(str, source[columns[-1]]))
+        labels = tuple("" if label is None else str(label) for label in source[columns[-1]])
+        for row in (row for row, label in enumerate(labels) if label.strip().lower() in NO_LABEL):
+            raise DataError(
+                f"{name}: the label in row {row + 1} is missing; leave such rows out:"
+                f" table.dropna(subset=[{columns[-1]!r}])"
+            )
         table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
         return to_dataset(table, name, predicts="any")
     what = type(source).__name__

@@ -94,6 +94,10 @@ UNPACKED = MappingProxyType(
         "MultiheadAttention": "write h = attention(x): its weights are not returned",
     }
 )
+# What a tensor on the right does for an array's operator, by the name of NumPy's function.
+_NAMES = "add subtract multiply divide power matmul less less_equal greater greater_equal"
+_OURS = "radd rsub rmul rtruediv rpow rmatmul gt ge lt le eq ne"
+REFLECTED = dict(zip(f"{_NAMES} equal not_equal".split(), _OURS.split(), strict=True))
 PROBABILITIES = "sigmoid", "softmax"  # operations whose results are often taken for logits
 
 
@@ -263,8 +267,16 @@ class Tensor(Variable):
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form else str(self)
 
-    # Otherwise an ndarray on the left would compute with the tensor element by element.
-    __array_ufunc__ = None
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Tensor:
+        """Compute `array + x`; refuse `numpy.exp(x)`, whose gradient would be lost."""
+        name = ufunc.__name__
+        if name in REFLECTED and method == "__call__" and not named and inputs[1] is self:
+            return getattr(self, f"__{REFLECTED[name]}__")(inputs[0])
+        ours = f"write x.{name}(...)" if callable(vars(Tensor).get(name)) else "use its operators"
+        raise UsageError(
+            f"numpy.{name} takes arrays; of a tensor, give x.numpy() for the values, and where a"
+            f" gradient is needed {ours}"
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if self.requires_grad and self.data.ndim:  # the graph would silently end here

@@ -134,7 +134,7 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
                 " table: pandas.Data"
             ),
         ),
-        (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*get_dummies"),
+        (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*data.load encodes"),
         (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],
 )
@@ -149,3 +149,10 @@ def test_pytorchs_data_sets_and_loaders() -> None:
     for ours, theirs in zip(Loader(source, 3), Loader(Dataset("d", X, Y, 3), 3), strict=True):
         np.testing.assert_array_equal(ours.x, theirs.x)
         np.testing.assert_array_equal(ours.y, theirs.y)
+
+
+@pytest.mark.parametrize("label", [None, float("nan"), "", "NaN"])
+def test_a_row_without_a_label_is_no_class(label: Any) -> None:
+    frame = Frame({"a": [1.0, 2.0, 3.0], "b": ["u", label, "v"]})
+    with pytest.raises(DataError, match=r"the label in row 2 is missing; .*subset=\['b'\]"):
+        Loader(frame, 3)

@@ -179,3 +179,36 @@ def test_iteration_ends():
     assert len(list(x)) == 2
     with pytest.raises(ShapeError, match="without axes"):
         list(Tensor(1.0))
+
+
+def test_an_array_on_the_left_computes_as_the_tensor_does():
+    """A NumPy number does, too; each of the operators."""
+    a, b = here([[3.0, 5.0]]), here([[1.0, 2.0]])
+    x = Tensor(b, requires_grad=True)
+    for name in ("add", "sub", "mul", "truediv", "pow"):
+        compute = getattr(operator, name)
+        result = compute(a, x)
+        assert isinstance(result, Tensor) and result.requires_grad
+        np.testing.assert_allclose(result.data, compute(a, b), rtol=1e-6)
+        number = compute(np.float32(3.0), x)
+        np.testing.assert_allclose(number.numpy(), compute(np.float32(3.0), Tensor(b).numpy()))
+    np.testing.assert_array_equal((a @ x.T).data, a @ b.T)
+    for name in ("lt", "le", "gt", "ge"):
+        np.testing.assert_array_equal(getattr(operator, name)(a, x), getattr(operator, name)(a, b))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (np.exp, "write x.exp"),
+        (lambda x: np.maximum(x, 0), "use its operators"),
+        (lambda x: np.add(x, 1), "use its operators"),
+        (lambda x: np.add.reduce(x), "use its operators"),
+        (lambda x: operator.iadd(np.ones(2, np.float32), x), "use its operators"),
+        (lambda x: np.ones(2, np.float32) // x, "use its operators"),
+        (np.mean, r"x.numpy\(\).mean"),
+    ],
+)
+def test_a_function_of_numpy_says_what_to_write(call, words):
+    with pytest.raises((UsageError, TypeError), match=words):
+        call(Tensor([1.0, 2.0], requires_grad=True))
