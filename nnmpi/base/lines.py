@@ -30,8 +30,13 @@ def lines_of(error: BaseException) -> list[str]:
     own = [
         f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}"
         + (f": {frame.line}" if frame.line else "")
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_users(frame.filename)
+        for (code, _), frame in zip(
+            traceback.walk_tb(error.__traceback__),
+            traceback.extract_tb(error.__traceback__),
+            strict=True,
+        )
+        # a dataclass's own __init__ is nobody's text
+        if is_users(frame.filename) and "__create_fn__" not in code.f_code.co_qualname
     ]
     inner = getattr(error, "lines", ()) or (lines_of(error.__cause__) if error.__cause__ else ())
     lines = list(dict.fromkeys([*own, *inner]))

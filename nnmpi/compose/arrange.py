@@ -189,6 +189,11 @@ class Arrangement:
         )
 
     @property
+    def meets_in_forward(self) -> bool:
+        """Whether replicas exchange data in a forward pass, so that each has as many of them."""
+        return self.layout.expert_parallel or self.layout.zero == STAGES[-1]
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether several ranks have the stages of a replica."""
         return self.mesh.pp.size > 1

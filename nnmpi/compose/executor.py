@@ -609,19 +609,23 @@ class Executor:
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Post this receive unless it is posted ahead, then the channel's next one.
 
-        For the first microbatch of a shape, also wait: its message brings the signature that later
-        receives need.
+        Nothing is posted for the first microbatch of a shape, whose message brings the signature
+        that later receives need, nor for those behind it: they are received where they are used. To
+        wait here could deadlock, since between here and there are stages of this rank, whose
+        outputs other ranks may need to send that message.
         """
-        if (kind, stage, microbatch) not in self._posted:
-            agreed = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
-            self._post_next(kind, stage)
-            if not agreed:
-                self._wait_for_message(kind, stage, microbatch)
-        self._post_ahead(kind, stage)
+        if microbatch in self._to_post[kind, stage]:
+            self._post_ahead(kind, stage)
+        if microbatch not in self._to_post[kind, stage]:
+            self._post_ahead(kind, stage)
 
     def _wait_for_message(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Wait for a receive's arrays, unless that was done before."""
-        if (kind, stage, microbatch) not in self._posted:
+        """Wait for a receive's arrays, unless another rank sends none.
+
+        Args:
+            kind: of the receive.
+        """
+        if (kind, stage) not in self._now.receives:
             return
         record_call(self._wait, kind, stage, microbatch)
         arrays = [
@@ -635,6 +639,8 @@ class Executor:
 
     def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
         begin = clock.now()
+        if (kind, stage, microbatch) not in self._posted:
+            self._post_next(kind, stage)
         self._received = self._posted.pop((kind, stage, microbatch))()
         end = clock.now()
         self._report.wait_s += end - begin

@@ -379,7 +379,10 @@ class Passes(PassHandler):
         Call it within `no_grad`.
         """
         count = max(len(self._arrangement.cuts), 1)
-        cuts = _evaluation_cuts(len(batch.y), count, batch.first_row)
+        if not self._arrangement.meets_in_forward:
+            count = max(1, min(len(batch.y), count))
+        parts = enumerate(split(len(batch.y), count))
+        cuts = [Cut(cut.start, cut.stop, batch.first_row + cut.start, m) for m, cut in parts]
         now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
         if self.reports_loss and has_class_weights(now.loss):
@@ -652,12 +655,6 @@ class Passes(PassHandler):
 
 
 @lru_cache(maxsize=16)
-def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
-    """Return the microbatches of an evaluated batch: as many as there are stages."""
-    parts = enumerate(split(rows, max(1, min(rows, count))))
-    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in parts)
-
-
 def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; empty if they can."""
     layout = arrangement.layout

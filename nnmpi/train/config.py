@@ -144,7 +144,7 @@ class ParallelConfig:
     """
     zero: int = 0
     """ZeRO stage, the state that replicas shard. 1: optimizer state. 2: gradients, too. 3: weights,
-    too, gathered block by block for each pass. 2 and 3 need --pp 1.
+    too, gathered block by block for each pass.
     """
     expert_parallel: bool = False
     """Shard the experts of --experts over the replicas. Tokens travel to their experts and back."""
@@ -364,13 +364,11 @@ class ModelConfig:
 def check_positions(config: ModelConfig, sp: int) -> None:
     """Refuse --sp for models without positions, or with layers that mix them."""
     model = config.model
-    mixes = sp > 1 and (config.experts or model in MODELS and model != "gpt")
     why = "needs them one after another" if model in SEQUENCE_MODELS else "has none"
-    why = "with --experts counts all of a sequence together" if config.experts else why
     require(
-        not mixes,
+        sp == 1 or model not in MODELS or model == "gpt",
         f"--sp {sp} shards the positions of sequences, but --model {model} {why}; leave --sp out,"
-        " or use --model gpt without --experts",
+        " or use --model gpt",
     )
 
 

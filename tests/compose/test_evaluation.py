@@ -5,9 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import models, ops, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
+from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import LabelLoss, squared_errors
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
@@ -62,6 +65,29 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
         group.gather([bool(np.allclose(result, expected(), rtol=1e-12)), report.samples])
         == [[True, ROWS]] * group.size
     )
+
+
+@pytest.mark.simulated(min_size=4, max_size=4)
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
+@pytest.mark.parametrize("options", [{"zero": 3}, {"expert_parallel": True}])
+def test_replicas_that_meet_in_a_forward_have_as_many(
+    group: Group, schedule: str, options: dict[str, Any]
+) -> None:
+    """Where one replica has fewer samples of a batch than stages, and another more."""
+    tokens = np.random.default_rng(0).integers(0, 9, (5, 7))
+    whole, model = (models.gpt(9, 6, features=8, layers=2, heads=2, experts=2) for _ in "ab")
+    whole.initialize(seed=0, dtype="float64")
+    with no_grad():
+        expected = ops.cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]).item()
+    layout = Layout(pp=2, schedule=schedule, **options)
+    place = arrange(model, group, layout, tokens[:1, :-1])
+    place.model.initialize(seed=0, dtype="float64", storage=place.storage)
+    sgd = optim.SGD(place.model.storage, lr=0.1)
+    worker = Worker(place.model, sgd, group, arrangement=place)
+    part = np.array_split(np.arange(5), place.data_ranks)[place.data_rank]
+    report = worker.evaluate(tokens[part, :-1], tokens[part, 1:])
+    worker.release()
+    assert (report.samples, report.loss) == (5, pytest.approx(expected, rel=1e-12))
 
 
 def test_quantities_of_a_sample_are_averaged() -> None:

@@ -149,8 +149,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
             "--activation-memory cannot be combined with --sync asp",
         ),
         (
-            "--model gpt --experts 2 --sp 2",
-            "--sp 2 shards the positions of sequences, but --model gpt with",
+            "--model lstm --sp 2",
+            "--sp 2 shards the positions of sequences, but --model lstm needs them one after",
         ),
         (
             "--model gpt --dataset paradise-lost --experts 2 --text-samples sentences",
