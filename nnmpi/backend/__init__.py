@@ -4,8 +4,8 @@ Reading order:
 
     array, backend     arrays of either library; `Backend`, the interface to a library and its
                        device
-    kernels            the choice of compiled kernels; jit/ has numba's for the host, cuda/ has a
-                       device's
+    kernels            the choice of kernels: plain, in the library's functions; in jit/ numba's for
+                       the host; in cuda/ a device's
     program/           a step as a value, the basis of `nnmpi.compile`: record its calls, tile them,
                        plan their memory, replay them
     recording          what operations, layers and strategies tell a recorder
@@ -32,7 +32,7 @@ Others:
     storage            what an optimizer updates, and what strategies tell it
 
 To change ...                              see
-    the arithmetic of an operation         its Function in ops/, and the kernels in jit/ and cuda/
+    the arithmetic of an operation         plain, and what overrides it in jit/ and cuda/
     the library that computes products     gemm
     the dtype that a product reads         precision, then its uses in gemm and the kernels
     the kinds of devices                   a subclass of `Backend`, as in device, and `select`

@@ -2,7 +2,7 @@
 
 arrays       float32, float64                  float16, bfloat16                     whole numbers
 NumPy        its BLAS; MKL, where it is        none: operations compute in float32   its own loops
-             installed, for large matrices     (see `tensor.operand.in_float32`)
+             installed, for large matrices     (see `Function.computes`)
 CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
              (see `cublas`)                    and rounds down once
 """

@@ -1,29 +1,25 @@
-"""The choice of compiled kernels for operations: this module alone decides it.
+"""The choice of kernels for operations: this module alone decides it.
 
-    arrays                                     kernels                     switched by
-    NumPy's                                    none
-    NumPy's, float32, inside `with jit():`     numba's, `jit.kernels`      jit(), jit(False)
-    a device's, floating point                 CUDA C++, `cuda.kernels`    on, except in jit(False)
-                                               and cuDNN's, `cuda.cudnn`
+    arrays                                     kernels                          switched by
+    NumPy's                                    `plain.PlainKernels`
+    NumPy's, float32, inside `with jit():`     `jit.kernels.NumbaKernels`       jit(), jit(False)
+    a device's, floating point                 `cuda.kernels.DeviceKernels`,    on, except in
+                                               cuDNN's in `cuda.cudnn`          jit(False)
 
-An operation's arithmetic is in its Function, written in the array library's functions, which run
-anywhere. The Function first looks for a faster kernel here:
+The first class is complete, in the array library's functions, which run anywhere. The others derive
+from it and override what they have faster, so an operation never asks which it got:
 
-    kernels = kernels_for(x, "layer_norm")      an object with a function of that name, or None
-    if kernels is not None:
-        y, residuals = kernels.layer_norm(...)
+    kernels = kernels_of(x)
+    y, residuals = kernels.layer_norm(xp, x, scale, shift, eps)
 
-To add a compiled kernel, write a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel
-itself beside it, and these lines in the Function. Compiled functions run through
-`recording.record_launch`, which records each as one call.
+Backward uses the forward pass's kernels: only they know what they saved. Compiled functions run
+through `recording.record_launch`, which records each as one call.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
-from math import prod
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,24 +27,23 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, namespace
 from nnmpi.backend.cuda.cudnn import TYPES, Cudnn, cudnn_of
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
+from nnmpi.backend.plain import PlainKernels
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.base.errors import UsageError
 
 # Whether kernels are in use. The default None means: on devices alone.
 _enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
+PLAIN = PlainKernels()
 
 
-def kernels_for(array: Array, name: str) -> Any:
-    """Return the compiled kernels for arrays like this, if they have this function; else None."""
-    result: Any = None
+def kernels_of(array: Array) -> Any:
+    """Return the kernels for arrays like this, in use here: a `PlainKernels`."""
+    enabled = _enabled.get()
     if isinstance(array, np.ndarray):
-        if not _enabled.get() or array.dtype != FLOAT32:
-            return None
-        result = load()
-    elif _enabled.get() is not False and works_on(array.dtype):
-        result = device_kernels(namespace(array))
-    return result if hasattr(result, name) else None
+        return load() if enabled and array.dtype == FLOAT32 else PLAIN
+    if enabled is False or not works_on(array.dtype):
+        return PLAIN
+    return device_kernels(namespace(array)) or PLAIN
 
 
 def cudnn_for(array: Array) -> Cudnn | None:
@@ -59,10 +54,7 @@ def cudnn_for(array: Array) -> Cudnn | None:
 
 def copy(xp: Any, target: Array, x: Array) -> None:
     """Write x to `target`, rounded to its dtype. Both may have any strides."""
-    kernels = kernels_for(target, "copy")
-    if kernels is None or not kernels.copy(target, x):
-        # NumPy's casting rules do not cover bfloat16
-        xp.copyto(target, x, casting="unsafe")
+    kernels_of(target).copy(xp, target, x)
 
 
 def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
@@ -73,11 +65,7 @@ def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
         x: any shape and strides.
         dtype: of the result; bfloat16 is allowed.
     """
-    if x.dtype == dtype:
-        return x
-    result = xp.empty(x.shape, dtype)
-    copy(xp, result, x)
-    return result
+    return x if x.dtype == dtype else kernels_of(x).cast(xp, x, dtype)
 
 
 def to_float32(xp: Any, x: Array) -> Array:
@@ -85,46 +73,28 @@ def to_float32(xp: Any, x: Array) -> Array:
     return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
 
 
-def _pair(name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
-    """Return xp.NAME(a, b); a device's kernel computes it for arrays of one shape and dtype.
-
-    CuPy converts every element of bfloat16 by itself.
-    """
-    if not isinstance(a, np.ndarray) and hasattr(a, "flags"):
-        kernels = kernels_for(a, name)
-        result = None if kernels is None else getattr(kernels, name)(xp, a, b, out)
-        if result is not None:
-            return result
-    function = getattr(xp, name)
-    return function(a, b) if out is None else function(a, b, out=out)
+def add(xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+    """Return a + b; a may be a number."""
+    return _of(a).add(xp, a, b, out)
 
 
-add, multiply = partial(_pair, "add"), partial(_pair, "multiply")
+def multiply(xp: Any, a: Any, b: Any) -> Array:
+    """Return a * b; a may be a number."""
+    return _of(a).multiply(xp, a, b)
+
+
+def _of(a: Any) -> Any:
+    return PLAIN if isinstance(a, np.ndarray) or not hasattr(a, "flags") else kernels_of(a)
 
 
 def add_bias(xp: Any, y: Array, bias: Array) -> None:
     """Add bias (n,) to y (..., n), contiguous, in place; images are rows with all their pixels."""
-    kernels = kernels_for(y, "add_bias")
-    if kernels is not None:
-        kernels.add_bias(xp, y, bias)
-    elif y.ndim == 2:
-        xp.add(y, bias, out=y, casting="unsafe")
-    else:
-        rows = y.reshape(len(y), prod(y.shape[1:]))
-        xp.add(rows, repeated(xp, bias, prod(y.shape[1:-1])), out=rows, casting="unsafe")
+    kernels_of(y).add_bias(xp, y, bias)
 
 
 def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
     """Write the sum over rows of a gradient (rows, n), in at least float32."""
-    kernels = kernels_for(grad, "bias_grad")
-    if kernels is not None:
-        kernels.bias_grad(xp, grad, to_bias)
-    else:
-        grad = to_float32(xp, grad)
-        if grad.dtype == to_bias.dtype:
-            row_sum(xp, grad, out=to_bias)
-        else:  # on a device, in jit(False): the sum is in float32, the bias may not be
-            copy(xp, to_bias, row_sum(xp, grad))
+    kernels_of(grad).bias_grad(xp, grad, to_bias)
 
 
 def setting() -> bool | None:
@@ -162,17 +132,17 @@ def jit(enabled: bool = True) -> Iterator[None]:
 
 
 @cache
-def load() -> ModuleType:
+def load() -> Any:
     """Return numba's kernels; nothing is compiled yet.
 
     Raises:
         UsageError: when numba is not installed or does not work.
     """
     try:
-        import nnmpi.backend.jit.kernels as kernels
+        from nnmpi.backend.jit.kernels import NumbaKernels
     except ImportError as error:
         raise UsageError(
             f"compiled kernels need numba, which cannot be imported ({error}); pip install numba,"
             " or leave jit out"
         ) from error
-    return kernels
+    return NumbaKernels()

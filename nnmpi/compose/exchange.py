@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from nnmpi.backend.array import namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.compose.arrange import Arrangement
@@ -126,7 +126,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
         """Add the squares of a device's gradient to the step's numbers, to be read with them."""
         grads = self.model.storage.grads
         if self.arrangement.is_plain and grads and not isinstance(grads[0], np.ndarray):
-            self._is_wide = kernels_for(grads[0], "squares") is not None
+            self._is_wide = kernels_of(grads[0]).of_device
             add_squares(grads, scalars.place(SQUARES, namespace(grads[0])))
 
     def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:

@@ -35,9 +35,9 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.activation import linear_gelu, relu
+from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
-from nnmpi.ops.linear import linear_relu
+from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
 # The runs of layers that are fused, by their classes, and the fused operations. Methods are called

@@ -3,7 +3,7 @@
 from math import prod
 from typing import Literal
 
-from nnmpi.backend.array import Shape, namespace
+from nnmpi.backend.array import Shape
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
@@ -11,12 +11,11 @@ from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.conv.conv3d import Triple, conv3d, triple
 from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.pool import (
-    AvgPool2dFunction,
-    Upsample2dFunction,
     avg_pool2d,
     max_pool2d,
     on_device,
     pool_windows,
+    upsample,
 )
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
@@ -323,7 +322,7 @@ def _on_device(x: Tensor, out: RowsAndColumns) -> Tensor | None:
     (h, w), (rows, columns) = x.shape[1:3], out
     if x.shard is not None or h % rows or w % columns:
         return None
-    return on_device(AvgPool2dFunction, x, (h // rows, w // columns))
+    return on_device(x, (h // rows, w // columns))
 
 
 def _averaged(x: Tensor, axis: int, count: int) -> Tensor:
@@ -348,12 +347,8 @@ class Upsample(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images."""
-        (n, h, w, c), (rows, columns) = _images("Upsample", x), self.scale_factor
-        larger = on_device(Upsample2dFunction, x, self.scale_factor) if x.shard is None else None
-        if larger is not None:
-            return larger
-        ones = namespace(x.data).ones((rows, 1, columns, 1), x.dtype)
-        return (x.reshape(n, h, 1, w, 1, c) * Tensor(ones)).reshape(n, h * rows, w * columns, c)
+        _images("Upsample", x)
+        return upsample(x, self.scale_factor)
 
 
 def _images(name: str, x: Tensor) -> Shape:

@@ -10,7 +10,6 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.activation import softmax
 from nnmpi.ops.experts import Experts, Gate
-from nnmpi.tensor.operand import in_float32
 from nnmpi.tensor.parameter import LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import in_turn, turns_of
@@ -105,7 +104,7 @@ class MixtureOfExperts(Module):
         )
         inputs = x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2
         turns = None if self.ranks is None else turns_of(self.ranks)
-        return in_turn(turns, function, *inputs, apply=in_float32)
+        return in_turn(turns, function, *inputs)
 
 
 def _weight(shared: bool) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import prod
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import ShapeError, UsageError, check_int, check_ints, number
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
@@ -122,12 +122,7 @@ class BatchNorm(Module):
         A strategy that needs another order of updates sets `observe`, which is called instead.
         """
         running = self.running_mean.data, self.running_variance.data
-        kernels = kernels_for(mean, "track")
-        if kernels is not None:
-            kernels.track(running, (mean, variance), self.momentum, factor)
-            return
-        for data, value in zip(running, (mean, variance * factor), strict=True):
-            data += self.momentum * (value - data)
+        kernels_of(mean).track(running, (mean, variance), self.momentum, factor)
 
 
 class LayerNorm(Module):

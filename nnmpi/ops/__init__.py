@@ -7,7 +7,6 @@ from nnmpi.base.words import missing_from
 from nnmpi.ops.activation import (
     gelu,
     leaky_relu,
-    linear_gelu,
     log_softmax,
     relu,
     sigmoid,
@@ -22,7 +21,7 @@ from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.gru import gru
-from nnmpi.ops.linear import linear, linear_relu, linear_transposed
+from nnmpi.ops.linear import linear, linear_gelu, linear_relu, linear_transposed
 from nnmpi.ops.loss import (
     binary_cross_entropy,
     binary_nll,

@@ -13,23 +13,24 @@ from typing import Any, Never
 
 import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
-from nnmpi.ops.linear import with_kernels
-from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import converted, read_as, require_floating
+from nnmpi.tensor.dtypes import product_dtype
+from nnmpi.tensor.function import Function, Grads, converted
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
 
 
 def attention_for(array: Array) -> Any:
     """Return the implementation for these arrays: a device's kernels, or the module `attend`."""
-    return kernels_for(array, "attend") or plain
+    kernels = kernels_of(array)
+    return kernels if kernels.of_device else plain
 
 
 def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
@@ -53,6 +54,8 @@ class Attention(Function):
     """
 
     __slots__ = ("causal", "kernels")
+
+    computes = "kernels"
 
     def __init__(self, causal: bool, kernels: Any) -> None:
         self.causal, self.kernels = causal, kernels
@@ -144,6 +147,8 @@ class PackedAttention(Function):
     """
 
     __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "mask_key", "rate")
+
+    computes = "kernels"
 
     def __init__(
         self,
@@ -284,7 +289,7 @@ def attention(
         DtypeError: when qkv is not floating point.
     """
     check_int("attention's heads", heads)
-    packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
+    packed = converted(require_floating("attention", qkv), product_dtype("attention", qkv))
     if qkv.ndim != 3 or qkv.shape[2] % (3 * heads) or not qkv.shape[2]:
         raise ShapeError(
             f"attention with {heads} heads needs (batch, time, 3 * features) with features a"
@@ -299,7 +304,7 @@ def attention(
     function = kind(
         heads, causal, attention_for(packed.data), before, dropout, mask_key if dropout else None
     )
-    return with_kernels("attend", function, packed)
+    return function(packed)
 
 
 def scaled_dot_product_attention(
@@ -326,7 +331,7 @@ def scaled_dot_product_attention(
     """
     if words:
         refuse_words("scaled_dot_product_attention", words)
-    reads = read_as("attention", require_floating("attention", q), k, v)
+    reads = product_dtype("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ShapeError(
@@ -345,4 +350,4 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     q, k, v = (converted(item, reads) for item in (q, k, v))
-    return with_kernels("attend", Attention(causal, attention_for(q.data)), q, k, v)
+    return Attention(causal, attention_for(q.data))(q, k, v)

@@ -8,13 +8,12 @@ from typing import Any, Never, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.random import least_kept, place_of, random_bits
+from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import recorded_numbers, to_library
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.shard import Region
 from nnmpi.base.words import refuse_words
-from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -37,6 +36,7 @@ class DropoutFunction(Function):
 
     __slots__ = ("columns", "mask_key", "rate")
 
+    computes = "kernels"
     is_call = True  # each pass needs a new mask
     captured = True  # its key then lies in the device's memory
 
@@ -60,25 +60,17 @@ class DropoutFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
         columns = None if self.columns is None else to_library(xp, self.columns)
-        key, kernels = recorded_numbers(self._place), kernels_for(x, "dropout")
-        if kernels is not None:  # backward draws the mask again, which saves its memory
-            self.saved = (kernels, (self.rate, key, columns))
-            return kernels.dropout(xp, x, *self.saved[1])
-        rows = x.shape[0] if x.ndim else 1
-        bits = random_bits(xp, 0, rows, prod(x.shape[1:]) if columns is None else columns, key)
-        mask = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
-        factor = mask * xp.full((), 1 / (1 - self.rate), x.dtype)
-        self.saved = (None, factor)
-        return x * factor
+        key, kernels = recorded_numbers(self._place), kernels_of(x)
+        y, saved = kernels.dropout(xp, x, self.rate, key, columns)
+        self.saved = (saved, kernels)
+        return y
 
     def _place(self) -> Any:
         return place_of(*self.mask_key())
 
     def backward(self, grad: Array) -> Grads:
-        kernels, saved = self.saved
-        return (
-            grad * saved if kernels is None else kernels.dropout(namespace(grad), grad, *saved),
-        )
+        saved, kernels = self.saved
+        return (kernels.dropout_grad(namespace(grad), grad, saved),)
 
 
 @lru_cache(maxsize=16)  # computing the numbers takes longer than drawing the mask
@@ -121,4 +113,4 @@ def dropout(
     if p == 0:
         return x
     mask_key = key if callable(key) else lambda: (key, first_row)
-    return with_kernels("dropout", DropoutFunction(float(p), mask_key), x)
+    return DropoutFunction(float(p), mask_key)(x)

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
-from nnmpi.backend.kernels import cast, kernels_for
-from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import record_call, to_library
-from nnmpi.backend.sums import add_rows
 from nnmpi.base.errors import DtypeError, ShapeError
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import read_as, refuse_parts, values_of
+from nnmpi.tensor.operand import refuse_parts, values_of
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
@@ -20,17 +19,16 @@ from nnmpi.tensor.tensor import Tensor
 class EmbeddingFunction(Function):
     """table[indices]; an entry picked twice gets the sum of both rows' gradients.
 
-    Args:
-        reads: the dtype of the output rows: in mixed precision the low dtype. The table's gradient
-            has the table's dtype.
+    The rows have a product's dtype, the table's gradient the table's.
     """
 
-    __slots__ = ("reads",)
+    __slots__ = ()
 
     is_call = captured = True
 
-    def __init__(self, reads: Dtype) -> None:
-        self.reads = reads
+    def row_dtype(self, table: Array) -> Dtype:
+        """Return the dtype of the rows."""
+        return product_dtype("embedding", table)
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the indices' placement; a sharded table is refused."""
@@ -39,30 +37,31 @@ class EmbeddingFunction(Function):
         return indices.shard.placement
 
     def forward(self, table: Array, indices: Array) -> Array:
-        kernels = kernels_for(table, "embedding")
+        kernels = kernels_of(table)
         self.saved = (table.shape, table.dtype, indices, kernels)
-        if kernels is None:
-            return cast(namespace(table), table[indices], self.reads)
-        return kernels.embedding(namespace(table), table, indices, self.reads)
+        return kernels.embedding(namespace(table), table, indices, self.row_dtype(table))
 
     def backward(self, grad: Array) -> Grads:
-        (shape, dtype, indices, kernels), xp = self.saved, namespace(grad)
-        target, add = self.sum_into(0)
-        if kernels is not None:
-            return kernels.embedding_grad(xp, grad, indices, shape, dtype, target, add), None
-        wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, wide) if target is None or wide != dtype else target
-        if spread is target and not add:
-            spread[...] = 0
-        add_rows(xp, spread, indices, cast(xp, grad, wide))
-        return cast(xp, spread, dtype), None
+        shape, dtype, indices, kernels = self.saved
+        place = self.sum_into(0)
+        return kernels.embedding_grad(namespace(grad), grad, indices, shape, dtype, *place), None
+
+
+class TableRows(EmbeddingFunction):
+    """table[indices], in the table's dtype."""
+
+    __slots__ = ()
+
+    def row_dtype(self, table: Array) -> Dtype:
+        """Return the table's dtype."""
+        return table.dtype
 
 
 def embedding(
     table: Tensor,
     indices: Any,
     entries: int | None = None,
-    make: Callable[..., Function] = EmbeddingFunction,
+    make: Callable[[], Function] = EmbeddingFunction,
 ) -> Tensor:
     """Return rows of a table (entries, features) at integer indices (...): (..., features).
 
@@ -72,7 +71,7 @@ def embedding(
 
     Args:
         entries: of the full table, if `table` is a rank's shard.
-        make: (dtype of the rows) -> the operation. Tensor parallelism passes its own, for a table
+        make: the operation. Tensor parallelism passes its own, for a table
             sharded by entries.
 
     Raises:
@@ -80,7 +79,7 @@ def embedding(
         ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
-    dtype = read_as("embedding", table)
+    product_dtype("embedding", table)
     values = values_of(indices)
     if not is_array(values):
         values = Tensor(values).data  # checked on the host, also for a table on the device
@@ -91,10 +90,10 @@ def embedding(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
     rows = values_of(table)
-    if kernels_for(rows, "embedding") is None or isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) or not kernels_of(rows).of_device:
         record_call(_check_indices, values, table.shape[0] if entries is None else entries)
         values = to_library(namespace(rows), values)
-    return make(dtype)(table, indices if is_sharded(indices) else values)
+    return make()(table, indices if is_sharded(indices) else values)
 
 
 def _check_indices(indices: Array, entries: int) -> None:

@@ -32,9 +32,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.base.shard import split
-from nnmpi.ops.activation import LinearGeluFunction
-from nnmpi.ops.embedding import EmbeddingFunction
-from nnmpi.ops.linear import LinearFunction
+from nnmpi.ops.embedding import TableRows
+from nnmpi.ops.linear import WideLinear
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, Shard
 from nnmpi.tensor.tensor import Tensor, concatenate
@@ -107,6 +106,7 @@ class Experts(Function):
 
     __slots__ = ("exchange", "gate", "positions", "ranks", "weight")
 
+    computes = "float32"
     is_call = True
 
     def __init__(
@@ -177,8 +177,8 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = LinearGeluFunction("gelu_tanh", None)(rows[start : start + entry], w1, b1)
-                results.append(LinearFunction(None)(inner, w2, b2))
+                inner = WideLinear("gelu_tanh")(rows[start : start + entry], w1, b1)
+                results.append(WideLinear()(inner, w2, b2))
             start += entry
         out = concatenate(results)
         if self.ranks is not None:
@@ -209,4 +209,4 @@ class Experts(Function):
 
 
 def _pick(rows: Tensor, numbers: Array) -> Tensor:
-    return EmbeddingFunction(rows.dtype)(rows, numbers)
+    return TableRows()(rows, numbers)

@@ -1,4 +1,4 @@
-"""Losses of probabilities and their logarithms, for `ops.loss`: values and derivatives."""
+"""The loss of logarithms of probabilities, for `ops.loss`."""
 
 from math import prod
 from typing import Any
@@ -17,6 +17,8 @@ class NLL(Function):
     """
 
     __slots__ = ("ignore_index", "reduction", "smoothing")
+
+    computes = returns = "float32"
 
     def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
         self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
@@ -61,20 +63,3 @@ class NLL(Function):
         targets, total, shape, _ = self.saved
         share = grad if total is None else grad / total
         return (targets * -share.reshape(-1, 1)).reshape(shape), None, None
-
-
-def from_probabilities(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
-    yes, no = (
-        xp.where(xp.equal(p, 0), -100, xp.log(xp.where(xp.equal(p, 0), 1, p))) for p in (x, 1 - x)
-    )
-    losses = -(target * yes + (1 - target) * no)
-    return losses, (x - target) / xp.maximum(x * (1 - x), 1e-12), no - yes
-
-
-def relative_entropy(log_target: bool, xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
-    logs = target if log_target else xp.log(xp.where(xp.equal(target, 0), 1, target))
-    share = xp.exp(target) if log_target else target
-    losses = share * (logs - x)
-    return losses, -share, losses + share if log_target else logs - x + 1

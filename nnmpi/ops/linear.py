@@ -1,19 +1,17 @@
 """The linear layer's operation, x W + b, alone or fused with an activation."""
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from nnmpi.backend.array import Array, Dtype, Shape, constant
+from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, kernels_for
-from nnmpi.backend.precision import FLOAT32, is_floating, is_low
+from nnmpi.backend.kernels import cast, kernels_of
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops.planes import rectify_grad
+from nnmpi.tensor.dtypes import product_dtype
+from nnmpi.tensor.elementwise import gelu_form
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import converted, given, in_float32, read_as, refuse_parts
+from nnmpi.tensor.operand import given, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -29,17 +27,15 @@ class LinearFunction(Function):
     writes dW, or adds it, in the flat gradients.
 
     Args:
-        reads: the dtype in which a device's product reads x and W, and writes the result; None for
-            NumPy's arrays.
-        gives: the dtype of the result, if different: float32.
+        form: of the activation that follows: "relu", "gelu" or "gelu_tanh", or "" for none.
     """
 
-    __slots__ = ("gives", "reads")
+    __slots__ = ("form",)
 
-    kernel = ""  # the name of the compiled kernel for `before_activation`, if one exists
+    computes = "product"
 
-    def __init__(self, reads: Dtype | None, gives: Dtype | None = None) -> None:
-        self.reads, self.gives = reads, gives
+    def __init__(self, form: str = "") -> None:
+        self.form = form
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of x, which may be sharded along any axis but the last."""
@@ -52,22 +48,27 @@ class LinearFunction(Function):
         flat = len(shape) == 2
         # not -1, which NumPy cannot infer for an empty array
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
-        reads = self.reads
-        if reads is None:
+        dtype = self.product_dtype
+        if dtype is None:
             y = gemm(xp, rows, weight)
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-            rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
-            out, gives = None, self.gives or reads
-            if bias is None and not self.kernel:  # whose kernels need contiguous arrays
-                out = empty_rows(xp, len(rows), weight.shape[1], gives)
-            y = gemm(xp, rows, weight, out, dtype=gives)
-        y, slope = self.activate(y, bias)
-        self.saved = (rows, weight if self.needs[0] else None, shape, slope, dtypes)
+            rows, weight = cast(xp, rows, dtype), cast(xp, weight, dtype)
+            out, dtype = None, FLOAT32 if self.returns and is_low(dtype) else dtype
+            if bias is None and not self.form:  # whose kernels need contiguous arrays
+                out = empty_rows(xp, len(rows), weight.shape[1], dtype)
+            y = gemm(xp, rows, weight, out, dtype=dtype)
+        kernels, activated = kernels_of(y), None
+        if self.form:
+            y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
+        elif bias is not None:
+            kernels.add_bias(xp, y, bias)
+        saved = activated, kernels
+        self.saved = (rows, weight if self.needs[0] else None, shape, saved, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, shape, saved, dtypes = self.saved
+        rows, weight, shape, (activated, kernels), dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
             grad = cast(xp, grad, rows.dtype)
@@ -80,7 +81,10 @@ class LinearFunction(Function):
             to_bias = place_for(
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
-        grad = self.before_activation(grad, saved, to_bias)
+        if self.form:
+            grad = kernels.bias_activate_grad(xp, grad, activated, self.form, to_bias)
+        elif to_bias is not None:
+            kernels.bias_grad(xp, grad, to_bias)
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
             to_weight = gemm(xp, *factors, target, add, None if dtypes is None else dtypes[1])
@@ -90,38 +94,6 @@ class LinearFunction(Function):
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias
-
-    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """Return the activation of y + bias, and the array that its gradient needs, or None.
-
-        Args:
-            y: x W (rows, out), which may be overwritten.
-        """
-        if bias is not None:
-            add_bias(self.xp, y, bias)
-        return y, None
-
-    def before_activation(self, grad: Array, saved: Array | None, to_bias: Array | None) -> Array:
-        """Return the gradient of x W + b, (rows, out), and write that of b.
-
-        Args:
-            grad: (rows, out), the gradient of the result.
-            saved: from `activate`.
-            to_bias: (out,), receives the gradient of b; or None.
-        """
-        xp = self.xp
-        if saved is not None:
-            kernels = kernels_for(grad, self.kernel)
-            if kernels is not None:
-                return getattr(kernels, self.kernel)(xp, grad, saved, to_bias)
-            grad = self.times_slope(grad, saved)
-        if to_bias is not None:
-            bias_grad(xp, grad, to_bias)
-        return grad
-
-    def times_slope(self, grad: Array, saved: Array) -> Array:
-        """Return the gradient times the activation's derivative; `saved` is from `activate`."""
-        return self.xp.multiply(grad, saved)
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
@@ -141,28 +113,21 @@ class TransposedLinearFunction(LinearFunction):
         return grad.T, rows
 
 
-class LinearReluFunction(LinearFunction):
-    """max(x W + b, 0)."""
+class PartialLinear(LinearFunction):
+    """x W as a partial sum over ranks: half precision would round it."""
 
     __slots__ = ()
 
-    kernel = "relu_grad_bias"
+    returns = "float32"
 
-    def activate(self, y: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """See `LinearFunction.activate`; here the gradient needs the result itself."""
-        xp, kernels = self.xp, kernels_for(y, "bias_relu")
-        if kernels is not None:
-            kernels.bias_relu(xp, y, bias)
-            return y, y
-        super().activate(y, bias)
-        y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)
-        return y, y
 
-    def times_slope(self, grad: Array, saved: Array) -> Array:
-        """Return the gradient where the result is positive, 0 elsewhere."""
-        result = self.xp.empty(grad.shape, grad.dtype)
-        rectify_grad(self.xp, self.xp.ascontiguousarray(grad), saved, result)
-        return result
+class WideLinear(LinearFunction):
+    """x W + b of float32, in every precision."""
+
+    __slots__ = ()
+
+    computes = "float32"
+    product_dtype = None
 
 
 def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
@@ -171,22 +136,6 @@ def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
     if target is not None and target.flags.c_contiguous:
         return target
     return function.xp.empty(shape, dtype)
-
-
-def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation `in_float32`, or directly if a device kernel of this name exists.
-
-    Device kernels read half precision and compute in float32 by themselves.
-
-    Args:
-        name: of the operation's kernel.
-        function: the operation.
-        inputs, narrow: as for `in_float32`.
-    """
-    first = inputs[0].data
-    if isinstance(first, np.ndarray) or kernels_for(first, name) is None:
-        return in_float32(function, *inputs, narrow=narrow)
-    return function(*inputs)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -205,7 +154,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         DtypeError: when x, weight and bias differ in dtype, except by mixed precision's rules.
         UsageError: for tf32 with NumPy's arrays.
     """
-    return multiply(LinearFunction, check_linear("linear", x, weight, bias), x, weight, bias)
+    check_linear("linear", x, weight, bias)
+    return LinearFunction()(x, weight, bias)
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -220,13 +170,13 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
 
     Same errors as `linear`.
     """
-    reads = read_as("linear_transposed", x, weight)
+    product_dtype("linear_transposed", x, weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(
             f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and"
             " (out, in)"
         )
-    return multiply(TransposedLinearFunction, reads, x, weight)
+    return TransposedLinearFunction()(x, weight, None)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -234,9 +184,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 
     Same arguments and errors as `linear`.
     """
-    reads = check_linear("linear", x, weight, None)
-    gives = FLOAT32 if is_low(reads) else None
-    return multiply(lambda reads: LinearFunction(reads, gives), reads, x, weight, narrow=False)
+    check_linear("linear", x, weight, None)
+    return PartialLinear()(x, weight, None)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -245,47 +194,32 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Compiled kernels sum the bias's gradient in another order: its last bits may differ. Same
     arguments and errors as `linear`.
     """
-    return multiply(
-        LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias
-    )
+    return _activated("linear_relu", "relu", x, weight, bias)
 
 
-def multiply(
-    make: Callable[[Dtype | None], Callable[..., Any]],
-    reads: Dtype,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    narrow: bool = True,
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none"
 ) -> Tensor:
-    """Apply an operation of the kind of `LinearFunction`.
+    """Return GELU(x W + b), bit for bit what `gelu(linear(...))` gives, in one operation.
 
-    NumPy has no half-precision GEMM: it computes half precision in float32 and rounds once.
-
-    Args:
-        make: constructs the operation from the dtype in which a device's product reads its inputs,
-            or None for NumPy.
-        reads: that dtype.
-        x, weight, bias: its inputs.
-        narrow: whether NumPy's result is rounded; otherwise it stays float32.
+    Same arguments and errors as `linear` and `gelu`.
     """
-    if not isinstance(x.data, np.ndarray):
-        return make(reads if is_floating(reads) else None)(x, weight, bias)
-    if not is_low(reads):
-        return make(None)(x, weight, bias)
-    y = make(None)(
-        *(None if item is None else converted(item, FLOAT32) for item in (x, weight, bias))
-    )
-    return converted(y, reads) if narrow else y
+    return _activated("linear_gelu", gelu_form(approximate), x, weight, bias)
 
 
-def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
-    """Refuse operands that `linear` cannot multiply; return the dtype that the product reads.
+def _activated(name: str, form: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    check_linear(name, x, weight, bias)
+    require_floating(name, x)
+    return LinearFunction(form)(x, weight, bias)
+
+
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse operands that `linear` cannot multiply.
 
     Raises:
         ShapeError, DtypeError, UsageError: see `linear`.
     """
-    reads = read_as(name, x, weight, *given(bias))
+    product_dtype(name, x, weight, *given(bias))
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
@@ -299,4 +233,3 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> D
             f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs"
             f" {weight.shape[1:]}"
         )
-    return reads

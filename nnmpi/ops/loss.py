@@ -6,32 +6,23 @@ count: a mean of the ranks' means would be wrong for ranks with different number
 """
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from numbers import Real
 from typing import Any, Never
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.kernels import PLAIN, kernels_of
+from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call, to_library
-from nnmpi.backend.sums import in_blocks, row_dots
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import log_softmax
-from nnmpi.ops.likelihood import NLL, from_probabilities, relative_entropy
-from nnmpi.ops.linear import with_kernels
-from nnmpi.tensor.function import Function, Grads, Variable
-from nnmpi.tensor.operand import (
-    in_float32,
-    may_meet,
-    refuse_parts,
-    require_floating,
-    values_or_refuse,
-)
+from nnmpi.ops.likelihood import NLL
+from nnmpi.tensor.dtypes import may_meet
+from nnmpi.tensor.function import Function, Grads, Variable, converted
+from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -48,6 +39,9 @@ class CrossEntropy(Function):
 
     __slots__ = ("ignore_index", "reduction", "smoothing")
 
+    computes = "kernels"
+    returns = "float32"
+
     def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
         self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
 
@@ -62,11 +56,16 @@ class CrossEntropy(Function):
         _, shape, _, count = self.saved
         return () if self.reduction == "none" else (int(count), shape[0], prod(shape[:-1]))
 
+    def kernels(self, logits: Array) -> Any:
+        """Return what has the softmax's loss and its gradient, see `PlainKernels.softmax_loss`."""
+        return kernels_of(logits)
+
     def forward(self, logits: Array, labels: Array) -> Array:
         xp, classes = self.xp, logits.shape[-1]
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
-        losses, residuals, kernels = self._losses(rows, labels)
+        kernels, settings = self.kernels(logits), (self.ignore_index, self.smoothing)
+        losses, residuals = kernels.softmax_loss(xp, rows, labels, *settings)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
             used = xp.not_equal(labels, self.ignore_index)
@@ -82,93 +81,9 @@ class CrossEntropy(Function):
         grad = _averaged(xp, grad, count, self.reduction)
         # (1,) for all rows, or (rows,)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
-        if kernels is not None:
-            settings = self.ignore_index, self.smoothing
-            to_rows = kernels.softmax_loss_grad(xp, share, residuals, *settings)
-        else:
-            to_rows = self._gradient(share, residuals)  # (rows, classes)
+        settings = self.ignore_index, self.smoothing
+        to_rows = kernels.softmax_loss_grad(xp, share, residuals, *settings)  # (rows, classes)
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
-
-    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals, Any]:
-        """Return the loss of each row (rows, classes), residuals for the gradient, and the kernels.
-
-        Without kernels the residuals are e^(logit - largest) and their sums. Blocks of rows are
-        computed one by one, each while it is in the cache.
-        """
-        xp, (count, classes), smoothing, used = self.xp, logits.shape, self.smoothing, None
-        kernels = kernels_for(logits, "softmax_loss")
-        result = (
-            None
-            if kernels is None
-            else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
-        )
-        if result is not None:
-            return *result, kernels
-        if self.ignore_index is not None:
-            used = xp.not_equal(labels, self.ignore_index)
-            labels = xp.where(used, labels, 0)
-        logits = xp.ascontiguousarray(logits)
-        # the flat indices of the labels' logits
-        targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
-
-        def powers_of(rows: Array) -> tuple[Array, ...]:
-            top = _largest(xp, rows)
-            below = rows - top[:, None]
-            powers = xp.exp(below)
-            sums = row_dots(xp, powers, ones(xp, classes, rows.dtype))[:, 0]
-            return (powers, sums, top, *([below.mean(axis=1)] if smoothing else []))
-
-        powers, sums, top, *means = in_blocks(powers_of, logits)
-        target = _take(xp, logits, targets) - top
-        if means:
-            target = target * (1 - smoothing) + means[0] * smoothing
-        losses = xp.log(sums) - target
-        if used is not None:
-            losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
-        return losses, (powers, sums, targets, used), None
-
-    def _gradient(self, share: Array, residuals: Residuals) -> Array:
-        """Return (softmax(logits) - target) * share, for the losses' gradients (rows,) or (1,)."""
-        xp, (powers, sums, targets, used) = self.xp, residuals
-        result = xp.multiply(powers, xp.divide(share, sums)[:, None])
-        hit = share
-        if self.smoothing:
-            hit = xp.multiply(share, 1 - self.smoothing)
-            xp.subtract(
-                result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result
-            )
-        xp.put(result, targets, xp.subtract(_take(xp, result, targets), hit))
-        if used is not None:
-            xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
-        return result
-
-
-def _take(xp: Any, array: Array, indices: Array) -> Array:
-    """Return the elements at flat indices, which must be within the array.
-
-    The mode is "clip" although no index is outside. With the default, which raises, NumPy fills a
-    buffer and copies it to `out`, which recorded steps pass.
-
-    Args:
-        xp: the array's module, or a recorder's stand-in for it.
-        array: C-contiguous, any shape.
-        indices: integers of any shape; the result has the same.
-    """
-    if xp is np:
-        return array.take(indices, None, None, "clip")  # the method: np.take detours in Python
-    if xp.__name__ == "numpy":
-        return xp.take(array, indices, mode="clip")
-    return xp.take(array, indices)
-
-
-def _largest(xp: Any, rows: Array) -> Array:
-    """Return the largest element of each row, NaN if the row has one; rows are C-contiguous.
-
-    NumPy's argmax along a contiguous axis is five times as fast as its max.
-    """
-    if xp.__name__ != "numpy":
-        return xp.max(rows, axis=1)
-    return _take(xp, rows, xp.add(steps(xp, *rows.shape), xp.argmax(rows, axis=1)))
 
 
 class ElementwiseLoss(Function):
@@ -176,16 +91,17 @@ class ElementwiseLoss(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        evaluate: (xp, x, target) -> the losses, their derivatives in x, and the derivatives in the
-            target. The latter may be left out if they are the negative of those in x.
+        form: one of `LOSSES` (`backend.plain`).
+        delta: of "huber"; of "kl_div" 1 if the target is logarithms.
     """
 
-    __slots__ = ("evaluate", "reduction")
+    __slots__ = ("delta", "form", "reduction")
 
-    def __init__(
-        self, reduction: str, evaluate: Callable[[Any, Array, Array], tuple[Array, ...]]
-    ) -> None:
-        self.reduction, self.evaluate = reduction, evaluate
+    computes = "kernels"
+    returns = "float32"
+
+    def __init__(self, reduction: str, form: str, delta: float) -> None:
+        self.reduction, self.form, self.delta = reduction, form, delta
 
     @property
     def averages(self) -> bool:
@@ -195,89 +111,37 @@ class ElementwiseLoss(Function):
     @property
     def summands(self) -> tuple[int, ...]:
         """See `Function.summands`."""
-        shape = self.saved[0].shape
+        shape = self.saved[0][0].shape
         return (shape[0], shape[0], prod(shape)) if shape and self.reduction != "none" else ()
 
-    def forward(self, x: Array, target: Array) -> Array:
-        losses, *self.saved = self.evaluate(self.xp, x, target)  # type: ignore[assignment]
-        return (
-            losses
-            if self.reduction == "none"
-            else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
-        )
-
-    def backward(self, grad: Array) -> Grads:
-        xp, slopes = self.xp, self.saved
-        share = _averaged(xp, grad, slopes[0].size, self.reduction)
-        to_x = xp.multiply(slopes[0], share) if self.needs[0] or len(slopes) == 1 else None
-        if not self.needs[1]:
-            return to_x, None
-        return to_x, xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
-
-
-class DeviceLoss(Function):
-    """`ElementwiseLoss` by a device's kernels, which read x and the target once each way.
-
-    Args:
-        reduction: one of REDUCTIONS.
-        form: one of `LOSSES` of the kernels.
-        delta: of "huber".
-    """
-
-    __slots__ = ("delta", "form", "reduction")
-
-    def __init__(self, reduction: str, form: str, delta: float) -> None:
-        self.reduction, self.form, self.delta = reduction, form, delta
-
-    averages = ElementwiseLoss.averages
-    summands = ElementwiseLoss.summands
+    def kernels(self, x: Array) -> Any:
+        """Return what has these losses."""
+        return kernels_of(x)
 
     def forward(self, x: Array, target: Array) -> Array:
-        kernels = kernels_for(x, "losses")
-        share = 1 / max(x.size, 1) if self.reduction == "mean" else 1.0
-        self.saved = (x, target, share, kernels)
-        result: Array = kernels.losses(
-            self.xp, self.form, x, target, self.delta, None if self.reduction == "none" else share
-        )
-        return result
+        kernels, share = self.kernels(x), 1.0
+        if self.reduction == "mean":
+            share = 1 / max(x.size, 1)
+        taken = None if self.reduction == "none" else share
+        y, saved = kernels.losses(self.xp, self.form, x, target, self.delta, taken)
+        self.saved = (saved, share, kernels)
+        return y
 
     def backward(self, grad: Array) -> Grads:
-        x, target, share, kernels = self.saved
-        if self.reduction == "none":
-            share = 1.0
-        result: Grads = kernels.losses_grad(
-            self.xp, self.form, grad, (x, target), self.needs, self.delta, share
-        )
-        return result
+        saved, share, kernels = self.saved
+        return kernels.losses_grad(self.xp, self.form, grad, saved, self.needs, self.delta, share)
 
 
-def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """(x - target)^2"""
-    difference = xp.subtract(x, target)
-    return xp.multiply(difference, difference), xp.multiply(difference, 2)
+class ProbabilityLoss(ElementwiseLoss):
+    """A loss that no library has kernels for."""
 
+    __slots__ = ()
 
-def _absolute(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """|x - target|, with gradient 0 at equality."""
-    difference = xp.subtract(x, target)
-    return xp.absolute(difference), xp.sign(difference)
+    computes = "float32"
 
-
-def _huber(delta: float, xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
-    difference = xp.subtract(x, target)
-    slope = xp.clip(difference, -delta, delta)
-    return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
-
-
-def _from_logits(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
-    """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
-    small = xp.exp(xp.negative(xp.absolute(x)))
-    above = xp.divide(1, xp.add(small, 1))
-    # as a maximum, since `where` mispredicts branches of random signs
-    probability = xp.multiply(xp.maximum(small, xp.greater_equal(x, 0)), above)
-    losses = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
-    return losses, xp.subtract(probability, target), xp.negative(x)
+    def kernels(self, x: Array) -> Any:
+        """Return the array library's functions."""
+        return PLAIN
 
 
 def cross_entropy(
@@ -332,7 +196,7 @@ def cross_entropy(
         return nll(rows, labels, reduction, ignore_index, weight, label_smoothing=label_smoothing)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
     function = CrossEntropy(reduction, ignore_index, float(label_smoothing))
-    return with_kernels("softmax_loss", function, logits, values, narrow=False)
+    return function(logits, values)
 
 
 def nll(
@@ -365,7 +229,7 @@ def nll(
         weight = to_library(namespace(x.data), weight)
         weight = weight.astype("float32" if is_low(x.dtype) else x.dtype)
     function = NLL(reduction, ignore_index, float(label_smoothing))
-    return in_float32(function, x, values, weight, narrow=False)
+    return function(x, values, weight)
 
 
 def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
@@ -386,7 +250,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
         refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x).data, np.ndarray):
         record_call(_check_probabilities, x.data)
-    return _error("binary_nll", from_probabilities, x, target, reduction)
+    return _error("binary_nll", x, target, reduction, make=ProbabilityLoss)
 
 
 def kl_div(
@@ -405,8 +269,8 @@ def kl_div(
     if words:
         refuse_words("kl_div", words)
     by_rows = reduction == "batchmean"
-    evaluate = partial(relative_entropy, bool(log_target))
-    terms = _error("kl_div", evaluate, x, target, "sum" if by_rows else reduction)
+    taken = "sum" if by_rows else reduction
+    terms = _error("kl_div", x, target, taken, float(bool(log_target)), ProbabilityLoss)
     return terms / max(len(x), 1) if by_rows else terms
 
 
@@ -458,7 +322,7 @@ def checked_labels(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
         )
     # labels on a device are not checked: the host would have to wait for them
-    if isinstance(logits.data, np.ndarray) or kernels_for(logits.data, "softmax_loss") is None:
+    if not kernels_of(logits.data).of_device:
         record_call(_check_labels, values, classes, ignore_index)
     return values
 
@@ -478,7 +342,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
     """
     if words:
         refuse_words("mse", words)
-    return _error("mse", _squared, x, target, reduction)
+    return _error("mse", x, target, reduction)
 
 
 def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
@@ -488,7 +352,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
     """
     if words:
         refuse_words("mae", words)
-    return _error("mae", _absolute, x, target, reduction)
+    return _error("mae", x, target, reduction)
 
 
 def huber(
@@ -509,7 +373,7 @@ def huber(
         refuse_words("huber", words)
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
-    return _error("huber", partial(_huber, float(delta)), x, target, reduction, float(delta))
+    return _error("huber", x, target, reduction, float(delta))
 
 
 def binary_cross_entropy(
@@ -536,7 +400,7 @@ def binary_cross_entropy(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
             " before it, or use binary_nll (nn.BCELoss)"
         )
-    return _error("binary_cross_entropy", _from_logits, logits, target, reduction)
+    return _error("binary_cross_entropy", logits, target, reduction)
 
 
 def check_reduction(reduction: str) -> None:
@@ -579,11 +443,11 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 def _error(
     name: str,
-    evaluate: Callable[..., tuple[Array, ...]],
     x: Tensor,
     target: Any,
     reduction: str,
     delta: float = 0.0,
+    make: type[ElementwiseLoss] = ElementwiseLoss,
 ) -> Tensor:
     check_reduction(reduction)
     require_floating(name, x)
@@ -593,12 +457,9 @@ def _error(
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)
-    if name in ("binary_nll", "kl_div") or kernels_for(x.data, "losses") is None:
-        return in_float32(ElementwiseLoss(reduction, evaluate), x, target, narrow=False)
-    function = DeviceLoss(reduction, name, delta)
-    if x.dtype == target.dtype:
-        return function(x, target)
-    return in_float32(function, x, target, narrow=False)
+    if x.dtype != target.dtype:
+        x, target = converted(x, FLOAT32), converted(target, FLOAT32)
+    return (make)(reduction, name, delta)(x, target)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

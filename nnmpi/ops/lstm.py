@@ -39,11 +39,12 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
-from nnmpi.backend.kernels import bias_grad, copy, kernels_for
+from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import in_float32, may_meet, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -205,6 +206,7 @@ class LSTMFunction(Function):
 
     __slots__ = ("ends", "lengths", "reverse")
 
+    computes = "float32"
     is_call = True
 
     def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
@@ -221,29 +223,18 @@ class LSTMFunction(Function):
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing.of(batch, time, self.lengths, xp)
         rows = packing.pack(xp, x)
-        gates = empty(xp, (len(rows), 4 * features), x.dtype)
-        kernels, factors = kernels_for(gates, "lstm_step"), (weight, recurrent, bias)
-        if kernels is None:  # a kernel halves the sums instead
-            halves = xp.ones(4 * features, x.dtype)
-            halves[: 3 * features] = 0.5
-            factors = tuple(xp.multiply(item, halves) for item in factors)
-        gemm(xp, rows, factors[0], out=gates)
-        shift = xp.ascontiguousarray(factors[2])
-        if kernels is None:
-            xp.add(gates, shift, out=gates)
-        times = multiplier(xp, factors[1])
+        kernels = kernels_of(x)
+        gates, factor, shift = kernels.lstm_gates(xp, rows, weight, recurrent, bias)
+        times = multiplier(xp, factor)
         states = packing, self.reverse, gates, (batch, features)
         hidden, cells = (States.of(xp, *states, initial) for initial in (h, c))
         scratch = empty(xp, (batch, 4 * features), x.dtype)
         for here, n, earlier in steps(packing.sizes, self.reverse):
             times(hidden.before(xp, earlier, n), scratch[:n])
             last_c, new = cells.before(xp, earlier, n), (cells.after[here], hidden.after[here])
-            if kernels is None:
-                _step(xp, gates[here], scratch[:n], last_c, *new)
-            else:
-                kernels.lstm_step(gates[here], scratch[:n], shift, last_c, *new)
+            kernels.lstm_step(gates[here], scratch[:n], shift, last_c, *new)
         if True in self.needs:
-            self.saved = (packing, rows, weight, recurrent, gates, hidden, cells)
+            self.saved = (packing, rows, weight, recurrent, gates, hidden, cells, kernels)
         if packing.rows is None and not self.ends:
             return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
         y = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
@@ -253,7 +244,7 @@ class LSTMFunction(Function):
         return y.swapaxes(0, 1)
 
     def backward(self, grad: Array) -> Grads:
-        packing, rows, weight, recurrent, gates, hidden, cells = self.saved
+        packing, rows, weight, recurrent, gates, hidden, cells, kernels = self.saved
         xp, time, batch = namespace(grad), len(packing.sizes), grad.shape[0]
         # the gradients of the last h and c; step by step they become those of the initial state
         ends = [
@@ -266,8 +257,8 @@ class LSTMFunction(Function):
         times = multiplier(xp, recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
             slopes, last_c = to_gates[here], cells.before(xp, earlier, n)
-            after = cells.after[here]
-            _step_grad(xp, gates[here], slopes, to_h[:n], to_hidden[here], after, last_c, to_c[:n])
+            states = cells.after[here], last_c, to_c[:n]
+            kernels.lstm_step_grad(gates[here], slopes, to_h[:n], to_hidden[here], *states)
             times(slopes, to_h[:n])
         to_x = to_bias = None
         if self.needs[0]:
@@ -290,58 +281,6 @@ class LSTMFunction(Function):
         return to_x, to_weight, to_recurrent, to_bias, *first
 
 
-def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
-    """Compute a step's gates and state after its product.
-
-    Args:
-        xp: the arrays' module.
-        g: (n, 4 features), x W + b, halved for the sigmoids; overwritten by the tanh of the gates.
-        product: (n, 4 features), h R, halved likewise.
-        c: (n, features), before the step.
-        new_c, new_h: (n, features), out.
-    """
-    i, f, o, candidate = _four(g)
-    xp.tanh(xp.add(g, product, out=g), out=g)
-    xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
-    xp.multiply(xp.add(f, 1, out=new_c), c, out=new_c)
-    xp.multiply(xp.add(new_c, new_h, out=new_c), 0.5, out=new_c)
-    t = xp.tanh(new_c)
-    xp.multiply(xp.multiply(xp.add(o, 1, out=new_h), t, out=new_h), 0.5, out=new_h)
-
-
-def _step_grad(
-    xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
-) -> None:
-    """Compute the gradients of a step's gates, before its product.
-
-    Args:
-        xp: the arrays' module.
-        g: (n, 4 features), the tanh of the gates.
-        slopes: (n, 4 features), out: the gradient of the tanh's arguments.
-        h, grad: (n, features), the two parts of the gradient of h; h may be overwritten.
-        cell, last_c: (n, features), c after and before the step.
-        c: (n, features), the gradient of c after the step; overwritten by the one before it.
-    """
-    kernels = kernels_for(g, "lstm_step_grad")
-    if kernels is not None:
-        kernels.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
-        return
-    (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
-    xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # 4 times a sigmoid's slope
-    xp.multiply(xp.add(h, grad, out=h), 0.25, out=h)
-    t = xp.tanh(cell)
-    part = xp.multiply(h, t)
-    xp.multiply(to_o, part, out=to_o)
-    xp.subtract(1, xp.multiply(t, t, out=t), out=t)
-    xp.multiply(xp.multiply(t, h, out=t), xp.add(o, 1, out=part), out=t)
-    xp.add(xp.multiply(c, 0.5, out=c), t, out=c)  # half of the gradient of c
-    xp.multiply(to_g, xp.multiply(c, xp.add(i, 1, out=part), out=part), out=to_g)
-    xp.multiply(c, 0.5, out=t)
-    for to_gate, factor in ((to_i, candidate), (to_f, last_c)):
-        xp.multiply(to_gate, xp.multiply(t, factor, out=part), out=to_gate)
-    xp.multiply(c, xp.add(f, 1, out=part), out=c)
-
-
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
     """Yield each time step's packed rows, their number, and the previous step's rows, in order.
 
@@ -353,11 +292,6 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
         here = slice(ends[time] - n, ends[time])
         yield here, n, slice(earlier.start, earlier.start + min(n, earlier.stop - earlier.start))
         earlier = here
-
-
-def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
-    n = gates.shape[1] // 4
-    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
 
 
 def lstm(
@@ -408,7 +342,7 @@ def lstm(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
     function = LSTMFunction(reverse, ends, _checked(lengths, x.shape))
-    return in_float32(function, x, weight, recurrent, bias, *(state or (None, None)))
+    return function(x, weight, recurrent, bias, *(state or (None, None)))
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:

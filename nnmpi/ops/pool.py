@@ -4,30 +4,24 @@
     positions    (kernel_h, kernel_w, n, out_h, out_w, c), a view
     y            (n, out_h, out_w, c)
 
-Max-pooling copies the windows of a few images at a time into planes, one per position in the
-window, and then computes on long contiguous arrays (see `planes`). The mean sums strided views
-("taps") without copies; a tap is one position of all windows. Windows may overlap.
+NumPy's max-pooling copies the windows of a few images at a time into planes, one per position in
+the window, and then computes on long contiguous arrays (see `backend.planes`). Its mean sums strided
+views ("taps") without copies; a tap is one position of all windows. Windows may overlap.
 """
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import to_library
-from nnmpi.backend.windows import PairLike, RowsAndColumns, bordered, out_size, pair, windows
+from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.ops.linear import with_kernels
-from nnmpi.ops.planes import Planes, flattened
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
-
-PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
 
 
 class PoolWindows(NamedTuple):
@@ -64,6 +58,11 @@ class PoolWindows(NamedTuple):
         )
         return (rows[:, None] * self.kernel[1] + columns)[..., None]
 
+    def padded(self, shape: Shape) -> Shape:
+        """Return the shape of images (n, h, w, c) with their border."""
+        (n, h, w, c), (top, left) = shape, self.padding
+        return n, h + 2 * top, w + 2 * left, c
+
     def inside(self, x: Array) -> Array:
         """Return a view of images without their border."""
         (top, left), (h, w) = self.padding, x.shape[1:3]
@@ -74,6 +73,8 @@ class Pool2dFunction(Function):
     """One number per window, image and channel."""
 
     __slots__ = ("over",)
+
+    computes = "kernels"
 
     def __init__(self, over: PoolWindows) -> None:
         self.over = over
@@ -89,50 +90,14 @@ class MaxPool2dFunction(Pool2dFunction):
     __slots__ = ()
 
     def forward(self, x: Array) -> Array:
-        xp, over, kernels, shape = self.xp, self.over, kernels_for(x, "max_pool"), x.shape
-        if kernels is not None:
-            y, winner = kernels.max_pool(xp, x, over, self.needs[0])
-            self.saved = (winner, shape, kernels)
-            return y
-        rows, columns = over.out(*x.shape[1:3])
-        x = bordered(x, over.padding, -float("inf"), xp)
-        y = xp.empty((len(x), rows, columns, x.shape[3]), x.dtype)
-        planes = Planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
-        winner = xp.empty(y.shape, planes.dtype) if self.needs[0] else None
-        if y.size:
-            view = over.positions(x)
-            if winner is not None:  # of a window that is -infinity alone
-                first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
-            for images, block in _blocks(xp, y, over):
-                xp.copyto(block, view[:, :, images])
-                winners = None if winner is None else flattened(winner[images])
-                planes.largest(_stacked(block), flattened(y[images]), winners)
-        self.saved = (winner, x.shape, None)
+        kernels = kernels_of(x)
+        y, winner = kernels.max_pool(self.xp, x, self.over, self.needs[0])
+        self.saved = (winner, x.shape, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (winner, shape, kernels), xp, over = self.saved, self.xp, self.over
-        if kernels is not None:
-            return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
-        grad = xp.ascontiguousarray(grad)
-        seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
-        make = xp.empty if seen == shape[1:3] and not over.overlap else xp.zeros
-        result = make(shape, grad.dtype)
-        planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
-        if grad.size:
-            view = over.positions(result)
-            for images, block in _blocks(xp, grad, over):
-                won = flattened(winner[images])
-                planes.gradient(flattened(grad[images]), won, _stacked(block))
-                if not over.overlap:
-                    xp.copyto(view[:, :, images], block)
-                else:
-                    # one position at a time: in a single addition to overlapping windows, a shared
-                    # pixel would get only one of its summands
-                    for i in np.ndindex(*over.kernel):
-                        xp.add(view[i][images], block[i], out=view[i][images])
-        return (over.inside(result),)
+        winner, shape, kernels = self.saved
+        return (kernels.max_pool_grad(self.xp, grad, winner, shape, self.over),)
 
 
 class AvgPool2dFunction(Pool2dFunction):
@@ -141,57 +106,46 @@ class AvgPool2dFunction(Pool2dFunction):
     __slots__ = ()
 
     def forward(self, x: Array) -> Array:
-        xp, over, kernels = self.xp, self.over, kernels_for(x, "avg_pool")
-        if kernels is not None:
-            self.saved = (x.shape, kernels)
-            return kernels.avg_pool(xp, x, over, 1 / prod(over.kernel))
-        x = bordered(x, over.padding, 0.0, xp)
-        self.saved = (x.shape, None)
-        first, *others = over.taps(x)
-        y = xp.empty(first.shape, x.dtype)
-        xp.copyto(y, first)
-        for values in others:
-            xp.add(y, values, out=y)
-        return xp.multiply(y, 1 / prod(over.kernel), out=y)
+        kernels, over = kernels_of(x), self.over
+        self.saved = (x.shape, kernels)
+        return kernels.avg_pool(self.xp, x, over, 1 / prod(over.kernel))
 
     def backward(self, grad: Array) -> Grads:
-        (shape, kernels), xp, over = self.saved, self.xp, self.over
-        if kernels is not None:
-            return (kernels.avg_pool_grad(xp, grad, shape, over, 1 / prod(over.kernel)),)
-        result = xp.zeros(shape, grad.dtype)
-        share = xp.multiply(grad, 1 / prod(over.kernel))
-        for tap in over.taps(result):
-            xp.add(tap, share, out=tap)
-        return (over.inside(result),)
+        (shape, kernels), over = self.saved, self.over
+        return (kernels.avg_pool_grad(self.xp, grad, shape, over, 1 / prod(over.kernel)),)
 
 
 class Upsample2dFunction(Pool2dFunction):
-    """Each pixel as a window of copies, by a device's kernels."""
+    """Each pixel as a window of copies."""
 
     __slots__ = ()
 
     def forward(self, x: Array) -> Array:
         (n, h, w, c), (rows, columns) = x.shape, self.over.kernel
-        kernels = kernels_for(x, "avg_pool")
+        kernels = kernels_of(x)
         self.saved = (kernels,)
         shape = n, h * rows, w * columns, c
-        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1.0)
+        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1)
 
     def backward(self, grad: Array) -> Grads:
-        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1.0),)
+        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1),)
 
 
-def on_device(function: type[Pool2dFunction], x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
-    """Apply a pooling operation with windows side by side; None without a device's kernels for x.
+def on_device(x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
+    """Return the means of windows side by side; None without a device's kernels for x.
 
     Args:
-        function: `AvgPool2dFunction` or `Upsample2dFunction`.
         x: images.
         kernel: the size of the windows.
     """
-    if kernels_for(x.data, "avg_pool") is None:
+    if not kernels_of(x.data).of_device:
         return None
-    return function(PoolWindows(kernel, kernel, (0, 0)))(x)
+    return AvgPool2dFunction(PoolWindows(kernel, kernel, (0, 0)))(x)
+
+
+def upsample(x: Tensor, factor: RowsAndColumns) -> Tensor:
+    """Return images with each pixel as a window of this size."""
+    return Upsample2dFunction(PoolWindows(factor, factor, (0, 0)))(x)
 
 
 def max_pool2d(
@@ -226,9 +180,7 @@ def avg_pool2d(
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
     """Apply a pooling operation to images of floating point."""
-    return with_kernels(
-        "max_pool" if issubclass(function, MaxPool2dFunction) else "avg_pool", function(over), x
-    )
+    return function(over)(x)
 
 
 def _checked(
@@ -263,25 +215,3 @@ def pool_windows(kernel_size: PairLike, stride: PairLike | None, padding: PairLi
     return PoolWindows(
         sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0)
     )
-
-
-def _count(y: Array, over: PoolWindows) -> int:
-    return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
-
-
-def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
-    """Yield a few images at a time, with memory for their planes.
-
-    The memory has the shape (kernel_h, kernel_w, images, out_h, out_w, c).
-    """
-    n, count = len(y), _count(y, over)
-    memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
-    for start in range(0, n, count):
-        images = slice(start, min(start + count, n))
-        shape = (*over.kernel, *y[images].shape)
-        yield images, memory[: prod(shape)].reshape(shape)
-
-
-def _stacked(planes: Array) -> Array:
-    # a view (kernel_h * kernel_w, elements)
-    return planes.reshape(prod(planes.shape[:2]), prod(planes.shape[2:]))

@@ -14,8 +14,9 @@ from nnmpi.backend.kernels import bias_grad
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.ops.linear import place_for
 from nnmpi.ops.lstm import Packing, States, steps
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import given, in_float32, may_meet, require_floating
+from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -28,6 +29,7 @@ class RNNFunction(Function):
 
     __slots__ = ("rectifies",)
 
+    computes = "float32"
     is_call = captured = True
 
     def __init__(self, rectifies: bool) -> None:
@@ -114,4 +116,4 @@ def rnn(
             f"rnn of x {x.shape} and {words} needs (batch, time, in), (in, features), (features,"
             " features), (features,) and a state (batch, features)"
         )
-    return in_float32(RNNFunction(nonlinearity == "relu"), x, *parameters, state)
+    return RNNFunction(nonlinearity == "relu")(x, *parameters, state)

@@ -9,7 +9,7 @@ from nnmpi.backend.sums import in_blocks
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.function import Elementwise, Grads
-from nnmpi.tensor.operand import in_float32, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -21,6 +21,8 @@ class Soft(Elementwise):
     """
 
     __slots__ = ("evaluate",)
+
+    computes = "float32"
 
     def __init__(self, evaluate: Callable[[Any, Array], tuple[Array, ...]]) -> None:
         self.evaluate = evaluate
@@ -67,5 +69,5 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Nev
 
 
 def _soft(name: str, evaluate: Callable[..., tuple[Array, ...]], x: Tensor) -> Tensor:
-    result: Tensor = in_float32(Soft(evaluate), require_floating(name, x))
+    result: Tensor = Soft(evaluate)(require_floating(name, x))
     return result

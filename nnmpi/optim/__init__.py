@@ -11,7 +11,8 @@ Reading order:
 
 To add an optimizer, write a subclass of `Optimizer` and add its name in updates and to the option
 `optimizer` in train/config. Its array operations run on NumPy and CuPy. A fused kernel is optional:
-implement it in backend/jit and backend/cuda, and add it to the table of each.
+its arithmetic is then a method of `backend.plain`, which those of backend/jit and backend/cuda
+override.
 """
 
 from typing import TYPE_CHECKING, Any

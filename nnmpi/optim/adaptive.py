@@ -8,31 +8,14 @@ import math
 from collections.abc import Iterable
 from typing import ClassVar, Final
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number, shortened
 from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,
     Optimizer,
-    compiled_update,
-    decayed_gradient,
 )
-
-
-def _average(
-    block: BufferBlock, average: Array, value: Array, decay: float, weight: float, square: Array
-) -> None:
-    """Compute average = decay * average + weight * value^2, in place."""
-    xp = block.xp
-    xp.multiply(xp.multiply(value, value, out=square), weight, out=square)
-    xp.add(xp.multiply(average, decay, out=average), square, out=average)
-
-
-def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: Array) -> None:
-    """Compute out = value / (sqrt(squares) + eps)."""
-    xp = block.xp
-    xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
 
 
 class Adam(Optimizer, fixed="betas eps decouples"):
@@ -66,6 +49,7 @@ class Adam(Optimizer, fixed="betas eps decouples"):
 
     # whether the decay multiplies the weights instead of adding to the gradient
     decouples: ClassVar[bool] = False
+    knows_guards = True
 
     def __init__(
         self,
@@ -85,11 +69,6 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         self.eps: Final = number("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
-    @property
-    def kernel(self) -> str:
-        """See `Optimizer.kernel`."""
-        return "adam"
-
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         beta1, beta2 = self.betas
         # With r = sqrt(c2) this saves a pass over the block:
@@ -98,24 +77,9 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         rate = lr * root / (1 - beta1**self.steps)
         eps = self.eps * root
         for block in blocks:
-            xp, data, (m, v) = block.xp, block.data, block.slots
             decay, shrink = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
-            compiled = compiled_update(block, self.kernel)
-            if compiled is not None:
-                numbers = rate, eps, beta1, beta2, decay, shrink
-                compiled(data, block.grad, m, v, *numbers, **self._guarded)
-                continue
-            if shrink != 1:
-                xp.multiply(data, shrink, out=data)
-            gradient, change = decayed_gradient(block, decay), block.scratch[1]
-            # as m + (1 - beta1) (g - m), which rounds less than the sum of two products
-            xp.subtract(gradient, m, out=change)
-            xp.multiply(change, 1 - beta1, out=change)
-            xp.add(m, change, out=m)
-            _average(block, v, gradient, beta2, 1 - beta2, change)
-            _divide(block, m, v, eps, change)
-            xp.multiply(change, rate, out=change)
-            xp.subtract(data, change, out=data)
+            numbers = rate, eps, beta1, beta2, decay, shrink
+            kernels_of(block.data).adam(block, *numbers, self._guard)
 
 
 class AdamW(Adam):
@@ -194,10 +158,10 @@ class RMSprop(Optimizer, fixed="eps momentum square"):
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
-            xp, gradient, change = block.xp, decayed_gradient(block, block.decay), block.scratch[1]
+            xp, gradient, change = block.xp, block.decayed_gradient(block.decay), block.scratch[1]
             v, *momenta = block.slots
-            _average(block, v, gradient, *self.factors, change)
-            _divide(block, gradient, v, self.eps, change)
+            block.average(v, gradient, *self.factors, change)
+            block.divide(gradient, v, self.eps, change)
             for momentum in momenta:  # one or none
                 change = xp.add(
                     xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum
@@ -260,12 +224,12 @@ class Adadelta(Optimizer, fixed="rho eps"):
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
             xp = block.xp
-            gradient = decayed_gradient(block, block.decay)
+            gradient = block.decayed_gradient(block.decay)
             v, u = block.slots
             other, change = block.scratch
-            _average(block, v, gradient, self.rho, 1 - self.rho, change)
+            block.average(v, gradient, self.rho, 1 - self.rho, change)
             xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
             # `other` may hold the decayed gradient, which is not needed from here on
             xp.multiply(change, xp.sqrt(xp.add(u, self.eps, out=other), out=other), out=change)
-            _average(block, u, change, self.rho, 1 - self.rho, other)
+            block.average(u, change, self.rho, 1 - self.rho, other)
             xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
@@ -56,7 +56,7 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 def add_squares(grads: Sequence[Array], to: Array) -> None:
     """Add the first sum of `sum_of_squares` to a number on the gradients' device, not waiting."""
     for grad in grads:
-        _add_squares(grad, grad.dtype, to)
+        kernels_of(grad).squares(grad, to, grad.dtype)
 
 
 def _read(total: Array | float) -> float:
@@ -166,22 +166,12 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """
     if not isinstance(grad, np.ndarray):
         result = zeros(namespace(grad), (), "float64")
-        _add_squares(grad, dtype, result)
+        kernels_of(grad).squares(grad, result, dtype)
         return result
     total = 0.0
     for block in _blocks(grad, dtype):
         total += float(np.vdot(block, block))  # unlike `dot` it does not warn of an overflow
     return total
-
-
-def _add_squares(grad: Array, dtype: DTypeLike, to: Array) -> None:
-    kernels = kernels_for(grad, "squares")
-    if kernels is not None:
-        kernels.squares(grad, to)
-        return
-    xp = namespace(grad)
-    for block in _blocks(grad, dtype):
-        xp.add(to, xp.dot(block, block), out=to)
 
 
 def _blocks(grad: Array, dtype: DTypeLike) -> Iterator[Array]:

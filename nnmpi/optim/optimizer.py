@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, TypeAlia
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, namespace, zeros
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import record_call, refuse
 from nnmpi.backend.storage import Storage
@@ -108,7 +108,9 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     """
 
     elementwise: ClassVar[bool] = True
-    _guard: Array | None = None  # see `guarded`
+    # whether a device's kernels of its update know a guard, see `guarded`
+    knows_guards: ClassVar[bool] = False
+    _guard: Array | None = None
     run_id: str | None = None
     _loader: Iterated | None = None  # of the last `for batch in loader`
     _resumed: tuple[int, int] | None = None
@@ -286,17 +288,10 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             values[...] = before
 
     @property
-    def kernel(self) -> str:
-        """The name of the kernel of an update; empty for none."""
-        return ""
-
-    @property
     def can_guard(self) -> bool:
         """Whether all updates are kernels of a device that know a guard."""
-        return is_own(type(self)) and all(
-            not isinstance(block.data, np.ndarray) and compiled_update(block, self.kernel)
-            for block in self._blocks
-        )
+        is_known = self.knows_guards and is_own(type(self))
+        return is_known and all(kernels_of(block.data).of_device for block in self._blocks)
 
     @contextmanager
     def guarded(self, number: Array) -> Iterator[None]:
@@ -315,10 +310,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             yield
         finally:
             self._guard = None
-
-    @property
-    def _guarded(self) -> dict[str, Any]:
-        return {} if self._guard is None else {"guard": self._guard}
 
     def _zeros_like(self, data: Array) -> Array:
         store = self.storage.state_store
@@ -445,16 +436,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 )
 
 
-def decayed_gradient(block: BufferBlock, decay: float) -> Array:
-    """Return gradient + decay * data (L2 regularization), in a scratch array if needed."""
-    if not decay:
-        return block.grad
-    result = block.scratch[0]
-    block.xp.multiply(block.data, decay, out=result)
-    block.xp.add(result, block.grad, out=result)
-    return result
-
-
 def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]:
     """Return a number for each buffer, by its group; 0 for groups that are left out."""
     if not isinstance(given, Mapping):
@@ -546,6 +527,28 @@ class BufferBlock:
     scratch: tuple[Array, Array]
     is_spent: bool = False
 
+    def decayed_gradient(self, decay: float) -> Array:
+        """Return gradient + decay * data (L2 regularization), in a scratch array if needed."""
+        if not decay:
+            return self.grad
+        result = self.scratch[0]
+        self.xp.multiply(self.data, decay, out=result)
+        self.xp.add(result, self.grad, out=result)
+        return result
+
+    def average(
+        self, average: Array, value: Array, decay: float, weight: float, square: Array
+    ) -> None:
+        """Compute average = decay * average + weight * value^2, in place."""
+        xp = self.xp
+        xp.multiply(xp.multiply(value, value, out=square), weight, out=square)
+        xp.add(xp.multiply(average, decay, out=average), square, out=average)
+
+    def divide(self, value: Array, squares: Array, eps: float, out: Array) -> None:
+        """Compute out = value / (sqrt(squares) + eps)."""
+        xp = self.xp
+        xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, name, value) is not value:  # `block.data -= change` assigns the same array
             raise UsageError(
@@ -553,11 +556,6 @@ class BufferBlock:
                 f" block.{name}[...] = values"
             )
         object.__setattr__(self, name, value)
-
-
-def compiled_update(block: BufferBlock, name: str) -> Any:
-    """Return the compiled one-pass update of this name for this block, or None."""
-    return getattr(kernels_for(block.data, name), name, None)
 
 
 def block_elements(array: Array) -> int:

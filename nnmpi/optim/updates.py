@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
-
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
@@ -15,8 +14,6 @@ from nnmpi.optim.optimizer import (
     BufferBlock,
     ByGroup,
     Optimizer,
-    compiled_update,
-    decayed_gradient,
 )
 
 
@@ -50,6 +47,8 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         SGD(lr=0.1, 67 parameters, after 0 steps)
     """
 
+    knows_guards = True
+
     def __init__(
         self,
         storage: Storage,
@@ -68,37 +67,10 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
-    @property
-    def kernel(self) -> str:
-        """See `Optimizer.kernel`."""
-        return "sgd_momentum" if self.momentum else "sgd"
-
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        settings = (self.momentum, self.nesterov) if self.momentum else ()
         for block in blocks:
-            xp, data, grad = block.xp, block.data, block.grad
-            compiled = compiled_update(block, self.kernel)
-            if compiled is not None:
-                numbers = (lr, *settings[:1], block.decay, *settings[1:])
-                compiled(data, grad, *block.slots, *numbers, **self._guarded)
-                continue
-            direction = decayed_gradient(block, block.decay)
-            for momentum in block.slots:  # one or none
-                xp.multiply(momentum, self.momentum, out=momentum)
-                xp.add(momentum, direction, out=momentum)
-                if self.nesterov:
-                    ahead = block.scratch[1]
-                    xp.multiply(momentum, self.momentum, out=ahead)
-                    xp.add(ahead, direction, out=ahead)
-                    direction = ahead
-                else:
-                    direction = momentum
-            # in place if possible: one array less in the cache
-            change = direction if block.is_spent and direction is grad else block.scratch[1]
-            # a 0-d array, since NumPy multiplies a short array by an array in 0.3 us, by a Python
-            # float in 0.8 us
-            xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
-            xp.subtract(data, change, out=data)
+            numbers = lr, self.momentum, block.decay, self.nesterov
+            kernels_of(block.data).sgd(block, *numbers, self._guard)
 
 
 _CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType(

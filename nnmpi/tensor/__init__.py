@@ -5,7 +5,7 @@ Reading order:
     function                     the nodes of a graph, the tape, recording one operation for replay
     backward                     the walk back along the tape
     elementwise, reduce, shape   the operations and their derivatives
-    operand                      dtype rules, and computing half precision in float32
+    dtypes, operand              which dtypes and shapes may meet, and what a product reads
     tensor                       the public class: each operation is a method
     parameter                    a model's parameters as views into flat arrays
     placement, sharded           sharded tensors; the rest does not depend on them

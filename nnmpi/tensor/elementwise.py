@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nnmpi.backend.array import Array, masked
-from nnmpi.backend.kernels import add, cast, kernels_for, multiply
+from nnmpi.backend.array import Array, Dtype, masked
+from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.precision import is_low
-from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
-from nnmpi.tensor.operand import in_float32, mixes
+from nnmpi.base.errors import UsageError
+from nnmpi.tensor.dtypes import mixes
+from nnmpi.tensor.function import Elementwise, Grads, Variable
+from nnmpi.tensor.operand import require_floating
 
 
 class Rule(NamedTuple):
@@ -53,9 +55,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "absolute": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.sign(x))),  # 0 at 0
         "sin": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.cos(x))),
         "cos": Rule((0,), lambda xp, grad, x: xp.multiply(xp.negative(grad), xp.sin(x))),
-        "tanh": Rule(
-            (-1,), lambda xp, grad, y: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y)))
-        ),
     }
 )
 
@@ -69,8 +68,17 @@ class Pointwise(Elementwise):
 
     __slots__ = ("name", "rule")
 
+    computes = "float32"
+
     def __init__(self, name: str) -> None:
         self.name, self.rule = name, RULES[name]
+
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """See `Function.raised`; a single sum or product of one low dtype rounds to the same."""
+        alone = self.name in ("add", "subtract", "multiply") and all(
+            isinstance(x, Variable) and x.data.dtype == inputs[0].data.dtype for x in inputs
+        )
+        return (inputs, None) if alone else super().raised(inputs)
 
     def forward(self, *inputs: Any) -> Array:
         pair = PAIRS.get(self.name)
@@ -95,8 +103,7 @@ class AddLow(Elementwise):
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
-        result: Array = kernels_for(b, "add_low").add_low(self.xp, a, b)
-        return result
+        return kernels_of(b).add_low(self.xp, a, b)
 
     def backward(self, grad: Array) -> Grads:
         return grad, cast(self.xp, grad, self.saved[0]) if self.needs[1] else None
@@ -108,45 +115,53 @@ def add_low(a: Any, b: Any) -> Any:
         return None
     if is_low(a.data.dtype):
         a, b = b, a
-    if not mixes(a.data.dtype, b.data.dtype) or kernels_for(b.data, "add_low") is None:
+    if not mixes(a.data.dtype, b.data.dtype) or not kernels_of(b.data).of_device:
         return None
     return AddLow()(a, b)
 
 
-class DeviceActivation(Elementwise):
-    """An activation by a device's kernels, which read half precision and compute in float32.
+class Activation(Elementwise):
+    """An activation.
 
     Args:
-        form: one of `ACTIVATIONS` of the kernels.
+        form: a key of `ACTIVATIONS` or `SMOOTH` (`backend.plain`).
         slope: of "leaky_relu" below 0.
     """
 
     __slots__ = ("form", "slope")
 
-    def __init__(self, form: str, slope: float) -> None:
+    computes = "kernels"
+
+    def __init__(self, form: str, slope: float = 0.0) -> None:
         self.form, self.slope = form, slope
 
     def forward(self, x: Array) -> Array:
-        kernels = kernels_for(x, "activate")
-        y: Array = kernels.activate(self.xp, self.form, x, self.slope)
-        # the result, where it suffices, is mostly kept by the next operation, too
-        self.saved = (y if self.form in ("relu", "sigmoid", "tanh") else x, kernels)
+        kernels = kernels_of(x)
+        y, saved = kernels.activate(self.xp, self.form, x, self.slope, self.needs[0])
+        self.saved = (saved, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        kept, kernels = self.saved
-        return (kernels.activate_grad(self.xp, self.form, grad, kept, self.slope),)
+        saved, kernels = self.saved
+        return (kernels.activate_grad(self.xp, self.form, grad, saved, self.slope),)
 
 
-def activated(form: str, function: Function, x: Any, slope: float = 0.0) -> Any:
-    """Apply an activation: by a device's kernels where there are some, else `function`."""
-    if kernels_for(x.data, "activate") is None:
-        return in_float32(function, x)
-    return DeviceActivation(form, slope)(x)
+def activated(form: str, x: Any, slope: float = 0.0) -> Any:
+    """Apply an activation."""
+    return Activation(form, slope)(require_floating(form, x))
+
+
+def gelu_form(approximate: str) -> str:
+    """Return the name of a form of GELU, or refuse it (see `gelu`)."""
+    if approximate not in ("none", "tanh"):
+        raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 class Power(Elementwise):
     """a ** b. Its derivative in b is taken as 0 at a = 0, and is NaN at a < 0."""
+
+    computes = "float32"
 
     def forward(self, a: Any, b: Any) -> Array:
         result = a**b
@@ -181,6 +196,8 @@ class Extremum(Elementwise):
 
     __slots__ = ("largest",)
 
+    computes = "float32"
+
     def __init__(self, largest: bool) -> None:
         self.largest = largest
 
@@ -198,6 +215,8 @@ class Extremum(Elementwise):
 class Where(Elementwise):
     """a where the condition holds, b elsewhere."""
 
+    computes = "float32"
+
     def forward(self, condition: Array, a: Any, b: Any) -> Array:
         self.saved = (condition,)
         return self.xp.where(condition, a, b)
@@ -211,6 +230,8 @@ class Clip(Elementwise):
     """x clipped to two bounds; outside them the derivative is 0."""
 
     __slots__ = ("high", "low")
+
+    computes = "float32"
 
     def __init__(self, low: float | None, high: float | None) -> None:
         self.low, self.high = low, high

@@ -32,13 +32,22 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, mixed_error, namespace
-from nnmpi.backend.kernels import add, cast, to_float32
-from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.array import (
+    Array,
+    Dtype,
+    Shape,
+    is_array,
+    is_result,
+    mixed_error,
+    namespace,
+)
+from nnmpi.backend.kernels import add, cast, kernels_of, to_float32
+from nnmpi.backend.precision import FLOAT32, is_floating, is_low
 from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import DtypeError, GraphError
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.placement import Placement, Shard, elementwise_placement, first_shard
 
 Grads: TypeAlias = tuple[Array | None, ...]  # one per input; None for an input without gradient
@@ -242,8 +251,7 @@ def join(a: Tape, b: Tape) -> Tape:
 def writable(array: Array) -> Array:
     """Return an array that outlives the step for an operation to write to."""
     recorder = active()
-    result: Array = array if recorder is None else recorder.writable(array)
-    return result
+    return array if recorder is None else recorder.writable(array)
 
 
 def kind_of(x: Any) -> str:
@@ -265,6 +273,14 @@ class Function:
         grad: the gradient of the output, during a backward pass.
         shape, dtype: of the output.
         xp: the module of the input arrays; set before `forward` is called.
+        computes: the dtype in which half precision is computed: "float32", to which tensors are
+            converted; "kernels", the same, unless a device's kernels read them as they are;
+            "parameters", so, but they read the first input alone; "product", the same, but what is
+            half precision the context decides, see `dtypes.product_dtype`; or "" for its own.
+        returns: the dtype of that result: "float32"; or "" for the inputs', to which it is rounded
+            once.
+        product_dtype: the dtype in which a device's product reads its inputs and writes the result;
+            None for NumPy's.
         is_call: whether a recording repeats it as one call of `forward` and one of `backward`, on
             plain arrays: if it exchanges messages, draws numbers, or decides by values.
         captured: whether a graph of a device may contain it nevertheless.
@@ -283,6 +299,7 @@ class Function:
         "needs",
         "number",
         "owns_grad",
+        "product_dtype",
         "saved",
         "shape",
         "version",
@@ -290,8 +307,11 @@ class Function:
         "xp",
     )
 
+    computes: ClassVar[str] = ""
+    returns: ClassVar[str] = ""
     is_call: ClassVar[bool] = False
     captured: bool = False
+    product_dtype: Dtype | None
     broadcasts: ClassVar[bool] = False
     views: ClassVar[bool] = False
 
@@ -358,6 +378,9 @@ class Function:
         # One loop without helpers: this runs once per operation of every step, and a small
         # network's overhead beside the arithmetic is spent here.
         grad_enabled, first, recorded, part = _recording.get(), None, False, None
+        low = None
+        if self.computes:
+            inputs, low = self.raised(inputs)
         values: list[Any] = []
         needs: list[bool] = []
         for x in inputs:
@@ -378,7 +401,7 @@ class Function:
                 f"{name} needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor"
             )
         if part is not None:
-            return part.apply(self, inputs)  # type: ignore[attr-defined]
+            return lowered(part.apply(self, inputs), low)  # type: ignore[attr-defined]
         self.needs, self.saved = tuple(needs), ()
         self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
         recorder = active()
@@ -402,7 +425,31 @@ class Function:
             self._record(inputs, result)
         else:
             self.saved = ()  # no backward pass will read them
-        return result
+        return result if low is None else lowered(result, low)
+
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """Return the inputs in the dtypes that `computes` states, and the dtype to round to."""
+        if self.computes == "product":
+            return self._product_inputs(inputs)
+        for x in inputs:
+            if isinstance(x, Variable) and is_low(x.data.dtype):
+                break
+        else:
+            return inputs, None
+        low, kept = None if self.returns else x.data.dtype, 0
+        if self.computes != "float32" and kernels_of(inputs[0].data).of_device:
+            low, kept = None, 1 if self.computes == "parameters" else len(inputs)
+        return (*inputs[:kept], *map(_wide, inputs[kept:])), low
+
+    def _product_inputs(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        dtype = product_dtype(type(self).__name__, *(x for x in inputs if x is not None))
+        if not isinstance(inputs[0].data, np.ndarray):
+            self.product_dtype = dtype if is_floating(dtype) else None
+            return inputs, None
+        self.product_dtype = None
+        if not is_low(dtype):
+            return inputs, None
+        return tuple(map(_wide, inputs)), None if self.returns else dtype
 
     def into(self, i: int) -> Array | None:
         """Return the array in which the gradient of input i may be computed in place, or None.
@@ -596,6 +643,40 @@ def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
         extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
     )
     return xp.reshape(sum_over(xp, grad, axes), shape)
+
+
+class AsType(Elementwise):
+    """x in another dtype; its gradient has the dtype of x."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: Dtype) -> None:
+        self.target = target
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.dtype,)
+        return cast(self.xp, x, self.target)
+
+    def backward(self, grad: Array) -> Grads:
+        return (cast(self.xp, grad, self.saved[0]),)
+
+
+def converted(x: Any, dtype: Dtype) -> Any:
+    """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
+    if isinstance(x, Variable):
+        return x if x.data.dtype == dtype else AsType(dtype)(x)
+    return cast(namespace(x), x, dtype)
+
+
+def lowered(x: Any, low: Dtype | None) -> Any:
+    """Return a float32 tensor in a dtype of half precision, others and for None as they are."""
+    return x if low is None or x.data.dtype != FLOAT32 else AsType(low)(x)
+
+
+def _wide(x: Any) -> Any:
+    """Return tensors and arrays of half precision in float32, others as they are."""
+    values = x.data if isinstance(x, Variable) else x
+    return converted(x, FLOAT32) if is_result(values) and is_low(values.dtype) else x
 
 
 class CommonRoot(Function):

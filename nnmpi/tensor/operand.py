@@ -1,4 +1,4 @@
-"""Rules for operands: dtypes, conversion, and computing in float32.
+"""Rules for operands: which dtypes and shapes may meet.
 
 Dtypes never promote silently. For example, float32 with float64 is an error, so that one stray
 array cannot turn a float32 model into float64 unnoticed. Only mixed precision relaxes the rule.
@@ -8,61 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
-from nnmpi.backend.kernels import cast
-from nnmpi.backend.precision import FLOAT32, is_floating, is_low, low_dtype, precision
-from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
+from nnmpi.backend.array import Shape
+from nnmpi.backend.precision import FLOAT32, is_floating
+from nnmpi.base.errors import DtypeError, ShapeError
+from nnmpi.tensor.dtypes import mixes, no_tensor
+from nnmpi.tensor.function import Variable, converted
 from nnmpi.tensor.placement import is_sharded
-
-
-class AsType(Elementwise):
-    """x in another dtype; its gradient has the dtype of x."""
-
-    __slots__ = ("target",)
-
-    def __init__(self, target: Dtype) -> None:
-        self.target = target
-
-    def forward(self, x: Array) -> Array:
-        self.saved = (x.dtype,)
-        return cast(self.xp, x, self.target)
-
-    def backward(self, grad: Array) -> Grads:
-        return (cast(self.xp, grad, self.saved[0]),)
-
-
-def converted(x: Any, dtype: Dtype) -> Any:
-    """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
-    if isinstance(x, Variable):
-        return x if x.data.dtype == dtype else AsType(dtype)(x)
-    return cast(namespace(x), x, dtype)
-
-
-def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation to float16 or bfloat16 tensors in float32, and round the result once.
-
-        float16, bfloat16  --AsType--> float32 --operation--> float32 --AsType-->  float16, bfloat16
-        float32, float64   --------------------- operation -------------------->   the same
-
-    Args:
-        inputs: tensors and arrays, and plain values, which pass unchanged.
-        narrow: whether to round a float32 result back; otherwise it stays float32.
-    """
-    low = None
-    for x in inputs:
-        if isinstance(x, Variable) and is_low(x.data.dtype):
-            low = x.data.dtype
-            break
-    if low is None:
-        return function(*inputs)
-    result = function(*map(_raised, inputs))
-    return converted(result, low) if narrow and result.data.dtype == FLOAT32 else result
-
-
-def _raised(x: Any) -> Any:
-    is_low_array = (isinstance(x, Variable) or is_result(x)) and is_low(_dtype(x))
-    return converted(x, FLOAT32) if is_low_array else x
 
 
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
@@ -166,7 +117,7 @@ def require_floating(name: str, x: Variable) -> Variable:
         GraphError: when x is no tensor.
     """
     if not isinstance(x, Variable):
-        raise _no_tensor(name, x)
+        raise no_tensor(name, x)
     if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
         raise DtypeError(
             f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')"
@@ -177,57 +128,6 @@ def require_floating(name: str, x: Variable) -> Variable:
 def given(x: Any) -> tuple[Any, ...]:
     """Return an optional input as a tuple: empty for None."""
     return () if x is None else (x,)
-
-
-def may_meet(name: str, *inputs: Any) -> Dtype:
-    """Return the operands' first dtype; refuse other ones, except by mixed precision (see `mixes`).
-
-    Operations call it before they read shapes: what is no operand has none.
-
-    Raises:
-        DtypeError: naming the operation and the dtypes.
-        GraphError: for an input that is neither a tensor nor an array.
-    """
-    dtypes = [_dtype(x) for x in inputs]
-    for i, dtype in enumerate(dtypes):  # `in` would not do: NumPy's float64 equals None
-        if dtype is None:
-            raise _no_tensor(name, inputs[i])
-    if dtypes.count(dtypes[0]) != len(dtypes) and not mixes(*dtypes):
-        words = ", ".join(map(str, dtypes))
-        raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
-    return dtypes[0]
-
-
-def _no_tensor(name: str, x: Any) -> GraphError:
-    return GraphError(
-        f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
-    )
-
-
-def mixes(*dtypes: Any) -> bool:
-    """True if mixed precision allows these dtypes together: float32 and its low dtype."""
-    low = low_dtype(precision())
-    return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
-
-
-def read_as(name: str, *inputs: Any) -> Dtype:
-    """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
-
-    Raises:
-        DtypeError, GraphError: for inputs that may not be combined (see `may_meet`).
-        UsageError: for tf32 with NumPy arrays: NumPy has no tf32 products.
-    """
-    mode = precision()
-    if mode != "float32":
-        low = low_dtype(mode)
-        if low is not None and mixes(*map(_dtype, inputs)):
-            return low
-        if mode == "tf32" and isinstance(values_of(inputs[0]), np.ndarray):
-            raise UsageError(
-                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
-                " cupy on a CUDA device"
-            )
-    return may_meet(name, *inputs)
 
 
 def _plain(x: Any) -> Any:

@@ -4,11 +4,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any, TypeAlias
 
-from nnmpi.backend.array import Array, Shape
+import numpy as np
+
+from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.precision import precision
 from nnmpi.backend.sums import sum_over
 from nnmpi.base.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
+from nnmpi.tensor.operand import values_of
 from nnmpi.tensor.placement import (
     Placement,
     elementwise_placement,
@@ -29,8 +33,15 @@ class _Reduction(Function):
 
     __slots__ = ("axes", "keepdims")
 
+    computes = "float32"
+
     def __init__(self, axes: Axes, keepdims: bool) -> None:
         self.axes, self.keepdims = axes, keepdims
+
+    @property
+    def returns(self) -> str:  # type: ignore[override]
+        """See `Function.returns`: mixed precision keeps float32."""
+        return "" if precision() == "float32" else "float32"
 
     def count(self, x: Array) -> int:
         """Return how many elements of x become one."""
@@ -113,6 +124,8 @@ class Largest(_Reduction):
 
     __slots__ = ("largest",)
 
+    returns = ""
+
     def __init__(self, axes: Axes, keepdims: bool, largest: bool) -> None:
         super().__init__(axes, keepdims)
         self.largest = largest
@@ -141,6 +154,13 @@ class Largest(_Reduction):
 
 class MatMul(Function):
     """a @ b for operands of one, two or more dimensions."""
+
+    computes = "float32"
+
+    def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
+        """See `Function.raised`; a device's products add up in float32 anyway."""
+        on_host = isinstance(values_of(inputs[0]), np.ndarray)
+        return super().raised(inputs) if on_host else (inputs, None)
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the result's placement: that of the stacks, the rows of a, or the columns of b.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.sums import add_rows
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, placement_if_uncut, same_placement, with_axis
@@ -83,11 +83,7 @@ class Concatenate(Function):
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
-        kernels = kernels_for(inputs[0], "concatenate")
-        if kernels is None or any(x.dtype != inputs[0].dtype for x in inputs):
-            return self.xp.concatenate(inputs, axis=self.axis)
-        result: Array = kernels.concatenate(self.xp, inputs, self.axis)
-        return result
+        return kernels_of(inputs[0]).concatenate(self.xp, inputs, self.axis)
 
     def backward(self, grad: Array) -> Grads:
         *stops, _ = accumulate(self.saved)
@@ -136,6 +132,7 @@ class GetItem(Function):
 
     __slots__ = ("key",)
 
+    computes = "float32"
     is_call = views = True
 
     def __init__(self, key: Index) -> None:

@@ -36,7 +36,7 @@ from nnmpi.backend.array import (
     plain,
 )
 from nnmpi.backend.kernels import to_float32
-from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low, precision
+from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low
 from nnmpi.backend.recording import refuse, to_library
 from nnmpi.base.errors import (
     DtypeError,
@@ -51,17 +51,13 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.words import add_missing, instead, refuse_words
 from nnmpi.tensor.backward import Deferred, walk_back
+from nnmpi.tensor.dtypes import may_meet, product_dtype
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where, activated, add_low
-from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.function import AsType, Function, Variable, converted
 from nnmpi.tensor.operand import (
-    AsType,
     check_broadcast,
     checked_axes,
-    converted,
-    in_float32,
-    may_meet,
     operands,
-    read_as,
     refuse_parts,
     require_floating,
     values_of,
@@ -293,7 +289,7 @@ class Tensor(Variable):
         mixed = add_low(self, other)
         if mixed is not None:
             return mixed
-        return _sum(Pointwise("add"), *operands("add", self, other))
+        return Pointwise("add")(*operands("add", self, other))
 
     __radd__ = __add__
 
@@ -304,7 +300,7 @@ class Tensor(Variable):
         return _difference(other, self)
 
     def __mul__(self, other: Any) -> Tensor:
-        return _sum(Pointwise("multiply"), *operands("multiply", self, other))
+        return Pointwise("multiply")(*operands("multiply", self, other))
 
     __rmul__ = __mul__
 
@@ -329,10 +325,10 @@ class Tensor(Variable):
     def __neg__(self) -> Tensor:
         if self.data.dtype.kind == "b":
             raise DtypeError("negate of a bool tensor is undefined; convert with astype('float32')")
-        return in_float32(Pointwise("negative"), self)
+        return Pointwise("negative")(self)
 
     def __abs__(self) -> Tensor:
-        return in_float32(Pointwise("absolute"), self)
+        return Pointwise("absolute")(self)
 
     def __getitem__(self, key: Any) -> Tensor:
         try:
@@ -342,7 +338,7 @@ class Tensor(Variable):
             function = GetItem(parts)
             if not isinstance(self.data, np.ndarray):
                 function.check(self.shape)
-            return in_float32(function, self)
+            return function(self)
         except NnmpiError:
             raise
         except (IndexError, TypeError, ValueError) as error:
@@ -386,7 +382,7 @@ class Tensor(Variable):
         """Return the sum over axes, by default all; `keepdims` keeps them with length 1."""
         if words:
             refuse_words("sum", words)
-        return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
+        return reduce.Sum(_axes(self, axis, keepdims), keepdims)(self)
 
     def mean(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the mean over axes. Same arguments as `sum`.
@@ -397,7 +393,7 @@ class Tensor(Variable):
         if words:
             refuse_words("mean", words)
         function = reduce.Sum(_axes(self, axis, keepdims), keepdims, averages=True)
-        return in_float32(function, require_floating("mean", self), narrow=_narrow())
+        return function(require_floating("mean", self))
 
     def var(
         self, axis: Axis = None, keepdims: bool = False, correction: int = 0, **words: Never
@@ -415,21 +411,19 @@ class Tensor(Variable):
             refuse_words("var", words)
         number("correction", correction)
         function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
-        return in_float32(function, require_floating("variance", self), narrow=_narrow())
+        return function(require_floating("variance", self))
 
     def max(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         if words:
             refuse_words("max", words)
-        return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True), self)
+        return reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True)(self)
 
     def min(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         if words:
             refuse_words("min", words)
-        return in_float32(
-            reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self
-        )
+        return reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False)(self)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False, **words: Never) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""
@@ -463,7 +457,7 @@ class Tensor(Variable):
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return activated("tanh", Pointwise("tanh"), require_floating("tanh", self))
+        return activated("tanh", self)
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements clipped to two bounds; None stands for no bound.
@@ -479,7 +473,7 @@ class Tensor(Variable):
         ]
         if low is not None and high is not None and low > high:
             raise UsageError(f"clip has low {low} above high {high}; exchange them")
-        return in_float32(Clip(*bounds), self)
+        return Clip(*bounds)(self)
 
     def astype(self, dtype: Any) -> Tensor:
         """Return the tensor in another dtype; itself when it has that dtype already.
@@ -591,12 +585,12 @@ add_missing(Tensor)
 
 def maximum(a: Any, b: Any) -> Tensor:
     """Return the larger of a and b, elementwise; equal elements share the gradient."""
-    return in_float32(Extremum(largest=True), *operands("maximum", a, b))
+    return Extremum(largest=True)(*operands("maximum", a, b))
 
 
 def minimum(a: Any, b: Any) -> Tensor:
     """Return the smaller of a and b, elementwise; equal elements share the gradient."""
-    return in_float32(Extremum(largest=False), *operands("minimum", a, b))
+    return Extremum(largest=False)(*operands("minimum", a, b))
 
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -612,9 +606,9 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
         raise DtypeError(f"where needs a boolean condition, not {kind}")
     a, b = operands("where", a, b)
     if any(map(is_sharded, (condition, a, b))):  # `placed` of the operation compares the placements
-        return in_float32(Where(), condition, a, b)
+        return Where()(condition, a, b)
     check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
-    return in_float32(Where(), values, a, b)
+    return Where()(values, a, b)
 
 
 def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
@@ -651,24 +645,13 @@ def _check_items(name: str, tensors: Sequence[Tensor]) -> None:
     may_meet(name, *tensors)
 
 
-def _sum(function: Function, a: Any, b: Any) -> Tensor:
-    """Apply add, subtract or multiply.
-
-    Two tensors of one low dtype are not converted to float32: one operation alone rounds to the
-    same result.
-    """
-    if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
-        return function(a, b)
-    return in_float32(function, a, b)
-
-
 def _difference(a: Any, b: Any) -> Tensor:
     a, b = operands("subtract", a, b)
     if all(isinstance(x, bool) or getattr(values_of(x), "dtype", None) == "bool" for x in (a, b)):
         raise DtypeError(
             "subtract of bool and bool is undefined; convert one with astype('float32')"
         )
-    return _sum(Pointwise("subtract"), a, b)
+    return Pointwise("subtract")(a, b)
 
 
 def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Tensor:
@@ -677,7 +660,7 @@ def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Ten
         if isinstance(x, Variable) or len(inputs) == 1:
             require_floating(name, x)
     given = inputs if len(inputs) == 1 else operands(name, *inputs)
-    return in_float32(function or Pointwise(name), *given)
+    return (function or Pointwise(name))(*given)
 
 
 def _product(a: Any, b: Any) -> Tensor:
@@ -692,20 +675,16 @@ def _product(a: Any, b: Any) -> Tensor:
             f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner}"
             " differ"
         )
-    reads = read_as("matmul", a, b)
+    reads = product_dtype("matmul", a, b)
     on_host = type(x) is np.ndarray
     if is_low(reads) if on_host else is_floating(reads):
         a, b = converted(a, reads), converted(b, reads)
     try:
-        return in_float32(reduce.MatMul(), a, b) if on_host else reduce.MatMul()(a, b)
+        return reduce.MatMul()(a, b)
     except LayoutError:
         raise
     except ValueError as error:
         raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: {error}") from None
-
-
-def _narrow() -> bool:
-    return precision() == "float32"
 
 
 def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:

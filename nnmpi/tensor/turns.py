@@ -17,7 +17,7 @@ pass, a backward pass is collective.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -156,25 +156,19 @@ def turns_of(group: Any) -> Turns:
     return group.turns
 
 
-def in_turn(
-    turns: Turns | None,
-    function: Function,
-    *inputs: Any,
-    apply: Callable[..., Any] = Function.__call__,
-) -> Any:
+def in_turn(turns: Turns | None, function: Function, *inputs: Any) -> Any:
     """Apply an operation whose backward pass needs all ranks of a group.
 
     Args:
         turns: of the group; None for an ordinary operation.
         function: not applied yet; all ranks call it in the same order.
         inputs: of the operation.
-        apply: called with the operation and its inputs.
     """
     if turns is None:
-        return apply(function, *inputs)
+        return function(*inputs)
     turn = Turn(turns)
     record_note(turn.take)
-    result = apply(function, *inputs)
+    result = function(*inputs)
     if hasattr(function, "edges"):  # it is recorded
         turns.of[function] = turn
         if not inside_pass.get():

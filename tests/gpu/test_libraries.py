@@ -14,7 +14,7 @@ from nnmpi import models, ops, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import bfloat16, use_precision
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Numerics
@@ -114,9 +114,9 @@ def test_rows_of_large_odd_products_are_aligned(
         seen.clear()
         with use_precision(mode if mode in (TF32, BF16, FP16) else FLOAT32):
             results.append(call(sample, device, dtypes(sample, mode)))
-        kernels = kernels_for(device.zeros(1, "float32"), "softmax_loss_grad")
+        kernels = kernels_of(device.zeros(1, "float32"))
         aligned = [x.strides[0] % 16 == 0 for x in seen]  # logits, and their gradient twice
-        assert aligned == ([False] * 3 if least else [True, *[kernels is not None] * 2])
+        assert aligned == ([False] * 3 if least else [True, *[kernels.of_device] * 2])
     assert not differences(results[1], results[0], TOLERANCES[mode])
 
 

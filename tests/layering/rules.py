@@ -212,9 +212,9 @@ def documented(tree: Tree) -> Iterator[str]:
             *(node for node in source.tree.body if isinstance(node, ast.ClassDef)),
         ]:
             for node in owner.body if not getattr(owner, "name", "").startswith("_") else []:
-                inherited = (
-                    bool(getattr(owner, "bases", []))
-                    and getattr(node, "name", "") in layers.INHERITED
+                bases = {getattr(base, "id", "") for base in getattr(owner, "bases", [])}
+                inherited = bases and (
+                    getattr(node, "name", "") in layers.INHERITED or bases & layers.EXPLAINED
                 )
                 if _needs_docstring(node) and not inherited and ast.get_docstring(node) is None:
                     yield f"{source.path}:{node.lineno}: {node.name} has no docstring"

@@ -13,6 +13,7 @@ import nnmpi
 from nnmpi import ops, tensor
 from nnmpi.backend.precision import bfloat16, is_floating
 from nnmpi.base.errors import DtypeError, UsageError
+from nnmpi.ops.linear import linear_part
 from nnmpi.tensor.tensor import Tensor
 
 LOW = {"bf16": bfloat16(), "fp16": np.dtype(np.float16)}
@@ -199,3 +200,16 @@ def test_a_compiled_step_is_recorded_for_each_mode() -> None:
             assert compiled(x).item() == step(Tensor(x)).item()
             assert compiled(2 * x).item() == step(Tensor(2 * x)).item()
     assert compiled.recordings == 3
+
+
+@pytest.mark.host_only("a device reads the weight in half precision, too")
+def test_a_partial_sum_is_not_rounded() -> None:
+    """Ranks add up such products, which half precision would round before."""
+    x, w = Tensor(np.full((1, 3), 1.0009766, "float16")), Tensor(np.full((3, 2), 1.5, "float32"))
+    with nnmpi.use_precision("fp16"):
+        part, full = linear_part(x, w), ops.linear(x, w)
+    assert part.dtype == "float32" and full.dtype == "float16"
+    exact = x.numpy().astype("float32") @ w.numpy()
+    np.testing.assert_array_equal(part.numpy(), exact)
+    assert not np.array_equal(exact.astype("float16").astype("float32"), exact)
+    np.testing.assert_array_equal(full.numpy(), exact.astype("float16"))

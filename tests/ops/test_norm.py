@@ -230,6 +230,25 @@ def test_huge_inputs_give_the_results_of_float64(name, compiles):
             np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
 
 
+@pytest.mark.parametrize("size", [1e3, 1e12, 1e17, 2e19])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
+def test_running_statistics_of_large_inputs_are_those_of_float64(compiles, size):
+    """A batch counts once, whether its squares, their sums or nothing overflows."""
+    plain = np.random.default_rng(0).standard_normal((16, 4, 4, 3)).astype("float32")
+
+    def statistics(dtype, compiles):
+        layer = nn.BatchNorm(3).initialize(seed=0, dtype=dtype)
+        run = nnmpi.compile(layer) if compiles else layer
+        for factor in (1, size, size, 1):
+            with nn.training(), np.errstate(over="ignore", invalid="ignore"):
+                run(Tensor((plain * np.float32(factor)).astype(dtype)))
+        return layer.running_mean.data, layer.running_variance.data
+
+    for ours, right in zip(statistics("float32", compiles), statistics("float64", 0), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.host_only("a device's normalizations stay NaN: the host would have to wait for each")
 def test_the_gradient_of_huge_inputs_is_that_of_float64(name):

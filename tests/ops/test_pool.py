@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
-from nnmpi.ops import pool as pooling
+from nnmpi.backend import plain as pooling
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
 

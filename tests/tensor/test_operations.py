@@ -210,8 +210,7 @@ def test_every_function_class_is_run_by_the_table():
     # test_compiled_3x3, test_half and tests/gpu; Elementwise and Pool2dFunction are what others
     # are built on
     elsewhere = {"Product", "Elementwise", "Pool2dFunction", "CommonRoot"}
-    elsewhere |= {"DeviceActivation", "DeviceBatchNormFunction", "FixedNormFunction"}
-    elsewhere |= {"AddLow", "DeviceLoss", "Upsample2dFunction"}
+    elsewhere |= {"FixedNormFunction", "AddLow", "Upsample2dFunction"}
     # tests/ops/test_collectives, tests/nn/test_experts
     elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts"}
     mine = {

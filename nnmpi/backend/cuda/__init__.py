@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ for devices, compiled at their first use.
 
     kernels        `DeviceKernels`, the kernels as methods for operations (see `backend.kernels`)
-    launch         the table of kernels, compilation for dtypes, checks, grid sizes
+    launch         compilation for dtypes, checks, grid sizes
     *.cu           the sources; `common.cuh` is prepended to each
 
 The sources include no headers, so CUDA's run-time compiler needs no include path. They also compile

@@ -1,4 +1,7 @@
-"""A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`)."""
+"""A device's kernels in CUDA C++, as methods for operations (see `backend.kernels`).
+
+They override `PlainKernels`, whose docstrings explain arguments and results.
+"""
 
 from collections.abc import Sequence
 from functools import cache, partialmethod
@@ -12,20 +15,89 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
 from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import (
-    KERNELS,
     NAMES,
     SUM_BLOCKS,
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.plain import LOSSES, PlainKernels, all_gates, compiled_gates
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
+FORMS = list(LOSSES)  # in the order of sums.cu
 COPY_AXES = 6  # as in copy.cu
 # In the order of activation.cu.
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
-# In the order of sums.cu.
-LOSSES = ("mse", "mae", "huber", "binary_cross_entropy")
+
+# Each kernel's source, and the roles of its first arguments, a letter each:
+#
+#     T    an array in the activations' dtype, floating point
+#     P    an array in T's dtype, or in float32 if T has 16 bits
+#     A    an array in float32, or in float64 if T is
+#     D    an array in float64
+#     S    an array in any floating-point dtype, in kernels without P
+#     X, Y the same as S and T, of any strides
+#     i    integers of any kind
+#     b    numbers of winners, unsigned
+#     u    uint32
+#     .    a number
+#
+# Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
+KERNELS = {
+    "add_bias": ("dense", "TP"),
+    "bias_relu": ("dense", "TP"),
+    "copy": ("copy", "XY"),
+    "relu_grad_bias": ("dense", "TTTPA"),
+    "slope_grad_bias": ("dense", "TTTPA"),
+    "column_sum": ("dense", "TPA"),
+    "column_total": ("dense", "AP"),
+    "bias_gelu_slope": ("activation", "TPT"),
+    "bias_gelu_tanh_slope": ("activation", "TPT"),
+    "activate": ("activation", "TT"),
+    "activate_grad": ("activation", "TTT"),
+    "add": ("activation", "TTT"),
+    "multiply": ("activation", "TTT"),
+    "add_low": ("activation", "PTP"),
+    "softmax": ("softmax", "ST"),
+    "softmax_grad": ("softmax", "TTT"),
+    "softmax_loss": ("softmax", "Yi.AA"),
+    "softmax_loss_grad": ("softmax", "Yi.AAY"),
+    "layer_norm": ("layer_norm", "TPP.TAA"),
+    "layer_norm_grad": ("layer_norm", "TTAAPT"),
+    "layer_norm_sums": ("layer_norm", "TTAAPPA"),
+    "layer_norm_total": ("layer_norm", "APP"),
+    "moments": ("norm", "TPPPA"),
+    "moments_total": ("norm", "TPPPA"),
+    "group_moments": ("norm", "TPP"),
+    "group_sums": ("norm", "PPPPP"),
+    "normalize": ("norm", "TPPPPT"),
+    "norm_sums": ("norm", "TTPPPPA"),
+    "norm_total": ("norm", "APP"),
+    "norm_grad": ("norm", "TTPPPPPT"),
+    "embedding": ("embedding", "Si.T"),
+    "embedding_grad": ("embedding", "Ti.iS"),
+    "dropout": ("dropout", "TTuu"),
+    "lstm_step": ("recurrent", "TTTTTT"),
+    "lstm_step_grad": ("recurrent", "TTTTTTT"),
+    "gru_step": ("recurrent", "TTTTTTT"),
+    "gru_step_grad": ("recurrent", "TTTTTTT"),
+    "depthwise": ("depthwise", "TPT"),
+    "depthwise_grad": ("depthwise", "TPT"),
+    "depthwise_sums": ("depthwise", "TTA"),
+    "max_pool": ("pooling", "TTb"),
+    "max_pool_grad": ("pooling", "TbT"),
+    "avg_pool": ("pooling", "TT"),
+    "avg_pool_grad": ("pooling", "TT"),
+    "whole_pool": ("pooling", "TT"),
+    "loss": ("sums", "TTAD"),
+    "loss_grad": ("sums", "TTATT"),
+    "squares": ("sums", "TD"),
+    "sum_total": ("sums", "DAD"),
+    "sgd": ("updates", "TT"),
+    "sgd_momentum": ("updates", "TTT"),
+    "adam": ("updates", "TTTT"),
+    "track": ("updates", "TTTT"),
+}
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -33,24 +105,31 @@ def works_on(dtype: Dtype) -> bool:
     return dtype.name in NAMES
 
 
-class DeviceKernels(KernelLauncher):
+class DeviceKernels(KernelLauncher, PlainKernels):
     """Kernels on CuPy's arrays, queued on the current stream, each compiled at its first use.
 
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    def _update(self, name: str, *args: Any, guard: Array | None = None) -> None:
-        count, data = len(KERNELS[name][1]), args[0]
-        numbers = map(float, args[count:])
-        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, guard, data.size)
+    of_device = True
+    table = KERNELS
 
-    # Optimizers' updates of a block; see nnmpi/optim for the arguments. They change nothing if the
-    # guard, a float64 on the device, is not finite.
-    sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
-    # data, grad, momentum, lr, beta, decay, nesterov
-    sgd_momentum = partialmethod(_update, "sgd_momentum")
-    # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
-    adam = partialmethod(_update, "adam")
+    # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
+
+    def _update(self, name: str, block: Any, *numbers: float, guard: Array | None) -> None:
+        data = block.data
+        arrays, numbers = (data, block.grad, *block.slots), tuple(map(float, numbers))
+        self.flat(name, data.size, data.dtype.itemsize, *arrays, *numbers, guard, data.size)
+
+    def adam(self, block: Any, *numbers: Any) -> None:
+        self._update("adam", block, *numbers[:-1], guard=numbers[-1])
+
+    def sgd(self, block: Any, *numbers: Any) -> None:
+        lr, _, decay, _, guard = numbers
+        if block.slots:
+            self._update("sgd_momentum", block, *numbers[:-1], guard=guard)
+        else:
+            self._update("sgd", block, lr, decay, guard=guard)
 
     def track(
         self,
@@ -59,26 +138,29 @@ class DeviceKernels(KernelLauncher):
         fraction: float,
         factor: float,
     ) -> None:
-        """Move running means and variances towards a batch's, whose variances count `factor`."""
         size, numbers = running[0].size, (float(fraction), float(factor))
         self.flat("track", size, running[0].dtype.itemsize, *running, *values, *numbers, size)
 
-    def copy(self, target: Array, x: Array) -> bool:
-        """Write x to `target`, in its dtype; return False if there is no kernel for these arrays.
+    def copy(self, xp: Any, target: Array, x: Array) -> None:
+        """Write x to `target`, rounded to its dtype.
 
         CuPy's copies of views, and to and from bfloat16, take two to four times as long on an H100.
         """
         twice = x.dtype.itemsize > 4 and is_low(target.dtype)  # the kernel would round twice
         axes = collapsed(x.shape, Matrices.of(x).strides, Matrices.of(target).strides)
-        if x.shape != target.shape or twice or not works_on(x.dtype) or len(axes) > COPY_AXES:
-            return False
+        is_known = works_on(x.dtype) and works_on(target.dtype)
+        if x.shape != target.shape or twice or not is_known or len(axes) > COPY_AXES:
+            super().copy(xp, target, x)
+            return
         axes = [(1, 0, 0)] * (COPY_AXES - len(axes)) + axes
         numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
-        return True
 
-    def _pair(self, name: str, xp: Any, a: Array, b: Any, out: Array | None) -> Array | None:
-        """Return a + b or a * b, contiguous arrays of one shape and dtype; None for others."""
+    def _pair(self, name: str, xp: Any, a: Array, b: Any, out: Array | None = None) -> Array:
+        """Return a + b or a * b; by a kernel for contiguous arrays of one shape and dtype.
+
+        CuPy converts every element of bfloat16 by itself.
+        """
         if not (
             type(b) is type(a)
             and a.dtype == b.dtype
@@ -86,12 +168,10 @@ class DeviceKernels(KernelLauncher):
             and a.flags.c_contiguous
             and b.flags.c_contiguous
         ):
-            return None
+            return super()._pair(name, xp, a, b, out)
         result = xp.empty(a.shape, a.dtype) if out is None else out
         self.flat(name, a.size, a.dtype.itemsize, a, b, result, a.size)
         return result
-
-    add, multiply = partialmethod(_pair, "add"), partialmethod(_pair, "multiply")
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""
@@ -102,25 +182,26 @@ class DeviceKernels(KernelLauncher):
 
     # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
 
-    def activate(self, xp: Any, form: str, x: Array, number: float) -> Array:
-        """Return the activation of x."""
+    def activate(
+        self, xp: Any, form: str, x: Array, number: float, keep: bool
+    ) -> tuple[Array, Any]:
         y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
         numbers = (code, float(number), x.size)
         self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
-        return y
+        # the result, where it suffices, is mostly kept by the next operation, too
+        return y, y if form in ("relu", "sigmoid", "tanh") else x
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, kept: Array, number: float) -> Array:
-        """Return the gradient of x; `kept` is x, or the result of relu, sigmoid and tanh."""
-        to_x = xp.empty(kept.shape, kept.dtype)
-        arrays = (self.contiguous(xp, grad), self.contiguous(xp, kept), to_x)
-        numbers = (ACTIVATIONS.index(form), float(number), kept.size)
-        self.flat("activate_grad", kept.size, kept.dtype.itemsize, *arrays, *numbers)
+    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+        to_x: Array = xp.empty(saved.shape, saved.dtype)
+        arrays = (self.contiguous(xp, grad), self.contiguous(xp, saved), to_x)
+        numbers = (ACTIVATIONS.index(form), float(number), to_x.size)
+        self.flat("activate_grad", to_x.size, to_x.dtype.itemsize, *arrays, *numbers)
         return to_x
 
     # ---- sums of all elements, in float64
 
-    def squares(self, grad: Array, to: Array) -> None:
-        """Add the squares of all elements, contiguous, to a number in float64.
+    def squares(self, grad: Array, to: Array, dtype: Any) -> None:
+        """Add the squares of all elements, contiguous, in float64.
 
         Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
         overflows.
@@ -129,14 +210,10 @@ class DeviceKernels(KernelLauncher):
 
     def losses(
         self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
-    ) -> Array:
-        """Return the losses of one of LOSSES; or their sum times `share`, 0-d. In float32 or more.
-
-        Args:
-            delta: of "huber".
-        """
+    ) -> tuple[Array, Any]:
+        """See `PlainKernels.losses`; in float32 or more."""
         x, target = self.contiguous(xp, x), self.contiguous(xp, target)
-        numbers = (LOSSES.index(form), float(delta))
+        numbers = (FORMS.index(form), float(delta))
         if share is None:
             result = xp.empty(x.shape, _accumulated(x))
             size = x.dtype.itemsize
@@ -144,28 +221,21 @@ class DeviceKernels(KernelLauncher):
         else:
             result = xp.empty((), _accumulated(x))
             self.total_of("loss", (x, target, None), result, share, *numbers)
-        return result
+        return result, (x, target)
 
     def losses_grad(
         self,
         xp: Any,
         form: str,
         grad: Array,
-        inputs: tuple[Array, Array],
+        saved: Any,
         needs: tuple[bool, ...],
         delta: float,
         share: float,
     ) -> tuple[Array | None, ...]:
-        """Return the gradients of x and of the target, each if it is needed.
-
-        Args:
-            grad: of each loss, or 0-d, of the sum times `share`.
-            inputs: x and the target.
-        """
-        shape, size = inputs[0].shape, inputs[0].size
-        x, target = (self.contiguous(xp, item) for item in inputs)
+        (x, target), shape, size = saved, saved[0].shape, saved[0].size
         results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
-        numbers = (LOSSES.index(form), float(delta), float(share), int(grad.ndim > 0), size)
+        numbers = (FORMS.index(form), float(delta), float(share), int(grad.ndim > 0), size)
         arrays = (x, target, self.contiguous(xp, grad), *results)
         self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
         return results
@@ -175,17 +245,18 @@ class DeviceKernels(KernelLauncher):
         if x.flags.c_contiguous:
             return x
         result = xp.empty(x.shape, x.dtype)
-        return result if self.copy(result, x) else xp.ascontiguousarray(x)
+        self.copy(xp, result, x)
+        return result
 
     def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
-        """Return arrays of one dtype joined along an axis."""
+        if any(x.dtype != arrays[0].dtype for x in arrays):
+            return super().concatenate(xp, arrays, axis)
         shape, start = list(arrays[0].shape), 0
         shape[axis] = sum(x.shape[axis] for x in arrays)
         result = xp.empty(tuple(shape), arrays[0].dtype)
         for x in arrays:
             part = result[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)]
-            if not self.copy(part, x):
-                xp.copyto(part, x)
+            self.copy(xp, part, x)
             start += x.shape[axis]
         return result
 
@@ -197,23 +268,23 @@ class DeviceKernels(KernelLauncher):
         self.sums("column_sum", "column_total", (self.contiguous(xp, grad),), (to_bias,))
 
     def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
-        """y += bias, in place."""
         self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
-    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
-        """y = max(y + bias, 0), in place; NaN stays."""
-        self.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
+    def bias_activate(
+        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+    ) -> tuple[Array, Array | None]:
+        shift = xp.zeros(y.shape[-1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
+        if form == "relu":
+            self.over_columns("bias_relu", y, y.shape[-1], shift)
+            return y, y
+        slope = xp.empty(y.shape, y.dtype)
+        self.over_columns(f"bias_{form}_slope", y, y.shape[-1], shift, slope)
+        return y, slope
 
-    def _bias_slope(self, name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
-        """y = the activation of y + bias, in place, and its derivative."""
-        self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
-
-    bias_gelu = partialmethod(_bias_slope, "bias_gelu_slope")
-    bias_gelu_tanh = partialmethod(_bias_slope, "bias_gelu_tanh_slope")
-
-    def _grad_bias(
-        self, name: str, xp: Any, grad: Array, saved: Array, to_bias: Array | None
+    def bias_activate_grad(
+        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
     ) -> Array:
+        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
         grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
@@ -221,12 +292,12 @@ class DeviceKernels(KernelLauncher):
             self.over_columns(name, grad, grad.shape[-1], saved, result, None, None)
         return result
 
-    # Return the gradient before the activation, and write its sum over the rows to `to_bias`: grad
-    # where the ReLU's output is positive, else 0; and grad * slope.
-    relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
-    slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
+    # ---- recurrent layers: the steps halve the sums and add the bias
 
-    # ---- recurrent layers: a time step beside its product; see nnmpi/ops for the arguments
+    lstm_gates = compiled_gates
+
+    def gru_gates(self, xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
+        return all_gates(xp, rows, weight, bias)
 
     lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
     lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")
@@ -307,7 +378,7 @@ class DeviceKernels(KernelLauncher):
         return (
             p
             if drop is None
-            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)
+            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)[0]
         )
 
     # ---- rows
@@ -324,25 +395,29 @@ class DeviceKernels(KernelLauncher):
         numbers = (float(scale), rows, shape[-1], queries, int(causal))
         self.over_rows(name, rows, shape[-1], *arrays, *numbers)
 
-    def softmax(self, xp: Any, x: Array) -> Array:
-        """Return the softmax along the last axis."""
-        y = xp.empty(x.shape, x.dtype)
+    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
+        if axis != x.ndim - 1:
+            return self.softmax(xp, x.swapaxes(axis, -1), x.ndim - 1).swapaxes(axis, -1)
+        y: Array = xp.empty(x.shape, x.dtype)
         self._softmax("softmax", 1.0, False, self.contiguous(xp, x), y)
         return y
 
-    def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
-        """Return the gradient."""
-        to_x = xp.empty(y.shape, y.dtype)
+    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
+        if axis != y.ndim - 1:
+            grad, y = grad.swapaxes(axis, -1), y.swapaxes(axis, -1)
+            return self.softmax_grad(xp, grad, y, y.ndim - 1).swapaxes(axis, -1)
+        y, to_x = self.contiguous(xp, y), xp.empty(y.shape, y.dtype)
         self._softmax("softmax_grad", 1.0, False, self.contiguous(xp, grad), y, to_x)
         return to_x
 
     def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+        self, xp: Any, logits: Array, labels: Array, *settings: Any
     ) -> tuple[Array, Residuals]:
         """Compute losses, in float32 or more, in one pass over the logits.
 
         A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
+        ignore_index, smoothing = settings
         (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
         wide, count = _accumulated(logits), len(logits)
         losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
@@ -355,25 +430,14 @@ class DeviceKernels(KernelLauncher):
         )
         return losses, (logits, labels, powers)
 
-    def softmax_loss_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        residuals: Residuals,
-        ignore_index: int | None,
-        smoothing: float,
-    ) -> Array:
+    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
         """Return the gradient of the logits, whose rows lie as theirs do.
 
         It is computed again from the logits, because a gradient in float32 takes twice the memory
         of bfloat16's logits, and scaling and rounding it later two more passes.
-
-        Args:
-            grad: of the losses, (1,) for all rows, or (rows,).
-            residuals: from `softmax_loss`.
-            ignore_index, smoothing: as there.
         """
-        logits, labels, powers = residuals
+        ignore_index, smoothing = settings
+        logits, labels, powers = saved
         (rows, n), (_, lead) = logits.shape, _in_rows(xp, logits)
         to_logits = xp.empty((rows, lead), logits.dtype)[:, :n]
         grad = xp.ascontiguousarray(grad)
@@ -406,15 +470,14 @@ class DeviceKernels(KernelLauncher):
         self,
         xp: Any,
         grad: Array,
-        residuals: Residuals,
+        saved: Residuals,
         scale: Array,
         to_x: Array | None,
         to_scale: Array | None,
         to_shift: Array | None,
     ) -> None:
-        """Write the gradients, each unless its target is None."""
         # this scale is contiguous, the argument may not be
-        x, inverse, mean, scale, centered = residuals
+        x, inverse, mean, scale, centered = saved
         saved = (self.contiguous(xp, grad), x, inverse, mean)
         if to_x is not None:
             numbers = (int(centered), *x.shape)
@@ -445,23 +508,11 @@ class DeviceKernels(KernelLauncher):
             self.run("group_moments", blocks, (32, 8), x, offset, variance, rows, n, samples, count)
         return offset, variance, mean
 
-    def normalize(
-        self,
-        xp: Any,
-        x: Array,
-        offset: Array,
-        variance: Array,
-        scale: Array,
-        shift: Array,
-        eps: float,
-        relative: bool = True,
-    ) -> Array:
-        """Return (x - mean) / sqrt(variance + eps) * scale + shift, in one pass.
-
-        `relative` offsets are those of `moments`, others are means.
-        """
+    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+        """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
+        x, offset, variance, eps, *fixed = moments
         y = xp.empty(x.shape, x.dtype)
-        numbers = (float(eps), int(relative))
+        numbers = (float(eps), int(not fixed))
         self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
         return y
 
@@ -469,21 +520,17 @@ class DeviceKernels(KernelLauncher):
         self,
         xp: Any,
         grad: Array,
-        x: Array,
-        offset: Array,
-        variance: Array,
-        eps: float,
+        moments: Residuals,
         targets: tuple[Array, Array],
-        relative: bool = True,
     ) -> None:
-        """Write the columns' sums of the gradient, and of its product with the normalized x."""
+        x, offset, variance, eps, *fixed = moments
         samples, _, n = x.shape
         if not x.size:
             for target in targets:
                 target.fill(0)
             return
         arrays = (grad, x, offset, variance)
-        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(relative))
+        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(not fixed))
         if partial is not None:
             grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
             self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
@@ -503,20 +550,58 @@ class DeviceKernels(KernelLauncher):
         self,
         xp: Any,
         grad: Array,
-        x: Array,
-        offset: Array,
-        variance: Array,
+        moments: Residuals,
         scale: Array,
         sums: tuple[Array, Array],
-        eps: float,
-        share: float,
-        scaled: bool,
+        count: float,
+        scaled: bool = False,
     ) -> Array:
-        """Return the gradient of x; see the kernel for the arguments."""
+        """See `PlainKernels.norm_grad`, and the kernel."""
+        (x, offset, variance, eps, *_), share = moments, 1 / max(count, 1)
         to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
         arrays = (x, offset, variance, scale, *sums, to_x)
         self.over_samples("norm_grad", grad, *arrays, *numbers)
         return to_x
+
+    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+        rows = self.samples(xp, x, 1, channels)
+        return rows, *(item[0] for item in self.moments(xp, rows))
+
+    def samples(self, xp: Any, x: Array, count: int, channels: int) -> Array:
+        """Return x as (count, rows, channels), contiguous."""
+        rows = x.size // max(count * channels, 1)
+        return self.contiguous(xp, x).reshape(count, rows, channels)
+
+    def group_norm(
+        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+    ) -> tuple[Array, Residuals]:
+        images = self.samples(xp, x, len(x), scale.size)
+        scale, shift = map(xp.ascontiguousarray, (scale, shift))
+        moments = images, *self.moments(xp, images, count)[:2], eps
+        return self.normalize(xp, moments, scale, shift).reshape(x.shape), (moments, scale)
+
+    def group_norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        saved: Residuals,
+        count: int,
+        need: bool,
+        to_scale: Array,
+        to_shift: Array,
+    ) -> Array | None:
+        (moments, scale), images, shape = saved, saved[0][0], grad.shape
+        grad = self.contiguous(xp, grad).reshape(images.shape)
+        below, products = (xp.empty((len(images), scale.size), scale.dtype) for _ in range(2))
+        sums = below, products
+        self.norm_sums(xp, grad, moments, sums)
+        for item, target in zip(sums, (to_shift, to_scale), strict=True):
+            self.bias_grad(xp, item, target)
+        if not need:
+            return None
+        means = self.group_sums(xp, sums, scale, count, images)
+        result = self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
+        return result.reshape(shape)
 
     # ---- tables
 
@@ -560,14 +645,14 @@ class DeviceKernels(KernelLauncher):
         rate: float,
         key: Any,
         columns: Array | None,
-    ) -> Array:
-        """Draw and apply the mask in one pass; backward is the same call on the gradient.
+    ) -> tuple[Array, Any]:
+        """Draw and apply the mask in one pass; backward draws it again, which saves its memory.
 
         The key is that of row 0: two numbers, or (2,) uint32 on the device.
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
-        result = xp.empty(x.shape, x.dtype)
+        result, saved = xp.empty(x.shape, x.dtype), (rate, key, columns)
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
         x, rows = self.contiguous(xp, x), x.shape[0] if x.ndim else 1
         numbers = (
@@ -578,11 +663,14 @@ class DeviceKernels(KernelLauncher):
             x.size // max(rows, 1),
         )
         self.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
-        return result
+        return result, saved
+
+    def dropout_grad(self, xp: Any, grad: Array, saved: Any) -> Array:
+        return self.dropout(xp, grad, *saved)[0]
 
     # ---- images
 
-    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
+    def depthwise_conv(self, xp: Any, x: Array, weight: Array, y: Array, spec: Any) -> None:
         """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
 
         cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
@@ -590,7 +678,9 @@ class DeviceKernels(KernelLauncher):
         """
         self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
 
-    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
+    def depthwise_input_grad(
+        self, xp: Any, grad: Array, weight: Array, to_x: Array, spec: Any
+    ) -> None:
         """Write the gradient of x, given that of y."""
         self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
 
@@ -615,7 +705,7 @@ class DeviceKernels(KernelLauncher):
         self.total("column_total", partial, (to_weight,), x)
 
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
-        """Return each window's maximum and its position, the first of ties.
+        """Return maxima and positions.
 
         A NaN is the maximum of its window; the border never is.
         """
@@ -641,7 +731,6 @@ class DeviceKernels(KernelLauncher):
         return to_x
 
     def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
-        """Return each window's sum times `share`; the border counts as 0."""
         x = self.contiguous(xp, x)
         (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
         y = xp.empty((n, *out, c), x.dtype)
@@ -653,7 +742,6 @@ class DeviceKernels(KernelLauncher):
         return y
 
     def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
-        """Return for each pixel the sum of the windows that contain it, times `share`."""
         to_x = xp.empty(shape, grad.dtype)
         numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
         args = (self.contiguous(xp, grad), to_x, *numbers)
@@ -664,11 +752,6 @@ class DeviceKernels(KernelLauncher):
 def _depthwise_sizes(x: Array, y: Array, spec: Any) -> tuple[int, ...]:
     """Return a depthwise convolution's sizes, in the order of its kernels' arguments."""
     return (*x.shape, *y.shape[1:3], *sum(spec[:4], ()))
-
-
-def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
-    """Return a contiguous bias (n,) for y (rows, n); zeros for None."""
-    return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
 
 
 def _in_rows(xp: Any, x: Array) -> tuple[Array, int]:

@@ -1,4 +1,4 @@
-"""The table of kernels, their compilation for dtypes, and the sizes of grids.
+"""The compilation of kernels for dtypes, their launches, and the sizes of grids.
 
 A call costs the host a few microseconds, about the time of a small kernel. So results that depend
 on dtypes alone are cached, and each call checks only for errors that would read or write memory
@@ -6,12 +6,12 @@ outside of an array.
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -23,76 +23,6 @@ from nnmpi.base.errors import DtypeError, UsageError
 NAMES = {"float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16"}
 
 NULL = np.uint64(0)  # a null pointer: CuPy does not convert None to one
-
-# Each kernel's source, and the roles of its first arguments, a letter each:
-#
-#     T    an array in the activations' dtype, floating point
-#     P    an array in T's dtype, or in float32 if T has 16 bits
-#     A    an array in float32, or in float64 if T is
-#     D    an array in float64
-#     S    an array in any floating-point dtype, in kernels without P
-#     X, Y the same as S and T, of any strides
-#     i    integers of any kind
-#     b    numbers of winners, unsigned
-#     u    uint32
-#     .    a number
-#
-# Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
-KERNELS = {
-    "add_bias": ("dense", "TP"),
-    "bias_relu": ("dense", "TP"),
-    "copy": ("copy", "XY"),
-    "relu_grad_bias": ("dense", "TTTPA"),
-    "slope_grad_bias": ("dense", "TTTPA"),
-    "column_sum": ("dense", "TPA"),
-    "column_total": ("dense", "AP"),
-    "bias_gelu_slope": ("activation", "TPT"),
-    "bias_gelu_tanh_slope": ("activation", "TPT"),
-    "activate": ("activation", "TT"),
-    "activate_grad": ("activation", "TTT"),
-    "add": ("activation", "TTT"),
-    "multiply": ("activation", "TTT"),
-    "add_low": ("activation", "PTP"),
-    "softmax": ("softmax", "ST"),
-    "softmax_grad": ("softmax", "TTT"),
-    "softmax_loss": ("softmax", "Yi.AA"),
-    "softmax_loss_grad": ("softmax", "Yi.AAY"),
-    "layer_norm": ("layer_norm", "TPP.TAA"),
-    "layer_norm_grad": ("layer_norm", "TTAAPT"),
-    "layer_norm_sums": ("layer_norm", "TTAAPPA"),
-    "layer_norm_total": ("layer_norm", "APP"),
-    "moments": ("norm", "TPPPA"),
-    "moments_total": ("norm", "TPPPA"),
-    "group_moments": ("norm", "TPP"),
-    "group_sums": ("norm", "PPPPP"),
-    "normalize": ("norm", "TPPPPT"),
-    "norm_sums": ("norm", "TTPPPPA"),
-    "norm_total": ("norm", "APP"),
-    "norm_grad": ("norm", "TTPPPPPT"),
-    "embedding": ("embedding", "Si.T"),
-    "embedding_grad": ("embedding", "Ti.iS"),
-    "dropout": ("dropout", "TTuu"),
-    "lstm_step": ("recurrent", "TTTTTT"),
-    "lstm_step_grad": ("recurrent", "TTTTTTT"),
-    "gru_step": ("recurrent", "TTTTTTT"),
-    "gru_step_grad": ("recurrent", "TTTTTTT"),
-    "depthwise": ("depthwise", "TPT"),
-    "depthwise_grad": ("depthwise", "TPT"),
-    "depthwise_sums": ("depthwise", "TTA"),
-    "max_pool": ("pooling", "TTb"),
-    "max_pool_grad": ("pooling", "TbT"),
-    "avg_pool": ("pooling", "TT"),
-    "avg_pool_grad": ("pooling", "TT"),
-    "whole_pool": ("pooling", "TT"),
-    "loss": ("sums", "TTAD"),
-    "loss_grad": ("sums", "TTATT"),
-    "squares": ("sums", "TD"),
-    "sum_total": ("sums", "DAD"),
-    "sgd": ("updates", "TT"),
-    "sgd_momentum": ("updates", "TTT"),
-    "adam": ("updates", "TTTT"),
-    "track": ("updates", "TTTT"),
-}
 
 THREADS = 256
 # An H200 has 132 multiprocessors of 2048 threads: 8 blocks each. Grids have at most 4 times as many
@@ -106,6 +36,7 @@ ROWS_EACH = 8  # the minimum per thread; with fewer rows the grid has fewer bloc
 # run at the same time.
 ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
+KernelTable: TypeAlias = Mapping[str, tuple[str, str]]  # name -> its family and its arrays' roles
 Dims: TypeAlias = tuple[int, ...]
 KernelLaunch: TypeAlias = Callable[[Dims, Dims, tuple[Any, ...]], None]
 
@@ -128,7 +59,12 @@ class KernelLauncher:
 
     Args:
         xp: the library.
+
+    Attributes:
+        table: the kernels.
     """
+
+    table: ClassVar[KernelTable]
 
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
@@ -273,7 +209,7 @@ class KernelLauncher:
             UsageError: when an array is in the host's memory, or not C-contiguous.
             DtypeError: when the dtypes do not go together.
         """
-        roles = KERNELS[name][1]
+        roles = self.table[name][1]
         arrays = [
             (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
         ]
@@ -294,8 +230,8 @@ class KernelLauncher:
         key = (name + form, tuple([(role, array.dtype) for role, array in arrays]))
         launch = self._launches.get(key)
         if launch is None:
-            t, p = _types(name, key[1])
-            launch = self._launches[key] = self.module(KERNELS[name][0], t, p).get_function(
+            t, p = _types(self.table, name, key[1])
+            launch = self._launches[key] = self.module(self.table[name][0], t, p).get_function(
                 name + form
             )
         record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
@@ -307,7 +243,7 @@ class KernelLauncher:
             families: names.
             t, p: the dtypes of activations and parameters.
         """
-        keys = {(family, t, p if _has_parameters(family) else t) for family in families}
+        keys = {(family, t, p if _has_parameters(self.table, family) else t) for family in families}
         left = sorted(keys - self._modules.keys())
         if left:
             number = self.xp.cuda.runtime.getDevice()
@@ -334,18 +270,17 @@ class KernelLauncher:
         return found
 
 
-@cache
-def _has_parameters(family: str) -> bool:
+def _has_parameters(table: KernelTable, family: str) -> bool:
     """Whether a family's kernels are compiled for two dtypes."""
-    return any({*"PSX"} & {*roles} for other, roles in KERNELS.values() if other == family)
+    return any({*"PSX"} & {*roles} for other, roles in table.values() if other == family)
 
 
-def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
+def _types(table: KernelTable, name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P, given the arguments' roles and dtypes; refuse others."""
     t = next(dtype.name for role, dtype in dtypes if role in "TY")
     a = "float64" if t == "float64" else "float32"
     # of a kernel without parameters: those that the others of its family mostly have
-    rest = a if _has_parameters(KERNELS[name][0]) else t
+    rest = a if _has_parameters(table, table[name][0]) else t
     p = next((dtype.name for role, dtype in dtypes if role in "PSX"), rest)
     allowed = {
         "T": {t},

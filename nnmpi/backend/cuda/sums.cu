@@ -74,7 +74,7 @@ struct OfLogit {
     __device__ __forceinline__ A by_target(A x, A) const { return -x; }
 };
 
-// Calls f with the loss of this number in `LOSSES` of nnmpi/backend/cuda/kernels.py.
+// Calls f with the loss of this number in `LOSSES` of nnmpi/backend/plain.py.
 template <class F> __device__ __forceinline__ void with_loss(long long form, A delta, F f) {
     switch (form) {
         case 0: return f(Squared());

@@ -8,7 +8,7 @@ Read in this order:
     build      the compiler's flags, the cache on disk, and one process per node that compiles while
                others wait
 
-A new compiled function: write the loop in the file of its family, without types, and give it a name
-and its arguments' types in `kernels`. Only `backend.kernels` imports that, and only once `jit()` is
-entered: numba is needed.
+A new compiled function: write the loop in the file of its family, without types, give it a name and
+its arguments' types in `kernels`, and call it in a method of `NumbaKernels`. Only `backend.kernels`
+imports that, and only once `jit()` is entered: numba is needed.
 """

@@ -1,12 +1,12 @@
 """Numba's kernels for NumPy's float32 arrays, as operations call them (see `backend.kernels`).
 
-A kernel is compiled, or read from disk, at its first call. Arrays are float32, unless another dtype
-stands here, and C-contiguous. Kernels return nothing: they write to arrays, which must not overlap
+A loop is compiled, or read from disk, at its first call. Its arrays are float32, unless another
+dtype stands here, and C-contiguous. It returns nothing: it writes to arrays, which must not overlap
 the others.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,9 +15,17 @@ from numba import float64, types
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.jit.conv3x3 import has_products as has_products
-from nnmpi.backend.jit.conv3x3 import sizes as sizes
+from nnmpi.backend.plain import (
+    PlainKernels,
+    compiled_gates,
+    fold,
+    inverse_root,
+    repeated_in,
+    widened,
+)
+from nnmpi.backend.planes import flattened
 from nnmpi.backend.recording import record_launch
+from nnmpi.backend.sums import WIDE
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
@@ -103,71 +111,133 @@ def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> KernelPair
     )
 
 
-def _record_loop(name: str, *args: Any) -> None:
-    record_launch(loop(name), *args)
+class NumbaKernels(PlainKernels):
+    """The kernels that numba compiles, for NumPy's float32 arrays; the others are plain."""
+
+    convolves = True
+
+    # ---- convolutions; see the functions above
+
+    winograd, direct = staticmethod(winograd), staticmethod(direct)
+    depthwise = staticmethod(depthwise)
+    has_products, sizes = staticmethod(conv3x3.has_products), staticmethod(conv3x3.sizes)
+
+    # ---- optimizers
+
+    def adam(self, block: Any, *numbers: Any) -> None:
+        record_launch(loop("adam"), block.data, block.grad, *block.slots, *numbers[:-1])
+
+    # ---- activations and dense layers
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+        if form != "relu":
+            return super().activate_grad(xp, form, grad, saved, number)
+        grad, to_x = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
+        record_launch(loop("relu_grad"), *map(flattened, (grad, saved, to_x)))
+        return to_x
+
+    def _own(self, rows: Array) -> Array:
+        return rows.copy()
+
+    def bias_activate(
+        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+    ) -> tuple[Array, Array | None]:
+        shift = xp.zeros(y.shape[1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
+        if form == "relu":
+            record_launch(loop("bias_relu"), y, shift)
+            return y, y
+        slope = xp.empty(y.shape, y.dtype)
+        record_launch(loop(f"bias_{form}"), y, shift, slope)
+        return y, slope
+
+    def bias_activate_grad(
+        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+    ) -> Array:
+        result: Array = xp.empty(grad.shape, grad.dtype)
+        sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
+        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
+        record_launch(loop(name), xp.ascontiguousarray(grad), saved, result, sums)
+        return result
+
+    # ---- recurrent layers
+
+    lstm_gates = compiled_gates
+
+    def lstm_step(self, *arrays: Array) -> None:
+        record_launch(loop("lstm_step"), *arrays)
+
+    def lstm_step_grad(self, *arrays: Array) -> None:
+        record_launch(loop("lstm_step_grad"), *arrays)
+
+    # ---- rows
+
+    def softmax_loss(
+        self, xp: Any, logits: Array, labels: Array, *settings: Any
+    ) -> tuple[Array, Residuals]:
+        """See `PlainKernels.softmax_loss`; the gradients are saved, unless it is computed there."""
+        if settings != (None, 0):
+            return super().softmax_loss(xp, logits, labels, *settings)
+        logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
+        losses, gradients = (
+            xp.empty((len(logits),), logits.dtype),
+            xp.empty(logits.shape, logits.dtype),
+        )
+        labels = labels if labels.dtype == "int64" else labels.astype("int64")
+        record_launch(loop("softmax_loss"), logits, labels, losses, gradients)
+        return losses, (gradients,)
+
+    def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
+        if settings != (None, 0):
+            return super().softmax_loss_grad(xp, grad, saved, *settings)
+        return xp.multiply(saved[0], xp.reshape(grad, (grad.size, 1)))
+
+    # ---- batch normalization: x is read three times, for the mean, the squares, and the result
+
+    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+        """See `PlainKernels.batch_moments`; x itself is saved."""
+        kept = xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+        mean, variance = (xp.empty((channels,), x.dtype) for _ in range(2))
+        self._sum_blocks(xp, kept, lambda part, _: (kept[part],), mean)
+        mean /= max(x.size // channels, 1)
+        (means,) = repeated_in(xp, kept, mean)
+        _sum_products(xp, kept, means, kept, means, variance)
+        variance /= max(x.size // channels, 1)
+        return kept, mean.copy(), variance, mean
+
+    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+        kept, offset, variance, eps = moments
+        factor, y = inverse_root(xp, variance, eps) * scale, xp.empty(kept.shape, kept.dtype)
+        record_launch(loop("norm"), kept, *repeated_in(xp, kept, offset, factor, shift), y)
+        return y
+
+    def norm_sums(
+        self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
+    ) -> None:
+        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        (offsets,) = repeated_in(xp, kept, offset)
+        _sum_products(xp, kept, offsets, grad, xp.zeros_like(offsets), to_scale)
+        self._sum_blocks(xp, grad, lambda part, _: (grad[part],), to_shift)
+        xp.multiply(to_scale, inverse_root(xp, variance, eps), out=to_scale)
+
+    def norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        moments: Residuals,
+        scale: Array,
+        sums: tuple[Array, Array],
+        count: float,
+    ) -> Array:
+        kept, offset, variance, eps = moments
+        inverse, to_x = inverse_root(xp, variance, eps), xp.empty(kept.shape, kept.dtype)
+        center, slope = (item / count for item in sums)
+        numbers = repeated_in(xp, kept, offset, slope * inverse, center, scale * inverse)
+        record_launch(loop("norm_grad"), kept, numbers[0], grad, *numbers[1:], to_x)
+        return to_x
 
 
-# Adam's update of a block, see `optim.adaptive`; a step without its product, see `ops.lstm`; the
-# others see `ops.activation` and `ops.norm`.
-adam, lstm_step, lstm_step_grad, relu_grad, norm, norm_products, norm_grad = (
-    partial(_record_loop, name)
-    for name in (
-        "adam",
-        "lstm_step",
-        "lstm_step_grad",
-        "relu_grad",
-        "norm",
-        "norm_products",
-        "norm_grad",
-    )
-)
-
-
-def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
-    """y = max(y + bias, 0), in place."""
-    record_launch(loop("bias_relu"), y, _shift(xp, y, bias))
-
-
-def _bias_slope(name: str, xp: Any, y: Array, bias: Array | None, slope: Array) -> None:
-    """y = the activation of y + bias, in place; write its derivative."""
-    record_launch(loop(name), y, _shift(xp, y, bias), slope)
-
-
-bias_gelu, bias_gelu_tanh, bias_silu = (
-    partial(_bias_slope, name) for name in ("bias_gelu", "bias_gelu_tanh", "bias_silu")
-)
-
-
-def _shift(xp: Any, y: Array, bias: Array | None) -> Any:
-    return xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
-
-
-def _grad_bias(name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None) -> Array:
-    """Return the gradient of an activation's input, and write its sum over the rows."""
-    result = xp.empty(grad.shape, grad.dtype)
-    sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-    record_launch(loop(name), xp.ascontiguousarray(grad), kept, result, sums)
-    return result
-
-
-relu_grad_bias = partial(_grad_bias, "relu_grad_bias")
-slope_grad_bias = partial(_grad_bias, "slope_grad_bias")
-
-
-def softmax_loss(
-    xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
-) -> tuple[Array, Residuals] | None:
-    """Return losses and their gradients; None if labels are ignored or smoothed."""
-    if ignore_index is not None or smoothing or labels.dtype != "int64":
-        return None
-    logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
-    losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
-    record_launch(loop("softmax_loss"), logits, labels, losses, gradients)
-    return losses, (gradients,)
-
-
-def softmax_loss_grad(
-    xp: Any, grad: Array, residuals: Residuals, ignore_index: int | None, smoothing: float
-) -> Array:
-    """Return the gradient of the logits for the losses' gradient, (1,) or (rows,)."""
-    return xp.multiply(residuals[0], xp.reshape(grad, (grad.size, 1)))
+def _sum_products(xp: Any, x: Array, means: Array, grad: Array, less: Array, out: Array) -> None:
+    """Write each channel's sum of (x - means) * (grad - less)."""
+    parts = xp.empty((1, x.shape[1]), x.dtype)
+    record_launch(loop("norm_products"), x, means, grad, less, parts[0])
+    fold(xp, parts, out)

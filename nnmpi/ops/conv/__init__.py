@@ -14,7 +14,7 @@
 
 Start with `algorithm` (the specification, and an algorithm's interface) and `conv2d` (the
 operations, and the choice of an algorithm). Each algorithm has a picture at its head. NumPy's
-algorithms pool by `ops.planes`.
+algorithms pool by `backend.planes`.
 
 To add an algorithm, subclass `Algorithm` and add its condition to `conv2d.choose`, or for a device
 to `on_device`. Compiled kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.

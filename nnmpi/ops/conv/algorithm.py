@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.planes import flattened
 from nnmpi.backend.recording import record_launch
 from nnmpi.backend.windows import RowsAndColumns, out_size
-from nnmpi.ops.planes import flattened
 
 NO_POOL: RowsAndColumns = (1, 1)
 

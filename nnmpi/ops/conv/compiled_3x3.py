@@ -17,8 +17,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import load
+from nnmpi.backend.planes import flattened
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, Gradients, record_flat
-from nnmpi.ops.planes import flattened
 
 # a compiled pair, and the numbers of elements of the transformed kernels and the scratch arrays
 CompiledPair: TypeAlias = tuple[Any, int, tuple[int, ...]]

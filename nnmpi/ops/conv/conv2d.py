@@ -29,26 +29,25 @@ same bits. In half precision a device computes in float16 or bfloat16; NumPy com
 rounds the result.
 """
 
-from functools import partial
-
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.kernels import cast, kernels_for
+from nnmpi.backend.array import Array
+from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.windows import PairLike, out_size, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
-from nnmpi.ops.conv.depthwise import Depthwise
+from nnmpi.ops.conv.depthwise import CompiledDepthwise, Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.on_device import on_device
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
-from nnmpi.ops.linear import multiply, place_for
+from nnmpi.ops.linear import place_for
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import Function, Grads, grad_enabled
-from nnmpi.tensor.operand import given, may_meet, read_as, require_floating
+from nnmpi.tensor.dtypes import may_meet
+from nnmpi.tensor.function import Function, Grads, grad_enabled, lowered
+from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
@@ -80,19 +79,19 @@ class Conv2dFunction(Function):
 
     Args:
         algorithm: computes its `spec`.
-        reads: the dtype in which images are read, and of the result; None for the images' dtype.
-            Parameters keep theirs.
     """
 
-    __slots__ = ("algorithm", "reads")
+    __slots__ = ("algorithm",)
 
-    def __init__(self, algorithm: ConvAlgorithm, reads: Dtype | None = None) -> None:
-        self.algorithm, self.reads = algorithm, reads
+    computes = "product"
+
+    def __init__(self, algorithm: ConvAlgorithm) -> None:
+        self.algorithm = algorithm
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, algorithm, dtype = self.xp, self.algorithm, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-        x = x if self.reads is None else cast(xp, x, self.reads)
+        x = x if self.product_dtype is None else cast(xp, x, self.product_dtype)
         bias = None if bias is None else xp.ascontiguousarray(bias)
         y = xp.empty((len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype)
         saved = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
@@ -121,17 +120,18 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         bias: (o,), or None.
         spec: the convolution.
     """
-    (n, h, w, c), o, compiled = x.shape, weight.shape[3], kernels_for(x.data, "winograd")
+    (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x.data)
     kernel = spec.kernel[0]
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
     plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
     if not isinstance(x.data, np.ndarray):
         return None if spec.relu else on_device(x.data, spec, o)
+    single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
-        return None if spec.relu else Depthwise(spec)
+        each = CompiledDepthwise if kernels.convolves and single and x.size else Depthwise
+        return None if spec.relu else each(spec)
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
-        single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
         many = spec.groups > 1  # im2col takes one group after another
         large = c * o >= LARGE_KERNELS * spec.groups
         few = large and n * h * w < FEW_PIXELS
@@ -140,7 +140,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         enough = (many or min(c, o) >= FEW_CHANNELS[side]) and image <= LARGE_BYTES
         tiled = n > 0 and x.dtype.kind == "f" and enough
         if (
-            compiled is not None
+            kernels.convolves
             and kernel == 3
             and not many
             and single
@@ -154,7 +154,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
                 and not (x.requires_grad and grad_enabled())
             ):
                 return CompiledDirect(spec)
-            if compiled.has_products():
+            if kernels.has_products():
                 return CompiledWinograd(spec)
         if tiled:  # with a pooling of its own, tiles of 4 take 0.7 of the time of fused tiles of 2
             return None if side == 4 and spec.pool != NO_POOL else WinogradNumpy(spec, side)
@@ -264,20 +264,18 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
     Raises:
         DtypeError: when x, weight and bias differ in dtype, and the precision does not allow it.
     """
-    dtype = read_as("conv2d", x, weight, *given(bias))
-    return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
+    # here, since the choice depends on the dtype
+    inputs, low = Conv2dFunction(Im2col(spec)).raised((x, weight, bias))
+    return lowered(_convolve(spec, *inputs), low)
 
 
-def _convolve(
-    spec: ConvSpec, reads: Dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Return the convolution of images that are read in the dtype `reads`."""
+def _convolve(spec: ConvSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     algorithm = choose(x, weight, bias, spec)
     if spec.relu:
         require_floating("conv_relu_pool", x)
     if algorithm is not None:
-        return Conv2dFunction(algorithm, reads)(x, weight, bias)
-    y = _convolve(spec._replace(relu=False, pool=NO_POOL), reads, x, weight, bias)
+        return Conv2dFunction(algorithm)(x, weight, bias)
+    y = _convolve(spec._replace(relu=False, pool=NO_POOL), x, weight, bias)
     # pooling before ReLU: then nothing of the larger array is saved
     return relu(y if spec.pool == NO_POOL else max_pool2d(y, spec.pool))
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_for
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, load
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.recording import record_launch
@@ -37,14 +37,22 @@ from nnmpi.ops.conv.im2col import input_gradient
 class Depthwise(ConvAlgorithm):
     """A depthwise convolution, with one group per channel; no ReLU, no pooling."""
 
+    def convolve(self, xp: Any, x: Array, weight: Array, y: Array) -> None:
+        """Write the convolution, without a bias, to y."""
+        record_launch(convolve, x, weight, y, self.spec)
+
+    def input_grad(self, xp: Any, grad: Array, weight: Array, to_x: Array) -> None:
+        """Write the gradient of x, given that of y."""
+        input_gradient(xp, grad, weight, self.spec, to_x, type(self))
+
+    def weight_grad(self, xp: Any, x: Array, grad: Array, to_weight: Array) -> None:
+        """Write the gradient of the weight."""
+        record_launch(products, x, grad, to_weight, self.spec)
+
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> None:
-        kernels = kernels_for(x, "depthwise_conv")
-        if kernels is not None:
-            kernels.depthwise_conv(x, weight, y, self.spec)
-        else:
-            _call(xp, True, (x, weight, y), self.spec)
+        self.convolve(xp, x, weight, y)
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -54,39 +62,30 @@ class Depthwise(ConvAlgorithm):
         grad = xp.ascontiguousarray(cast(xp, grad, x.dtype))
         if out.bias is not None:
             bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
-        kernels = kernels_for(x, "depthwise_conv")
-        if out.x is not None and kernels is not None:
-            kernels.depthwise_input_grad(grad, weight, out.x, self.spec)
-        elif out.x is not None:
-            input_gradient(xp, grad, weight, self.spec, out.x, Depthwise)
-        if out.weight is not None and kernels is not None:
-            kernels.depthwise_weight_grad(xp, x, grad, out.weight, self.spec)
-        elif out.weight is not None:
-            _call(xp, False, (x, grad, out.weight), self.spec)
+        if out.x is not None:
+            self.input_grad(xp, grad, weight, out.x)
+        if out.weight is not None:
+            self.weight_grad(xp, x, grad, out.weight)
 
 
-def _call(xp: Any, forward: bool, arrays: tuple[Array, ...], spec: ConvSpec) -> None:
-    """Call `convolve` or `products`, or their compiled form.
+class CompiledDepthwise(Depthwise):
+    """By numba's kernels, of images that are not empty."""
 
-    Args:
-        xp: the array library, or a recorder's stand-in for it.
-        forward: whether to convolve.
-        arrays: the images (n, h, w, c), the other operand, and the array written.
-        spec: the convolution.
-    """
-    images = arrays[0]
-    single = all(item.dtype == FLOAT32 for item in arrays) and images.size > 0
-    compiled = kernels_for(images, "depthwise") if single else None
-    if compiled is None:
-        record_launch(convolve if forward else products, *arrays, spec)
-        return
-    (h, w, c), (top, left) = images.shape[1:], spec.padding
-    columns, size = w + 2 * left, spec.pooled_size(h, w)
-    arrays = (xp.ascontiguousarray(images), *arrays[1:])
-    border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
-    sizes = (h, w, c, columns, top, left, *size, *spec.stride, *spec.dilation)
-    functions = compiled.depthwise(*spec.kernel)
-    record_flat(functions.forward if forward else functions.backward, *arrays, border, sizes)
+    def convolve(self, xp: Any, *arrays: Array) -> None:
+        """See `Depthwise.convolve`."""
+        self._call(xp, "forward", *arrays)
+
+    def weight_grad(self, xp: Any, *arrays: Array) -> None:
+        """See `Depthwise.weight_grad`."""
+        self._call(xp, "backward", *arrays)
+
+    def _call(self, xp: Any, name: str, images: Array, *arrays: Array) -> None:
+        (h, w, c), (top, left), spec = images.shape[1:], self.spec.padding, self.spec
+        columns, size = w + 2 * left, spec.pooled_size(h, w)
+        border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
+        sizes = (h, w, c, columns, top, left, *size, *spec.stride, *spec.dilation)
+        function = getattr(load().depthwise(*spec.kernel), name)
+        record_flat(function, xp.ascontiguousarray(images), *arrays, border, sizes)
 
 
 def _seen(images: Array, spec: ConvSpec) -> Iterator[tuple[slice, Array]]:

@@ -40,10 +40,10 @@ from typing import Any, NamedTuple
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
+from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
-from nnmpi.ops.planes import Planes, flattened
 
 # Bytes of a block's columns and result: about half of a usual second-level cache. With larger
 # kernels a block has the size of the kernels.

@@ -12,11 +12,12 @@ would be one in half precision anyway, whose weights are float32; it serves forw
 The weight's gradient is written in float32, also in half precision, and copied back.
 """
 
+from functools import partial
 from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.cudnn import Cudnn, is_aligned
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, kernels_for
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, kernels_of
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.depthwise import Depthwise
@@ -28,12 +29,24 @@ PIXELS: ConvSpec = ConvSpec((1, 1))  # each window is one pixel
 def on_device(x: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
     """Return the algorithm for a device's images x (n, h, w, c), without ReLU and pooling."""
     each = 1 < spec.groups == x.shape[3] == outputs
-    if each and (x.dtype.kind == "f" or kernels_for(x, "depthwise_conv") is not None):
-        return Depthwise(spec)
+    kernels = kernels_of(x)
+    if each and (x.dtype.kind == "f" or kernels.of_device):
+        return DeviceDepthwise(spec, kernels) if kernels.of_device else Depthwise(spec)
     library = cudnn_for(x)
     if library is None or spec == PIXELS:
         return Im2col(spec)
     return ByCudnn(spec, library, Im2col(spec))
+
+
+class DeviceDepthwise(Depthwise):
+    """A depthwise convolution by a device's kernels."""
+
+    def __init__(self, spec: ConvSpec, kernels: Any) -> None:
+        super().__init__(spec)
+        steps = kernels.depthwise_conv, kernels.depthwise_input_grad, kernels.depthwise_weight_grad
+        self.convolve, self.input_grad, self.weight_grad = (  # type: ignore[method-assign]
+            partial(step, spec=spec) for step in steps
+        )
 
 
 class ByCudnn(ConvAlgorithm):

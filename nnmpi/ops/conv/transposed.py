@@ -11,21 +11,19 @@ So the algorithms of convolutions compute both. Dumoulin and Visin, "A guide to 
 learning", 2016, section 4.
 """
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype
+from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import cast
 from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.on_device import on_device
-from nnmpi.ops.linear import multiply, place_for
+from nnmpi.ops.linear import place_for
+from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import given, may_meet, read_as, require_floating
+from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -35,18 +33,19 @@ class ConvTranspose2dFunction(Function):
     Args:
         spec: the ordinary convolution from y to x.
         size: rows and columns of the result.
-        reads: the dtype in which images are read, and of the result; None for the images' dtype.
     """
 
-    __slots__ = ("reads", "size", "spec")
+    __slots__ = ("size", "spec")
 
-    def __init__(self, spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> None:
-        self.spec, self.size, self.reads = spec, size, reads
+    computes = "product"
+
+    def __init__(self, spec: ConvSpec, size: RowsAndColumns) -> None:
+        self.spec, self.size = spec, size
 
     def forward(self, x: Array, weight: Array) -> Array:
         xp, dtype = self.xp, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-        x = x if self.reads is None else cast(xp, x, self.reads)
+        x = x if self.product_dtype is None else cast(xp, x, self.product_dtype)
         y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
         convolution = _algorithm(y, self.spec, x.shape[3])
         convolution.backward(xp, x, y, weight, None, Gradients(y, None, None))
@@ -65,12 +64,6 @@ class ConvTranspose2dFunction(Function):
             to_weight = place_for(self, 1, weight.shape, weight.dtype)
             convolution.backward(xp, x, grad, weight, None, Gradients(None, to_weight, None))
         return to_x, to_weight
-
-
-def _transposed(spec: ConvSpec, size: RowsAndColumns, reads: Dtype | None) -> Any:
-    """Return the operation on images that are read in the dtype `reads`, without a bias."""
-    function = ConvTranspose2dFunction(spec, size, reads)
-    return lambda x, weight, _: function(x, weight)
 
 
 def _algorithm(y: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
@@ -140,6 +133,5 @@ def conv_transpose2d(
             f"images {x.shape} would become {rows} x {columns} pixels; use less padding"
         )
     spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
-    size, reads = (rows, columns), read_as("conv_transpose2d", x, weight)
-    y = multiply(partial(_transposed, spec, size), reads, x, weight)
+    y = ConvTranspose2dFunction(spec, (rows, columns))(x, weight)
     return y if bias is None else y + bias

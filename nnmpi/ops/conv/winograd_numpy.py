@@ -45,13 +45,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, constant, ones
+from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.program.record import viewed
 from nnmpi.backend.recording import record_launch
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
-from nnmpi.ops.planes import Planes, flattened
 
 # Bytes of a block of images: about a usual second-level cache. With larger transformed kernels a
 # block has their size.

@@ -19,54 +19,57 @@ from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.ops.collectives import CATEGORY, sum_in_place
 from nnmpi.ops.loss import CrossEntropy, checked_labels
-from nnmpi.tensor.operand import in_float32, require_floating
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class PartCrossEntropy(CrossEntropy):
-    """-log softmax(logits)[label] per row, with some classes of the logits on every rank."""
+class PartSoftmax:
+    """The softmax's loss with some of the classes on every rank.
 
-    __slots__ = ("classes", "group")
+    Args:
+        group: the ranks.
+        classes: the number of all classes.
+    """
 
-    is_call = True
-
-    def __init__(
-        self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float
-    ) -> None:
-        super().__init__(reduction, ignore_index, smoothing)
+    def __init__(self, group: Group, classes: int) -> None:
         self.group, self.classes = group, classes
 
-    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals, Any]:
-        """Return each row's loss, the residuals: probabilities, and this rank's labels; no kernels."""
-        xp = namespace(logits)
+    def softmax_loss(
+        self, xp: Any, logits: Array, labels: Array, *settings: Any
+    ) -> tuple[Array, Residuals]:
+        """Return each row's loss, and what is saved: probabilities, and this rank's labels."""
+        ignore_index, smoothing = settings
         classes = part(self.classes, self.group.size, self.group.rank)
         labels = labels.astype(xp.int64)
-        saved = None if self.ignore_index is None else labels != self.ignore_index
+        saved = None if ignore_index is None else labels != ignore_index
         rows = xp.flatnonzero((labels >= classes.start) & (labels < classes.stop))
         columns = labels[rows] - classes.start
         powers = logits - self._largest(logits)[:, None]
-        exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), logits.dtype)
+        exchanged = xp.zeros((3 if smoothing else 2, len(logits)), logits.dtype)
         exchanged[1][rows] = powers[rows, columns]
-        if self.smoothing:
+        if smoothing:
             exchanged[2] = powers.sum(axis=1)
         xp.exp(powers, out=powers)
         exchanged[0] = powers.sum(axis=1)
         sums, target, *others = sum_in_place(self.group, exchanged)
         if others:
-            target = (1 - self.smoothing) * target + self.smoothing * others[0] / self.classes
+            target = (1 - smoothing) * target + smoothing * others[0] / self.classes
         losses = xp.log(sums) - target
         if saved is not None:
             losses = xp.where(saved, losses, 0)  # not a product: an ignored loss may be NaN
         powers /= sums[:, None]
-        return losses, (powers, rows, columns, saved), None
+        return losses, (powers, rows, columns, saved)
 
-    def _gradient(self, share: Array, residuals: Residuals) -> Array:
-        """See `CrossEntropy`; for this rank's classes."""
+    def softmax_loss_grad(
+        self, xp: Any, share: Array, residuals: Residuals, *settings: Any
+    ) -> Array:
+        """Return the gradient of this rank's logits."""
+        _, smoothing = settings
         probabilities, rows, columns, saved = residuals
         result = probabilities.copy()
-        result[rows, columns] -= 1 - self.smoothing
-        if self.smoothing:
-            result -= self.smoothing / self.classes
+        result[rows, columns] -= 1 - smoothing
+        if smoothing:
+            result -= smoothing / self.classes
         result *= share[:, None]
         if saved is not None:
             result[~saved] = 0
@@ -80,6 +83,23 @@ class PartCrossEntropy(CrossEntropy):
         with self.group.collective("all-reduce (max)", None, CATEGORY, tops.nbytes):
             by_rank = self.group.all_gather_v(tops, [len(tops)] * self.group.size, check=False)
         return xp.stack(by_rank).max(axis=0)
+
+
+class PartCrossEntropy(CrossEntropy):
+    """-log softmax(logits)[label] per row, with some classes of the logits on every rank."""
+
+    __slots__ = ("part",)
+
+    computes = "float32"
+    is_call = True
+
+    def __init__(self, part: PartSoftmax, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.part = part
+
+    def kernels(self, logits: Array) -> Any:
+        """See `CrossEntropy.kernels`."""
+        return self.part
 
 
 def cross_entropy(
@@ -105,8 +125,10 @@ def cross_entropy(
     """
     _check_width(logits.shape, group, classes)
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
-    function = PartCrossEntropy(group, classes, reduction, ignore_index, float(label_smoothing))
-    return in_float32(function, require_floating("cross_entropy", logits), values, narrow=False)
+    function = PartCrossEntropy(
+        PartSoftmax(group, classes), reduction, ignore_index, float(label_smoothing)
+    )
+    return function(require_floating("cross_entropy", logits), values)
 
 
 def best_classes(logits: Array, group: Group, classes: int) -> Array:

@@ -32,10 +32,10 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.collectives import sum_over_ranks
 from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.embedding import EmbeddingFunction, embedding
+from nnmpi.ops.embedding import TableRows, embedding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribution, divided, part_of
-from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.placement import REPLICATED, features
 from nnmpi.tensor.tensor import Tensor
 
@@ -49,7 +49,7 @@ class RowLinear(Linear):
         """Return x W + b."""
         x = self.product_input(x)
         full = sum_over_ranks(linear_part(x, self.weight), self.group, self.bias)
-        return full.astype(read_as("linear", x, self.weight))
+        return full.astype(product_dtype("linear", x, self.weight))
 
 
 class RowConv2d(Conv2d):
@@ -66,22 +66,21 @@ class RowConv2d(Conv2d):
         return sum_over_ranks(full, self.group, self.bias).astype(y.dtype)
 
 
-class LookUp(EmbeddingFunction):
+class LookUp(TableRows):
     """table[indices - first], zeros for indices outside of this part of the table."""
 
     __slots__ = ("first", "hits")
 
     captured = False  # how many indices are of this part is known to the device alone
 
-    def __init__(self, first: int, reads: Any) -> None:
-        super().__init__(reads)
+    def __init__(self, first: int) -> None:
         self.first = first
 
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
         offsets = indices.reshape(-1).astype(xp.int64) - self.first
         self.hits = xp.flatnonzero((offsets >= 0) & (offsets < len(table)))
-        rows = xp.zeros((indices.size, table.shape[1]), self.reads)
+        rows = xp.zeros((indices.size, table.shape[1]), table.dtype)
         rows[self.hits] = super().forward(table, offsets[self.hits])
         return rows.reshape(*indices.shape, table.shape[1])
 
@@ -98,10 +97,8 @@ class RowEmbedding(Embedding):
         """Return the rows of the indices. Same errors as `ops.embedding`."""
         weight, region = self.weight, self.weight.region
         assert region is not None
-        rows = embedding(
-            weight, indices, self.num_embeddings, lambda _: LookUp(region.start, weight.dtype)
-        )
-        return sum_over_ranks(rows, self.group).astype(read_as("embedding", self.weight))
+        rows = embedding(weight, indices, self.num_embeddings, lambda: LookUp(region.start))
+        return sum_over_ranks(rows, self.group).astype(product_dtype("embedding", self.weight))
 
 
 class Product(NamedTuple):

@@ -1,0 +1,1074 @@
+"""Kernels in the array library's own functions: the arithmetic of operations, complete.
+
+`PlainKernels` is the class that numba's kernels (`jit.kernels`) and a device's (`cuda.kernels`)
+derive from: they override what they have faster. `kernels.kernels_of` returns the one for an array.
+It computes with NumPy, and with CuPy inside `jit(False)`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import pi, prod, sqrt
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nnmpi.backend.array import (
+    Array,
+    Dtype,
+    Residuals,
+    Shape,
+    constant,
+    empty,
+    namespace,
+    ones,
+    steps,
+)
+from nnmpi.backend.gemm import gemm
+from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
+from nnmpi.backend.planes import Planes, flattened, rectify_grad
+from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.program.tile import ELEMENTS
+from nnmpi.backend.random import least_kept, random_bits
+from nnmpi.backend.recording import record_launch, to_library
+from nnmpi.backend.sums import (
+    LONG,
+    WIDE,
+    add_rows,
+    in_blocks,
+    repeated,
+    row_blocks,
+    row_dots,
+    row_sum,
+)
+from nnmpi.backend.windows import bordered
+
+SQUARES = 1 << 22  # elements of a gradient that are converted at a time
+PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
+
+
+class PlainKernels:
+    """Kernels on arrays of one library. `xp` is the library, or a recorder's stand-in for it.
+
+    Gradients take the values that the operation saved. Rows are (rows, n), images (n, h, w, c).
+
+    Attributes:
+        of_device: whether these are a device's: an operation is one pass, which reads half
+            precision and computes in float32 or more; integers out of range give NaN; an update
+            knows a guard; squares add up in float64.
+        convolves: whether they have convolutions of their own, as numba's.
+    """
+
+    of_device: ClassVar[bool] = False
+    convolves: ClassVar[bool] = False
+
+    # ---- any shape
+
+    def contiguous(self, xp: Any, x: Array) -> Array:
+        """Return x itself if it is C-contiguous, else a copy."""
+        return xp.ascontiguousarray(x)
+
+    def copy(self, xp: Any, target: Array, x: Array) -> None:
+        """Write x to `target`, rounded to its dtype. Both may have any strides."""
+        # NumPy's casting rules do not cover bfloat16
+        xp.copyto(target, x, casting="unsafe")
+
+    def cast(self, xp: Any, x: Array, dtype: Dtype) -> Array:
+        """Return x in another dtype, rounded to the nearest; x itself if it has that dtype."""
+        if x.dtype == dtype:
+            return x
+        result = xp.empty(x.shape, dtype)
+        self.copy(xp, result, x)
+        return result
+
+    def _pair(self, name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+        """Return a + b or a * b."""
+        function = getattr(xp, name)
+        return function(a, b) if out is None else function(a, b, out=out)
+
+    def add(self, *args: Any) -> Array:
+        """Return a + b for xp, a, b and perhaps `out`."""
+        return self._pair("add", *args)
+
+    def multiply(self, *args: Any) -> Array:
+        """Return a * b, likewise."""
+        return self._pair("multiply", *args)
+
+    def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
+        """Return arrays joined along an axis."""
+        return xp.concatenate(arrays, axis=axis)
+
+    def dropout(
+        self, xp: Any, x: Array, rate: float, key: Any, columns: Array | None
+    ) -> tuple[Array, Any]:
+        """Return x with elements dropped at random, the others divided by 1 - rate.
+
+        Args:
+            key: as for `random_bits`; a row is x's.
+            columns: (elements of a row,) uint32, their numbers; None for 0, 1 ...
+        """
+        rows = x.shape[0] if x.ndim else 1
+        bits = random_bits(xp, 0, rows, prod(x.shape[1:]) if columns is None else columns, key)
+        mask = (bits >= xp.uint32(least_kept(rate))).reshape(x.shape)
+        factor = mask * xp.full((), 1 / (1 - rate), x.dtype)
+        return x * factor, factor
+
+    def dropout_grad(self, xp: Any, grad: Array, saved: Any) -> Array:
+        """Return the gradient."""
+        return grad * saved
+
+    def losses(
+        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+    ) -> tuple[Array, Any]:
+        """Return the losses of one of LOSSES; or their sum times `share`, 0-d."""
+        losses, *slopes = LOSSES[form](xp, x, target, delta)
+        if share is None:
+            return losses, slopes
+        total = xp.sum(losses)
+        return total if share == 1 else xp.divide(total, max(x.size, 1)), slopes
+
+    def losses_grad(
+        self,
+        xp: Any,
+        form: str,
+        grad: Array,
+        saved: Any,
+        needs: tuple[bool, ...],
+        delta: float,
+        share: float,
+    ) -> tuple[Array | None, ...]:
+        """Return the gradients of x and of the target, each if it is needed.
+
+        Args:
+            grad: of each loss, or 0-d, of the sum times `share`.
+        """
+        grad = grad if share == 1 else xp.divide(grad, max(saved[0].size, 1))
+        to_x = xp.multiply(saved[0], grad) if needs[0] or len(saved) == 1 else None
+        if not needs[1]:
+            return to_x, None
+        return to_x, xp.negative(to_x) if len(saved) == 1 else xp.multiply(saved[1], grad)
+
+    # ---- optimizers
+
+    def adam(self, block: Any, *numbers: Any) -> None:
+        """Average g in m and g^2 in v; data = factor * data - rate * m / (sqrt(v) + eps).
+
+        Args:
+            block: an optimizer's `BufferBlock`.
+            numbers: rate, eps, beta1, beta2, decay, factor; g is the gradient plus `decay` times the
+                data. At last None, or the guard: a device's kernels change nothing if this number
+                is not finite.
+        """
+        rate, eps, beta1, beta2, decay, factor, _ = numbers
+        xp, data, (m, v), change = block.xp, block.data, block.slots, block.scratch[1]
+        if factor != 1:
+            xp.multiply(data, factor, out=data)
+        gradient = block.decayed_gradient(decay)
+        # as m + (1 - beta1) (g - m), which rounds less than the sum of two products
+        xp.subtract(gradient, m, out=change)
+        xp.multiply(change, 1 - beta1, out=change)
+        xp.add(m, change, out=m)
+        block.average(v, gradient, beta2, 1 - beta2, change)
+        block.divide(m, v, eps, change)
+        xp.multiply(change, rate, out=change)
+        xp.subtract(data, change, out=data)
+
+    def sgd(self, block: Any, *numbers: Any) -> None:
+        """Descend along the gradient, see `optim.updates`.
+
+        Args:
+            block: as for `adam`.
+            numbers: the learning rate, momentum, decay, whether the momentum is Nesterov's, guard.
+        """
+        lr, factor, decay, nesterov, _ = numbers
+        xp, data, scratch = block.xp, block.data, block.scratch[1]
+        direction = block.decayed_gradient(decay)
+        for momentum in block.slots:  # one or none
+            xp.multiply(momentum, factor, out=momentum)
+            xp.add(momentum, direction, out=momentum)
+            if nesterov:
+                xp.multiply(momentum, factor, out=scratch)
+                xp.add(scratch, direction, out=scratch)
+                direction = scratch
+            else:
+                direction = momentum
+        # in place if possible: one array less in the cache
+        change = direction if block.is_spent and direction is block.grad else scratch
+        # a 0-d array, since NumPy multiplies a short array by an array in 0.3 us, by a Python
+        # float in 0.8 us
+        xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
+        xp.subtract(data, change, out=data)
+
+    def squares(self, grad: Array, to: Array, dtype: Any) -> None:
+        """Add the squares of all elements, in this dtype, to a number on their device."""
+        xp, flat = namespace(grad), grad.reshape(-1)
+        for start in range(0, flat.size, SQUARES):
+            part = flat[start : start + SQUARES].astype(dtype, copy=False)
+            xp.add(to, xp.dot(part, part), out=to)
+
+    def track(
+        self,
+        running: tuple[Array, Array],
+        values: tuple[Array, Array],
+        fraction: float,
+        factor: float,
+    ) -> None:
+        """Move running means and variances towards a batch's, whose variances count `factor`."""
+        mean, variance = values
+        for data, value in zip(running, (mean, variance * factor), strict=True):
+            data += fraction * (value - data)
+
+    # ---- activations
+
+    def activate(
+        self, xp: Any, form: str, x: Array, number: float, keep: bool
+    ) -> tuple[Array, Any]:
+        """Return an activation of x, one of `ACTIVATIONS` or `SMOOTH`.
+
+        Args:
+            number: the slope of "leaky_relu" below 0.
+            keep: whether the gradient is needed.
+        """
+        if form in ACTIVATIONS:
+            return ACTIVATIONS[form][0](xp, x, number)
+        width = x.shape[-1] if x.ndim else 1
+        rows = xp.reshape(x, (x.size // max(width, 1), width))
+        y, slope = self.bias_activate(xp, self._own(rows), None, form, keep)
+        return y.reshape(x.shape), slope
+
+    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+        """Return the gradient of x."""
+        if form in ACTIVATIONS:
+            return ACTIVATIONS[form][1](xp, grad, saved, number)
+        return xp.multiply(grad, saved.reshape(grad.shape))
+
+    def _own(self, rows: Array) -> Array:
+        """Return rows that `bias_activate` may overwrite; these do not."""
+        return rows
+
+    # ---- dense layers
+
+    def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
+        """Add bias (n,) to y (..., n), contiguous, in place; images are rows of all their pixels."""
+        if y.ndim != 2:
+            bias = repeated(xp, bias, prod(y.shape[1:-1]))
+            y = y.reshape(len(y), prod(y.shape[1:]))
+        xp.add(y, bias, out=y, casting="unsafe")
+
+    def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
+        """Write the sum over rows of a gradient, in at least float32."""
+        if is_low(grad.dtype):
+            grad = self.cast(xp, grad, FLOAT32)
+        if grad.dtype == to_bias.dtype:
+            row_sum(xp, grad, out=to_bias)
+        else:  # on a device, in jit(False): the sum is in float32, the bias may not be
+            self.copy(xp, to_bias, row_sum(xp, grad))
+
+    def bias_activate(
+        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+    ) -> tuple[Array, Array | None]:
+        """Return an activation of y + bias, which may overwrite y.
+
+        Args:
+            form: "relu", whose gradient needs the result; or one of `SMOOTH`, whose derivative is
+                saved if the gradient is needed.
+        """
+        if form == "relu":
+            if bias is not None:
+                self.add_bias(xp, y, bias)
+            y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
+            return y, y
+        compute, dtype = SMOOTH[form], y.dtype
+        if is_low(dtype):  # of a device without its kernels
+            y = self.cast(xp, y, FLOAT32)
+        result, *rest = in_blocks(lambda x: compute(xp, x if bias is None else x + bias, keep), y)
+        return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
+
+    def bias_activate_grad(
+        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+    ) -> Array:
+        """Return the gradient of y, and write its sum over the rows to `to_bias`."""
+        result = _relu_grad(xp, grad, saved, 0) if form == "relu" else xp.multiply(grad, saved)
+        if to_bias is not None:
+            self.bias_grad(xp, result, to_bias)
+        return result
+
+    # ---- recurrent layers: products of all steps, and a step beside its product
+
+    def lstm_gates(
+        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return the gates' first sums, and the matrix and the bias that the steps take."""
+        halves = xp.ones(len(bias), rows.dtype)
+        halves[: len(bias) // 4 * 3] = 0.5
+        weight, recurrent, bias = (xp.multiply(item, halves) for item in (weight, recurrent, bias))
+        return *self.gru_gates(xp, rows, weight, bias)[:1], recurrent, bias
+
+    def gru_gates(self, xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
+        """Return the gates' first sums, and the bias that the steps take."""
+        gates, bias = all_gates(xp, rows, weight, bias)
+        xp.add(gates, bias, out=gates)
+        return gates, bias
+
+    def lstm_step(self, *arrays: Array) -> None:
+        """Compute a step's gates and state after its product.
+
+        Args:
+            g: (n, 4 features), from `lstm_gates`; overwritten by the tanh of the gates.
+            product: (n, 4 features), h R, for the R of `lstm_gates`.
+            bias: theirs.
+            c: (n, features), before the step.
+            new_c, new_h: (n, features), out.
+        """
+        g, product, _, c, new_c, new_h = arrays
+        xp, (i, f, o, candidate) = namespace(g), _four(g)
+        xp.tanh(xp.add(g, product, out=g), out=g)
+        xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
+        xp.multiply(xp.add(f, 1, out=new_c), c, out=new_c)
+        xp.multiply(xp.add(new_c, new_h, out=new_c), 0.5, out=new_c)
+        t = xp.tanh(new_c)
+        xp.multiply(xp.multiply(xp.add(o, 1, out=new_h), t, out=new_h), 0.5, out=new_h)
+
+    def lstm_step_grad(self, *arrays: Array) -> None:
+        """Compute the gradients of a step's gates, before its product.
+
+        Args:
+            g: (n, 4 features), the tanh of the gates.
+            slopes: (n, 4 features), out: the gradient of the tanh's arguments.
+            h, grad: (n, features), the two parts of the gradient of h; h may be overwritten.
+            cell, last_c: (n, features), c after and before the step.
+            c: (n, features), the gradient of c after the step; overwritten by the one before it.
+        """
+        g, slopes, h, grad, cell, last_c, c = arrays
+        xp = namespace(g)
+        (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
+        xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # 4 times a sigmoid's slope
+        xp.multiply(xp.add(h, grad, out=h), 0.25, out=h)
+        t = xp.tanh(cell)
+        part = xp.multiply(h, t)
+        xp.multiply(to_o, part, out=to_o)
+        xp.subtract(1, xp.multiply(t, t, out=t), out=t)
+        xp.multiply(xp.multiply(t, h, out=t), xp.add(o, 1, out=part), out=t)
+        xp.add(xp.multiply(c, 0.5, out=c), t, out=c)  # half of the gradient of c
+        xp.multiply(to_g, xp.multiply(c, xp.add(i, 1, out=part), out=part), out=to_g)
+        xp.multiply(c, 0.5, out=t)
+        for to_gate, factor in ((to_i, candidate), (to_f, last_c)):
+            xp.multiply(to_gate, xp.multiply(t, factor, out=part), out=to_gate)
+        xp.multiply(c, xp.add(f, 1, out=part), out=c)
+
+    def gru_step(self, *arrays: Array) -> None:
+        """Compute a step's gates and state after its product.
+
+        Args:
+            g: (n, 3 features), from `gru_gates`; overwritten by the gates r, z, n.
+            product: (n, 3 features), h R.
+            bias: theirs.
+            bias_n: (features,).
+            inner: (n, features), out: h R_n + bias_n.
+            h, new_h: (n, features), before the step, and out: after it.
+        """
+        g, product, _, bias_n, inner, h, new_h = arrays
+        xp = namespace(g)
+        (r, z, new), (more_r, more_z, more) = (xp.split(item, 3, axis=1) for item in (g, product))
+        for gate, argument in ((r, r + more_r), (z, z + more_z)):
+            gate[...] = 0.5 + 0.5 * xp.tanh(0.5 * argument)  # a sigmoid
+        inner[...] = more + bias_n
+        new[...] = xp.tanh(new + r * inner)
+        new_h[...] = new + z * (h - new)
+
+    def gru_step_grad(self, *arrays: Array) -> None:
+        """Compute the gradients of a step, before its product.
+
+        Args:
+            g: (n, 3 features), the gates r, z, n.
+            to_gates, to_product: (n, 3 features), out: the gradients of x W + b and of h R.
+            inner, h: (n, features), h R_n + bias_n, and h before the step.
+            grad: (n, features), the gradient of the step's result.
+            to_h: (n, features), the gradient of h from later steps; overwritten by that of h before
+                the step, without what the product adds.
+        """
+        g, to_gates, to_product, inner, h, grad, to_h = arrays
+        xp = namespace(g)
+        r, z, new = xp.split(g, 3, axis=1)
+        total = to_h + grad
+        to_new = total * (1 - z) * (1 - new * new)
+        to_r, to_z = to_new * inner * r * (1 - r), total * (h - new) * z * (1 - z)
+        for target, last in ((to_gates, to_new), (to_product, to_new * r)):
+            for part, value in zip(xp.split(target, 3, axis=1), (to_r, to_z, last), strict=True):
+                part[...] = value
+        to_h[...] = total * z
+
+    # ---- rows
+
+    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
+        """Return e^x / sum(e^x) along an axis."""
+        y: Array = xp.exp(x - x.max(axis=axis, keepdims=True))
+        y /= y.sum(axis=axis, keepdims=True)
+        return y
+
+    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
+        """Return the gradient."""
+        weighted = grad * y
+        return weighted - y * weighted.sum(axis=axis, keepdims=True)
+
+    def softmax_loss(
+        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+    ) -> tuple[Array, Residuals]:
+        """Return the loss of each row; saved are e^(logit - largest) and their sums.
+
+        Blocks of rows are computed one by one, each while it is in the cache.
+        """
+        (count, classes), used = logits.shape, None
+        if ignore_index is not None:
+            used = xp.not_equal(labels, ignore_index)
+            labels = xp.where(used, labels, 0)
+        logits = xp.ascontiguousarray(logits)
+        # the flat indices of the labels' logits
+        targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
+
+        def powers_of(rows: Array) -> tuple[Array, ...]:
+            top = _largest(xp, rows)
+            below = rows - top[:, None]
+            powers = xp.exp(below)
+            sums = row_dots(xp, powers, ones(xp, classes, rows.dtype))[:, 0]
+            return (powers, sums, top, *([below.mean(axis=1)] if smoothing else []))
+
+        powers, sums, top, *means = in_blocks(powers_of, logits)
+        target = _take(xp, logits, targets) - top
+        if means:
+            target = target * (1 - smoothing) + means[0] * smoothing
+        losses = xp.log(sums) - target
+        if used is not None:
+            losses = xp.where(used, losses, 0)  # not a product: an ignored row may be NaN
+        return losses, (powers, sums, targets, used)
+
+    def softmax_loss_grad(
+        self, xp: Any, grad: Array, saved: Residuals, ignore_index: int | None, smoothing: float
+    ) -> Array:
+        """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,)."""
+        powers, sums, targets, used = saved
+        result: Array = xp.multiply(powers, xp.divide(grad, sums)[:, None])
+        hit = grad
+        if smoothing:
+            hit = xp.multiply(grad, 1 - smoothing)
+            xp.subtract(result, xp.multiply(grad, smoothing / powers.shape[1])[:, None], out=result)
+        xp.put(result, targets, xp.subtract(_take(xp, result, targets), hit))
+        if used is not None:
+            xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
+        return result
+
+    def layer_norm(
+        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
+    ) -> tuple[Array, Residuals]:
+        """Return normalized rows times the scale plus the shift; without one the mean counts as 0.
+
+        Saved first and second: normalized rows, and the inverse deviations.
+        """
+        n, centered = scale.size, shift is not None
+
+        def normalize(x: Array) -> tuple[Array, ...]:
+            # not a product with 1 / n: the mean of equal numbers must be that number exactly
+            away = x - x.sum(axis=1, keepdims=True) / n if centered else x
+            inverse = inverse_root(xp, row_dots(xp, away, away) * (1 / n), eps)
+            normal = away * inverse
+            y = normal * scale
+            return y + shift if centered else y, normal, inverse
+
+        y, *saved = in_blocks(normalize, x)
+        return y, (*saved, centered)
+
+    def layer_norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        saved: Residuals,
+        scale: Array,
+        to_x: Array | None,
+        to_scale: Array | None,
+        to_shift: Array | None,
+    ) -> None:
+        """Write the gradients, each unless its target is None."""
+        normal, inverse, centered = saved
+        weights = scale * (1 / scale.size)
+        if to_shift is not None:
+            row_sum(xp, grad, out=to_shift)
+        if to_scale is not None:
+            row_sum(xp, grad * normal, out=to_scale)
+
+        def derive(grad: Array, normal: Array, inverse: Array) -> tuple[Array, ...]:
+            h = grad * scale
+            if centered:
+                h = h - row_dots(xp, grad, weights)
+            return ((h - normal * row_dots(xp, grad * normal, weights)) * inverse,)
+
+        if to_x is not None:
+            to_x[...] = in_blocks(derive, grad, normal, inverse)[0]
+
+    # ---- tables
+
+    def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
+        """Return rows of a table in this dtype."""
+        return self.cast(xp, table[indices], dtype)
+
+    def embedding_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        indices: Array,
+        shape: Shape,
+        dtype: Dtype,
+        into: Array | None,
+        add: bool,
+    ) -> Array:
+        """Return the table's gradient: rows added in order, to `into` if it is given."""
+        wide = FLOAT32 if is_low(dtype) else dtype
+        spread: Array = xp.zeros(shape, wide) if into is None or wide != dtype else into
+        if spread is into and not add:
+            spread[...] = 0
+        add_rows(xp, spread, indices, self.cast(xp, grad, wide))
+        return self.cast(xp, spread, dtype)
+
+    # ---- pooling: `over` is an operation's `PoolWindows`
+
+    def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
+        """Return each window's maximum and its position, the first of ties."""
+        rows, columns = over.out(*x.shape[1:3])
+        x = bordered(x, over.padding, -float("inf"), xp)
+        y = xp.empty((len(x), rows, columns, x.shape[3]), x.dtype)
+        planes = Planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
+        winner = xp.empty(y.shape, planes.dtype) if keep else None
+        if y.size:
+            view = over.positions(x)
+            if winner is not None:  # of a window that is -infinity alone
+                first = over.firsts((rows, columns)).astype(winner.dtype)
+                xp.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
+            for images, block in _blocks(xp, y, over):
+                xp.copyto(block, view[:, :, images])
+                winners = None if winner is None else flattened(winner[images])
+                planes.largest(_stacked(block), flattened(y[images]), winners)
+        return y, winner
+
+    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
+        """Return the gradient of images of this shape."""
+        grad, padded = xp.ascontiguousarray(grad), over.padded(shape)
+        seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
+        make = xp.empty if seen == padded[1:3] and not over.overlap else xp.zeros
+        result = make(padded, grad.dtype)
+        planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
+        if grad.size:
+            view = over.positions(result)
+            for images, block in _blocks(xp, grad, over):
+                won = flattened(winner[images])
+                planes.gradient(flattened(grad[images]), won, _stacked(block))
+                if not over.overlap:
+                    xp.copyto(view[:, :, images], block)
+                else:
+                    # one position at a time: in a single addition to overlapping windows, a shared
+                    # pixel would get only one of its summands
+                    for i in np.ndindex(*over.kernel):
+                        xp.add(view[i][images], block[i], out=view[i][images])
+        return over.inside(result)
+
+    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+        """Return each window's sum times `share`; the border counts as 0."""
+        first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
+        y = xp.empty(first.shape, x.dtype)
+        xp.copyto(y, first)
+        for values in others:
+            xp.add(y, values, out=y)
+        return xp.multiply(y, share, out=y)
+
+    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        """Return for each pixel the sum of the windows that contain it, times `share`."""
+        result = xp.zeros(over.padded(shape), grad.dtype)
+        each = xp.multiply(grad, share)
+        for tap in over.taps(result):
+            xp.add(tap, each, out=tap)
+        return over.inside(result)
+
+    # ---- normalization
+
+    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+        """Return the channels' statistics of x (..., channels), and what is saved of x.
+
+        One pass sums the differences from the mean of the first block, and their squares. The
+        squares exceed the sum of squared deviations at most by the factor 1 / p, if the first block
+        has the fraction p of the elements. So does the rounding of a block's sum in float32,
+        relative to it.
+
+        Returns:
+            The differences, in rows of several pixels; the offset, to subtract from them for x
+            minus the mean; the variance with divisor n; the mean.
+        """
+        rows = widened(xp, x, channels, LONG)
+        kept = xp.empty(rows.shape, x.dtype)
+        results = [xp.empty((channels,), x.dtype) for _ in range(3)]
+        record_launch(self._moments, rows, kept, *results)
+        return kept, *results
+
+    def _moments(
+        self, rows: Array, kept: Array, offset: Array, variance: Array, mean: Array
+    ) -> None:
+        xp, local = namespace(rows), max(rows.size // mean.size, 1)
+        first = rows[row_blocks(rows)[0]]
+        self._sum_blocks(xp, first, lambda part, _: (first[part],), mean)
+        mean /= max(first.size // mean.size, 1)
+        (means,), sums = repeated_in(xp, rows, mean), xp.empty((2, mean.size), np.float64)
+
+        def terms(part: slice, out: Array) -> tuple[Array, Array]:
+            block = xp.subtract(rows[part], means, out=kept[part])
+            return block, xp.multiply(block, block, out=out)
+
+        self._sum_blocks(xp, rows, terms, *sums)
+        offset[...] = further = sums[0] / local
+        variance[...] = xp.maximum(sums[1] - further * sums[0], 0)
+        variance /= local
+        mean += offset
+
+    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
+        """Return (x - mean) / sqrt(variance + eps) * scale + shift.
+
+        Args:
+            moments: the first three of `batch_moments`, and eps.
+        """
+        kept, offset, variance, eps = moments
+        factor = inverse_root(xp, variance, eps) * scale
+        factors, shifts = repeated_in(xp, kept, factor, shift - offset * factor)
+        return in_blocks(lambda kept: (kept * factors + shifts,), kept)[0]
+
+    def norm_sums(
+        self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
+    ) -> None:
+        """Write the channels' sums of the gradient, and of its product with the normalized x."""
+        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        self._sum_blocks(
+            xp,
+            grad,
+            lambda part, out: (grad[part], xp.multiply(kept[part], grad[part], out=out)),
+            *targets,
+        )
+        xp.subtract(to_scale, xp.multiply(to_shift, offset), out=to_scale)
+        xp.multiply(to_scale, inverse_root(xp, variance, eps), out=to_scale)
+
+    def norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        moments: Residuals,
+        scale: Array,
+        sums: tuple[Array, Array],
+        count: float,
+    ) -> Array:
+        """Return the gradient of x; the sums of `norm_sums` are of `count` elements."""
+        kept, offset, variance, eps = moments
+        inverse = inverse_root(xp, variance, eps)
+        center, slope = (item / count for item in sums)
+        slope = slope * inverse
+        operands = slope, center - offset * slope, scale * inverse
+        slopes, centers, factors = repeated_in(xp, kept, *operands)
+        return in_blocks(
+            lambda kept, grad: ((grad - (kept * slopes + centers)) * factors,), kept, grad
+        )[0]
+
+    def _sum_blocks(
+        self,
+        xp: Any,
+        rows: Array,
+        terms: Callable[[slice, Array], tuple[Array, ...]],
+        *outs: Array,
+    ) -> None:
+        """Write each channel's sums of some terms, accumulated over blocks in float64.
+
+        Args:
+            xp: the array library, or a recorder's stand-in for it.
+            rows: (count, repeats * channels).
+            terms: called with a slice of the rows and a scratch array like these rows; returns an
+                array like it for each of `outs`.
+            outs: (channels,).
+        """
+        blocks, channels = row_blocks(rows), outs[0].size
+        repeats = rows.shape[1] // channels
+        # rows short enough that a sum is of many of them, which is a faster product
+        most = max(1, WIDE // channels)
+        width = channels * next(m for m in range(most, 0, -1) if repeats % m == 0)
+        scratch = xp.empty((blocks[0].stop, rows.shape[1]), rows.dtype)
+        parts = [xp.empty((len(blocks), width), rows.dtype) for _ in outs]
+        for i, part in enumerate(blocks):
+            for sums, term in zip(
+                parts, terms(part, scratch[: part.stop - part.start]), strict=True
+            ):
+                self.bias_grad(xp, xp.reshape(term, (term.size // width, width)), sums[i])
+        for sums, out in zip(parts, outs, strict=True):
+            fold(xp, sums, out)
+
+    def group_norm(
+        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+    ) -> tuple[Array, Residuals]:
+        """Return images normalized over groups of `count` channels; saved second are the inverse
+        deviations.
+
+        Sums over pixels are products with ones, a number for each channel; a group's channels are
+        then added.
+        """
+        n, channels = len(x), scale.size
+        pixels = x.size // (n * channels)
+        repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
+
+        def normalize(images: Array) -> tuple[Array, ...]:
+            means = _group_means(xp, _image_sums(xp, images, channels), pixels, count)
+            away = images - _wide(xp, means, images)
+            squares = _image_sums(xp, away * away, channels)
+            inverse = inverse_root(xp, _group_means(xp, squares, pixels, count), eps)
+            inverse = inverse.astype(x.dtype)
+            y = away * _wide(xp, inverse * scale, images)
+            return y + _wide(xp, shift, images), away, inverse
+
+        images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
+        y, away, inverse = in_blocks(normalize, images)
+        return y.reshape(x.shape), (away, inverse, scale, pixels)
+
+    def group_norm_grad(
+        self,
+        xp: Any,
+        grad: Array,
+        saved: Residuals,
+        count: int,
+        need: bool,
+        to_scale: Array,
+        to_shift: Array,
+    ) -> Array | None:
+        """Return the gradient of x if there is a need, and write the others."""
+        away, inverse, scale, pixels = saved
+
+        def derive(grad: Array, away: Array, inverse: Array) -> tuple[Array, ...]:
+            sums = _image_sums(xp, grad, scale.size).astype(grad.dtype)
+            products = (_image_sums(xp, grad * away, scale.size) * inverse).astype(grad.dtype)
+            if not need:
+                return sums, products
+            center, slope = (
+                _group_means(xp, item * scale, pixels, count) * inverse for item in (sums, products)
+            )
+            moved = away * _wide(xp, slope * inverse, away) + _wide(xp, center, away)
+            return sums, products, grad * _wide(xp, inverse * scale, away) - moved
+
+        sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
+        row_sum(xp, products, out=to_scale)
+        row_sum(xp, sums, out=to_shift)
+        return to_x[0].reshape(grad.shape) if need else None
+
+
+def all_gates(xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
+    """Return the product of all steps of a recurrent layer, and its bias, contiguous."""
+    gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
+    gemm(xp, rows, weight, out=gates)
+    return gates, xp.ascontiguousarray(bias)
+
+
+def compiled_gates(
+    _: Any, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
+) -> tuple[Array, Array, Array]:
+    """See `PlainKernels.lstm_gates`, for steps that halve the sums and add the bias themselves."""
+    gates, bias = all_gates(xp, rows, weight, bias)
+    return gates, recurrent, bias
+
+
+def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
+    n = gates.shape[1] // 4
+    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
+
+
+def _take(xp: Any, array: Array, indices: Array) -> Array:
+    """Return the elements at flat indices, which must be within the array.
+
+    The mode is "clip" although no index is outside. With the default, which raises, NumPy fills a
+    buffer and copies it to `out`, which recorded steps pass.
+
+    Args:
+        xp: the array's module, or a recorder's stand-in for it.
+        array: C-contiguous, any shape.
+        indices: integers of any shape; the result has the same.
+    """
+    if xp is np:
+        return array.take(indices, None, None, "clip")  # the method: np.take detours in Python
+    if xp.__name__ == "numpy":
+        return xp.take(array, indices, mode="clip")
+    return xp.take(array, indices)
+
+
+def _largest(xp: Any, rows: Array) -> Array:
+    """Return the largest element of each row, NaN if the row has one; rows are C-contiguous.
+
+    NumPy's argmax along a contiguous axis is five times as fast as its max.
+    """
+    if xp.__name__ != "numpy":
+        return xp.max(rows, axis=1)
+    return _take(xp, rows, xp.add(steps(xp, *rows.shape), xp.argmax(rows, axis=1)))
+
+
+def _count(y: Array, over: Any) -> int:
+    return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
+
+
+def _blocks(xp: Any, y: Array, over: Any) -> Iterator[tuple[slice, Array]]:
+    """Yield a few images at a time, with memory for their planes.
+
+    The memory has the shape (kernel_h, kernel_w, images, out_h, out_w, c).
+    """
+    n, count = len(y), _count(y, over)
+    memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
+    for start in range(0, n, count):
+        images = slice(start, min(start + count, n))
+        shape = (*over.kernel, *y[images].shape)
+        yield images, memory[: prod(shape)].reshape(shape)
+
+
+def _stacked(planes: Array) -> Array:
+    # a view (kernel_h * kernel_w, elements)
+    return planes.reshape(prod(planes.shape[:2]), prod(planes.shape[2:]))
+
+
+def inverse_root(xp: Any, variance: Array, eps: float) -> Array:
+    """Return 1 / sqrt(variance + eps); NaN for infinity, which 1 / sqrt would hide as 0."""
+    steady = variance + eps
+    return xp.sqrt(steady) / steady
+
+
+def widened(xp: Any, x: Array, channels: int, width: int) -> Array:
+    """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
+    count = x.size // channels
+    repeats = _repeats(count, channels, width) if isinstance(x, np.ndarray) else 1
+    return xp.reshape(x, (count // repeats, repeats * channels))
+
+
+@lru_cache(1024)
+def _repeats(count: int, channels: int, width: int) -> int:
+    """Return how many of `count` rows of channels make a row of at least `width` elements.
+
+    The result divides `count`. If no such divisor fits `ELEMENTS`, it is the largest one below.
+    """
+    least = max(1, width // channels)
+    divisors = (m for m in range(-(-width // channels), ELEMENTS // channels) if count % m == 0)
+    return next(divisors, None) or next(m for m in range(least, 0, -1) if count % m == 0)
+
+
+def repeated_in(xp: Any, rows: Array, *values: Array) -> list[Array]:
+    """Return values (channels,) as operands of rows (count, repeats * channels)."""
+    return [repeated(xp, item, rows.shape[1] // item.size) for item in values]
+
+
+def fold(xp: Any, parts: Array, out: Array) -> None:
+    """Sum over blocks and repeats: (blocks, repeats * c) -> (c,), accumulated in float64."""
+    xp.add.reduce(
+        parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out
+    )
+
+
+def _image_sums(xp: Any, images: Array, channels: int) -> Array:
+    """Return each channel's sum, (block, channels), of images (block, rows, repeats channels)."""
+    n, rows, width = images.shape
+    sums = xp.empty((n, 1, width), images.dtype)
+    xp.matmul(ones(xp, rows, images.dtype)[None], images, out=sums)
+    parts = sums.reshape(n, width // channels, channels)
+    return xp.add.reduce(parts, axis=1, dtype=np.float64)
+
+
+def _group_means(xp: Any, sums: Array, pixels: int, count: int) -> Array:
+    """Return each channel's mean over its group, (block, channels), of sums over pixels."""
+    n, channels = sums.shape
+    groups = sums.reshape(n, channels // count, count)
+    totals = xp.add.reduce(groups, axis=2, keepdims=True)
+    result = xp.empty(groups.shape, np.float64)
+    xp.copyto(result, xp.divide(totals, pixels * count))
+    return result.reshape(n, channels)
+
+
+def _wide(xp: Any, values: Array, images: Array) -> Array:
+    """Return values (block, channels) or (channels,) as operands of images."""
+    channels = values.shape[-1]
+    rows = values.reshape(values.size // channels, 1, channels)
+    result = xp.empty((len(rows), images.shape[2] // channels, channels), images.dtype)
+    xp.copyto(result, rows, casting="unsafe")
+    return result.reshape(len(rows), 1, images.shape[2])
+
+
+def _squared(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """(x - target)^2"""
+    difference = xp.subtract(x, target)
+    return xp.multiply(difference, difference), xp.multiply(difference, 2)
+
+
+def _absolute(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """|x - target|, with gradient 0 at equality."""
+    difference = xp.subtract(x, target)
+    return xp.absolute(difference), xp.sign(difference)
+
+
+def _huber(xp: Any, x: Array, target: Array, delta: float) -> tuple[Array, ...]:
+    """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
+    difference = xp.subtract(x, target)
+    slope = xp.clip(difference, -delta, delta)
+    return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
+
+
+def _from_logits(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
+    small = xp.exp(xp.negative(xp.absolute(x)))
+    above = xp.divide(1, xp.add(small, 1))
+    # as a maximum, since `where` mispredicts branches of random signs
+    probability = xp.multiply(xp.maximum(small, xp.greater_equal(x, 0)), above)
+    losses = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
+    return losses, xp.subtract(probability, target), xp.negative(x)
+
+
+def _from_probabilities(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+    """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
+    yes, no = (
+        xp.where(xp.equal(p, 0), -100, xp.log(xp.where(xp.equal(p, 0), 1, p))) for p in (x, 1 - x)
+    )
+    losses = -(target * yes + (1 - target) * no)
+    return losses, (x - target) / xp.maximum(x * (1 - x), 1e-12), no - yes
+
+
+def _relative_entropy(xp: Any, x: Array, target: Array, log_target: float) -> tuple[Array, ...]:
+    """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
+    logs = target if log_target else xp.log(xp.where(xp.equal(target, 0), 1, target))
+    share = xp.exp(target) if log_target else target
+    losses = share * (logs - x)
+    return losses, -share, losses + share if log_target else logs - x + 1
+
+
+# (xp, x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
+# which are left out if they are the negative of those in x. The first four in the order of sums.cu.
+LOSSES = MappingProxyType(
+    {
+        "mse": _squared,
+        "mae": _absolute,
+        "huber": _huber,
+        "binary_cross_entropy": _from_logits,
+        "binary_nll": _from_probabilities,
+        "kl_div": _relative_entropy,
+    }
+)
+
+
+def _relu(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
+    """max(x, 0); the derivative at 0 is 0."""
+    y = xp.maximum(x, constant(xp, 0, x.dtype))
+    return y, y
+
+
+def _relu_grad(xp: Any, grad: Array, y: Array, _: float) -> Array:
+    to_x: Array = xp.empty(y.shape, y.dtype)
+    rectify_grad(xp, xp.ascontiguousarray(grad), y, to_x)
+    return to_x
+
+
+def _leaky(xp: Any, x: Array, slope: float) -> tuple[Array, Array]:
+    above = xp.greater(x, 0)
+    return _leaky_grad(xp, x, above, slope), above
+
+
+def _leaky_grad(xp: Any, x: Array, above: Array, slope: float) -> Array:
+    """Return x times 1 or the slope: NumPy's `where` takes four times as long on random signs,
+    which mislead the processor's branch prediction.
+    """
+    return (xp.logical_not(above) * x.dtype.type(slope) + above) * x
+
+
+def _sigmoid(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
+    """1 / (1 + e^-x), as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
+    y: Array = xp.exp(xp.minimum(x, 0)) / (xp.exp(-xp.absolute(x)) + 1)
+    return y, y
+
+
+def _tanh(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
+    y = xp.tanh(x)
+    return y, y
+
+
+# {form: (xp, x, number) -> the activation and the array that is saved, and
+#        (xp, gradient, saved, number) -> the gradient of x}
+ACTIVATIONS = MappingProxyType(
+    {
+        "relu": (_relu, _relu_grad),
+        "leaky_relu": (_leaky, _leaky_grad),
+        "sigmoid": (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
+        "tanh": (
+            _tanh,
+            lambda xp, grad, y, _: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),
+        ),
+    }
+)
+
+
+def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return x Phi(x), and Phi(x) + x density(x) if that is to be kept.
+
+    Phi is the normal distribution's cumulative function. With s = |x| and the tail q = 1 - Phi(s),
+    x Phi(x) = max(x, 0) - s q, which preserves the digits of small tails. The derivative is 1/2 +
+    sign(x) (1/2 - q + s density(s)).
+    """
+    # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
+    size = xp.minimum(xp.absolute(x), 100)
+    power = size * size
+    power *= -0.5
+    power = xp.exp(power)
+    u = 10 / (size + 5)
+    u -= 1.25
+    terms = TAIL_DOUBLE if x.dtype.itemsize > 4 else TAIL_SINGLE
+    tail = u * terms[-1]
+    for term in terms[-2:0:-1]:
+        tail += term
+        tail *= u
+    tail += terms[0]
+    tail *= power
+    y = xp.maximum(x, 0)
+    y -= size * tail
+    if not keep:
+        return (y,)
+    power *= size
+    power *= 1 / sqrt(2 * pi)
+    power -= tail
+    power += 0.5
+    return y, xp.copysign(power, x) + 0.5
+
+
+def _gelu_tanh(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return GPT-2's approximation of GELU, and its derivative if that is to be kept.
+
+        y = x s     s = (1 + tanh(x p)) / 2     p = c (1 + 0.044715 x^2)     c = sqrt(2 / pi)
+        dy/dx = s + y (1 - s) (6 p - 4 c)
+
+    If x^2 is too large for the dtype (in float32 from |x| = 1.9e19 on), dy/dx is NaN. A pass that
+    bounds x^2 would cost a tenth of the time.
+    """
+    c = sqrt(2 / pi)
+    p = x * x
+    p *= 0.044715 * c
+    p += c
+    s = xp.tanh(p * x)
+    s *= 0.5
+    s += 0.5
+    y = x * s
+    if not keep:
+        return (y,)
+    p *= 6
+    p -= 4 * c
+    # y comes last: p y may overflow, and infinity * (1 - s) is NaN if 1 - s is 0
+    p *= 1 - s
+    p *= y
+    p += s
+    return y, p
+
+
+def _silu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+    """Return y = x s, s = 1 / (1 + e^-x), and s + y (1 - s) if that is to be kept."""
+    # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
+    x = xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88)
+    s = 1 / (xp.exp(-x) + 1)
+    y = x * s
+    return (y, (1 - s) * y + s) if keep else (y,)
+
+
+# Functions of a block that return values and derivatives.
+SMOOTH = MappingProxyType({"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu})

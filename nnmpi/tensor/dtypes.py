@@ -1,0 +1,66 @@
+"""Which dtypes may meet in an operation, and in which a product is computed."""
+
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Dtype
+from nnmpi.backend.precision import FLOAT32, low_dtype, precision
+from nnmpi.base.errors import DtypeError, GraphError, UsageError
+
+
+def may_meet(name: str, *inputs: Any) -> Dtype:
+    """Return the operands' first dtype; refuse other ones, except by mixed precision (see `mixes`).
+
+    Operations call it before they read shapes: what is no operand has none.
+
+    Raises:
+        DtypeError: naming the operation and the dtypes.
+        GraphError: for an input that is neither a tensor nor an array.
+    """
+    dtypes = [_dtype_of(x) for x in inputs]
+    for i, dtype in enumerate(dtypes):  # `in` would not do: NumPy's float64 equals None
+        if dtype is None:
+            raise no_tensor(name, inputs[i])
+    if dtypes.count(dtypes[0]) != len(dtypes) and not mixes(*dtypes):
+        words = ", ".join(map(str, dtypes))
+        raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
+    return dtypes[0]
+
+
+def mixes(*dtypes: Any) -> bool:
+    """True if mixed precision allows these dtypes together: float32 and its low dtype."""
+    low = low_dtype(precision())
+    return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
+
+
+def product_dtype(name: str, *inputs: Any) -> Dtype:
+    """Return the input dtype of a matrix product: the operands', or mixed precision's low one.
+
+    Raises:
+        DtypeError, GraphError: for inputs that may not be combined (see `may_meet`).
+        UsageError: for tf32 with NumPy arrays: NumPy has no tf32 products.
+    """
+    mode = precision()
+    if mode != "float32":
+        low = low_dtype(mode)
+        if low is not None and mixes(*map(_dtype_of, inputs)):
+            return low
+        if mode == "tf32" and isinstance(inputs[0].data, np.ndarray):
+            raise UsageError(
+                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
+                " cupy on a CUDA device"
+            )
+    return may_meet(name, *inputs)
+
+
+def no_tensor(name: str, x: Any) -> GraphError:
+    """Return the error for an input that is neither a tensor nor an array."""
+    return GraphError(
+        f"{name} needs a Tensor, not {type(x).__name__}; wrap the array in nnmpi.Tensor"
+    )
+
+
+def _dtype_of(x: Any) -> Any:
+    # not by getattr, which would hide the error of a parameter without values
+    return x.dtype if hasattr(type(x), "dtype") else None
