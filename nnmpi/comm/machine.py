@@ -250,3 +250,19 @@ class Links:
         ready_s = max(ready_s, free_s[out], free_s[into])
         free_s[out] = free_s[into] = ready_s + wire_s
         return ready_s + (latency_s + wire_s)
+
+    def occupy(self, ranks: Sequence[int], ready_s: float, wire_s: float) -> float:
+        """Occupy the links of all nodes of some ranks for a collective; return its start.
+
+        Args:
+            ranks: that take part.
+            ready_s: the earliest start.
+            wire_s: for which its bytes travel. Within a node they share no link.
+        """
+        nodes = {self._nodes[rank] for rank in ranks}
+        if len(nodes) == 1:
+            return ready_s
+        links = [(way, node) for node in nodes for way in ("out", "in")]
+        start_s = max(ready_s, *(self._free_s[link] for link in links))
+        self._free_s |= dict.fromkeys(links, start_s + wire_s)
+        return start_s

@@ -358,8 +358,10 @@ class MessageBoard:
         """Return the seconds of a message without bytes, on free links."""
         return self.machine.message(self.nodes[source] != self.nodes[target], False, (0,))[0]
 
-    def price_collective(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
-        """Return the predicted seconds from the last rank's arrival to a native collective's end.
+    def carry_collective(
+        self, name: str, ranks: tuple[int, ...], nbytes: int, ready_s: float
+    ) -> float:
+        """Carry a native collective over the links, in its predicted time; return its end.
 
         Also count the bytes that each rank sends and receives.
 
@@ -367,9 +369,10 @@ class MessageBoard:
             name: of the call.
             ranks: its ranks.
             nbytes: of the complete array.
+            ready_s: the last rank's arrival.
         """
         if len(ranks) == 1:
-            return 0.0
+            return ready_s
         (machine,) = self.machine.parts([ranks], len(self.nodes))
         algorithms = native_algorithms(_OPERATIONS.get(name, "broadcast"))
         call = len(ranks), nbytes or 1, machine
@@ -377,7 +380,9 @@ class MessageBoard:
         for rank, sent in zip(ranks, self._sent(item, len(ranks)), strict=True):
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
-        return price(item, *call)
+        seconds = price(item, *call)
+        wire_s = seconds - price(item, len(ranks), 1, machine)
+        return self._links.occupy(ranks, ready_s, wire_s) + seconds
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
         """Mark a request complete, and notify its rank."""
@@ -742,7 +747,7 @@ class SimulatedComm:
         if len(call.arguments) == self.size:
             del board.calls[self._number, number]
             name = name or signature[0].removeprefix("i").removesuffix("v")
-            end_s = call.last_s + board.price_collective(name, self.members, call.nbytes)
+            end_s = board.carry_collective(name, self.members, call.nbytes, call.last_s)
             finish = partial(self._finish, call, combine, end_s)
             if self.size == 1:  # nobody to wait for
                 finish()

@@ -8,6 +8,8 @@ from nnmpi.backend import precision as precisions
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.base import clock
 from nnmpi.base.errors import UsageError
+from nnmpi.comm.algorithms.registry import native_algorithms
+from nnmpi.comm.duration import price
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.simulated_world import COMPUTING, simulate
@@ -296,3 +298,44 @@ def test_ranks_compute_as_who_simulates_them_does() -> None:
         assert simulate(settings, 2) == [(False, "fp16")] * 2
     variables = (lookup._enabled, precisions._mode)
     assert {variable.name for variable in variables} == set(COMPUTING)
+
+
+@pytest.mark.parametrize(("groups", "each"), [(1, 4), (2, 3), (4, 2), (4, 4)])
+def test_native_sums_of_groups_on_the_same_nodes_share_their_links(groups: int, each: int) -> None:
+    """A rank of each group on every node: the slowest takes the time that the cost model gives to
+    groups on shared links, and not that of one group alone.
+    """
+    size, count = groups * each, 10**6
+    ranks = [range(first, size, groups) for first in range(groups)]
+    across, inside = Link.line(5e-5, 8e-10), Link.line(1e-6, 1e-10)
+    machine = Machine(inside, across, nodes=tuple(rank // groups for rank in range(size)))
+
+    def main(group: Group) -> float:
+        comm = group.comm.split(group.rank % groups, group.rank)
+        group.comm.barrier()
+        begin_s = clock.now()
+        comm.allreduce(np.zeros(count, np.float32))
+        return clock.now() - begin_s
+
+    took_s = max(simulate(main, size, machine, cpu_factor=0))
+    (shared,) = machine.parts(ranks, size)
+    expected_s = min(
+        price(item, each, 4 * count, shared) for item in native_algorithms("all-reduce")
+    )
+    assert took_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_a_native_sum_within_a_node_waits_for_no_link() -> None:
+    machine = Machine(MACHINE.inside, MACHINE.inside, nodes=(0, 0, 1, 1))
+
+    def main(group: Group) -> float:
+        comm = group.comm.split(group.rank // 2, group.rank)
+        group.comm.barrier()
+        begin_s = clock.now()
+        comm.allreduce(np.zeros(10**4, np.float32))
+        return clock.now() - begin_s
+
+    apart, alone = (
+        simulate(main, size, at, cpu_factor=0) for size, at in ((4, machine), (2, MACHINE))
+    )
+    assert max(apart) == pytest.approx(max(alone))
