@@ -24,7 +24,7 @@ OF_UFUNC = {"where", "casting", "order", "dtype", "subok", "out"}
 # What stands behind a question for the library, by file: NumPy alone has it, or does it otherwise
 # there.
 NUMPY_ALONE = {
-    ("nnmpi/ops/loss.py", "take(mode=)"),
+    ("nnmpi/backend/plain.py", "take(mode=)"),
 }
 # What only CuPy has, and who may use it: files that have to do with a device alone.
 DEVICE_FILES = (

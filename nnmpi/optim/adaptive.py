@@ -49,7 +49,7 @@ class Adam(Optimizer, fixed="betas eps decouples"):
 
     # whether the decay multiplies the weights instead of adding to the gradient
     decouples: ClassVar[bool] = False
-    knows_guards = True
+    _knows_guards = True
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
 
     elementwise: ClassVar[bool] = True
     # whether a device's kernels of its update know a guard, see `guarded`
-    knows_guards: ClassVar[bool] = False
+    _knows_guards: ClassVar[bool] = False
     _guard: Array | None = None
     run_id: str | None = None
     _loader: Iterated | None = None  # of the last `for batch in loader`
@@ -290,7 +290,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     @property
     def can_guard(self) -> bool:
         """Whether all updates are kernels of a device that know a guard."""
-        is_known = self.knows_guards and is_own(type(self))
+        is_known = self._knows_guards and is_own(type(self))
         return is_known and all(kernels_of(block.data).of_device for block in self._blocks)
 
     @contextmanager

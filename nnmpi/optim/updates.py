@@ -47,7 +47,7 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         SGD(lr=0.1, 67 parameters, after 0 steps)
     """
 
-    knows_guards = True
+    _knows_guards = True
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ Y = np.zeros(3, np.int64)
             Y[:1],
             1,
             (),
-            "'red' is not a finite float32 number.*get_dummies",
+            "'red' is not a finite float32 number.*data.load encodes",
         ),
         (np.array([[None, 1.0]], object), Y[:1], 1, (), "the value is missing"),
         (
