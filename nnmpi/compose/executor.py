@@ -610,9 +610,8 @@ class Executor:
         """Post this receive unless it is posted ahead, then the channel's next one.
 
         Nothing is posted for the first microbatch of a shape, whose message brings the signature
-        that later receives need, nor for those behind it: they are received where they are used. To
-        wait here could deadlock, since between here and there are stages of this rank, whose
-        outputs other ranks may need to send that message.
+        that later receives need, nor for those behind it: they are received where they are used, so
+        that a pass waits for messages there alone, which is the order that `check` proves.
         """
         if microbatch in self._to_post[kind, stage]:
             self._post_ahead(kind, stage)
@@ -620,7 +619,7 @@ class Executor:
             self._post_ahead(kind, stage)
 
     def _wait_for_message(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Wait for a receive's arrays, unless another rank sends none.
+        """Wait for a receive's arrays, unless they come from a stage of this rank.
 
         Args:
             kind: of the receive.

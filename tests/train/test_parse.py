@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nnmpi.base.errors import HelpAsked, UsageError
+from nnmpi.base.lines import lines_of
+from nnmpi.compose.layout import Layout
 from nnmpi.train.cli import parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
@@ -183,6 +185,20 @@ def test_each_fault_is_one_sentence(words: str, text: str) -> None:
         parse(words.split())
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_options_has_no_line_of_made_code() -> None:
+    """Python makes a dataclass's __init__, in which the options are checked, from a text."""
+    with pytest.raises(UsageError) as caught:
+        Layout(tp=2, reduction="fixed")
+    assert [line for line in lines_of(caught.value) if "<string>" in line] == []
+    assert any("test_parse.py" in line for line in lines_of(caught.value))
+
+
+@pytest.mark.parametrize("words", ["--sp 2", "--pp 2 --zero 3", "--tp 2 --expert-parallel"])
+def test_experts_meet_every_axis(words: str) -> None:
+    config = parse(f"--model gpt --dataset paradise-lost --experts 4 {words}".split())
+    assert config.model.experts == 4
 
 
 def test_a_run_in_a_folder_that_may_not_be_entered_is_one_sentence(
