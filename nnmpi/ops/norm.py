@@ -115,7 +115,7 @@ class BatchNormFunction(Function):
             count = record_call(_count_ranks, self.all_reduce, count, results, n)
         if self.observe is not None:
             record = record_launch if n is None else record_call
-            record(_report, self.observe, mean, variance, count)
+            record(_report, self.observe, mean, variance, count if n is None else n)
         self.statistics = (mean, variance, count)
         moments = kept, offset, variance, self.eps
         scale, shift = map(xp.ascontiguousarray, (scale, shift))
@@ -140,7 +140,7 @@ class BatchNormFunction(Function):
             if n is not None:
                 both, count = xp.concatenate(sums), 1
                 record_call(_all_reduce, self.all_reduce, both)
-                xp.divide(both, n, out=both)
+                xp.divide(both, at_least_one(n), out=both)
                 sums = both[: scale.size], both[scale.size :]
             to_x = kernels.norm_grad(xp, given, moments, scale, sums, max(count, 1))
             to_x = to_x.reshape(grad.shape)
@@ -152,14 +152,14 @@ class BatchNormFunction(Function):
 def _report(observe: Observe, mean: Array, variance: Array, count: Count) -> None:
     # an overflow is observed in the second computation
     if not (isinstance(variance, np.ndarray) and overflows(variance)):
-        observe(mean, variance, count)
+        observe(mean, variance, float(count) if isinstance(count, np.ndarray) else count)
 
 
 def _count_ranks(
     all_reduce: AllReduce, local: int, results: tuple[Array, Array, Array], n: Array
 ) -> Count:
     count = _over_ranks(all_reduce, local, *results)
-    n[...] = at_least_one(count)
+    n[...] = count
     return count
 
 

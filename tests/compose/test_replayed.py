@@ -171,6 +171,16 @@ def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> 
     assert_equal(group, kind, Layout(dp=group.size), **options)
 
 
+@pytest.mark.simulated(min_size=2, max_size=3)
+@pytest.mark.parametrize("microbatches", [2, 3, 4])
+def test_other_ranks_rows_change_while_this_ranks_stay(group: Group, microbatches: int) -> None:
+    """Rank 0 has one row of several microbatches, and others have one or none: running statistics
+    take the number of all rows.
+    """
+    layout = Layout(dp=group.size)
+    assert_equal(group, MODELS["dropping"], layout, microbatches=microbatches)
+
+
 def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:
     """Return how many layers each stage has, of a chain that is long enough."""
     return tuple(len(part) for part in split(len(open_chain(make())), stages))
