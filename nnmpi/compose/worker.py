@@ -47,7 +47,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
 from nnmpi.compose.losses import SumLoss, to_device
-from nnmpi.compose.passes import Passes, evaluate_all
+from nnmpi.compose.passes import BatchPass, Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.step_check import StepCheck
 from nnmpi.compose.trainer import (
@@ -83,6 +83,7 @@ class _Started(NamedTuple):
 
     Attributes:
         batch: on the model's device.
+        now: its pass.
         lr, step, factor: the learning rate, the number of the update, the scale of the loss.
         rows: the checksum of the rows, if ranks share them.
         report: to be completed.
@@ -92,6 +93,7 @@ class _Started(NamedTuple):
     """
 
     batch: Batch
+    now: BatchPass
     lr: float
     step: int
     factor: float
@@ -260,15 +262,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
         counts, is_new = self._note_batch(batch)
         with self._deterministic():
-            with self._counting() if counts else _UNCHANGED:
+            now = self.passes.begin(batch, step, factor)
+            with self._counting(now) if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
-                report = self.passes.train(batch, step, factor, not counts)
+                report = now.train(not counts)
             self._note_recordings()
-            read = self.passes.send_sums()
+            read = now.send_sums()
         account = world.traffic, begin, collective_s
         is_steady = not (counts or is_new)
         return _Started(
-            batch, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
+            batch, now, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
         )
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
@@ -301,7 +304,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def _pace(self, started: _Started) -> None:
         """Wait, if steps have a minimum time: the ranks meet next, so a straggler delays all."""
         if self.slow:
-            paused_s, met_s = self.passes.paused_s, self.group.comm.world.collective_s
+            paused_s, met_s = started.now.paused_s, self.group.comm.world.collective_s
             waited_s = met_s - started.collective_s + started.report.wait_s + paused_s
             computed_s = clock.now() - started.begin - waited_s
             self.slow.wait(computed_s, self.group.rank, started.step, waited_s=paused_s)
@@ -319,12 +322,14 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             f" from sample {batch.first}",
             started.rows,
         )
-        check = self._check.number() + (self.passes.failed is not None)
+        failed = started.now.failed
+        check = self._check.number() + (failed is not None)
         (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
             with agreed(self.group):
-                self.passes.raise_failed()
+                if failed is not None:
+                    raise failed
             self._check.refuse()
         if targets != batch.global_targets:
             names = (
@@ -441,9 +446,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return False
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        executor = self.passes.executor
-        with executor.measuring(), self.ledger.measuring(executor.peak_bytes):
+    def _counting(self, now: BatchPass) -> Iterator[None]:
+        now.measures = True
+        with self.ledger.measuring(now.peak_bytes):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
@@ -582,16 +587,21 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows, self.passes.failed = list[str](), None
+        rows, failed = list[str](), list[NnmpiError]()
+
+        def evaluate(batch: Batch) -> BatchPass:
+            now = self.passes.evaluate(batch)
+            failed.extend([] if now.failed is None else [now.failed])
+            return now
+
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
-            totals = evaluate_all(
-                self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
-            )
+            totals = evaluate_all(self.group, shares, evaluate, self.passes.evaluated, parts)
         if self.arrangement.is_pipeline:
             with agreed(self.group):
-                self.passes.raise_failed()
+                if failed:
+                    raise failed[0]
         self._check.require_same_rows([crc32(f"{rows}".encode())])
         return totals
 

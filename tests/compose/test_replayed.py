@@ -2,6 +2,8 @@
 of another model.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -16,6 +18,7 @@ from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.passes import BatchPass
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -179,6 +182,33 @@ def test_other_ranks_rows_change_while_this_ranks_stay(group: Group, microbatche
     """
     layout = Layout(dp=group.size)
     assert_equal(group, MODELS["dropping"], layout, microbatches=microbatches)
+
+
+@pytest.mark.simulated(max_size=2)
+def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither eagerly, nor recorded, nor replayed: a recording calls the pass of its replay."""
+    where = arrange(
+        MODELS["dropping"][0](),
+        group,
+        Layout(pp=group.size, split=cut(MODELS["dropping"][0], group.size)),
+    )
+    where.model.initialize(seed=1)
+    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
+    loader = Loader(images(), 7, rank=where.data_rank, world=where.data_ranks, microbatches=2)
+    begin, passes = worker.passes.begin, []
+
+    def watched(*args: Any) -> BatchPass:
+        now = begin(*args)
+        passes.append(weakref.ref(now))
+        return now
+
+    monkeypatch.setattr(worker.passes, "begin", watched)
+    for epoch in range(2):
+        for batch in loader.epoch(epoch):
+            worker.step(batch)
+    gc.collect()
+    assert worker.passes.replay.replays > 0
+    assert [item() for item in passes] == [None] * 6
 
 
 def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:
