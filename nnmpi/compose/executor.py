@@ -233,16 +233,14 @@ class Executor:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Let the program in the block gather and free what ZeRO shards."""
-        if self.zero > 1:
-            self.storage.in_program = True
+        """Let the program in the block gather and free what ZeRO 2 and 3 shard."""
+        self.storage.in_program = True
         try:
             yield
             if self.zero > 2:
                 self.storage.release(COMMON)
         finally:
-            if self.zero > 1:
-                self.storage.in_program = False
+            self.storage.in_program = False
 
     @property
     def recomputed(self) -> frozenset[int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, starmap
@@ -179,7 +179,7 @@ class BatchPass(Pass):
         self._versions: dict[int, int] = {}  # of the weights in a microbatch's forward pass
         self._staleness: list[int] = []
         # by parameter: this rank's stages that still have to add to its gradient
-        self._left = Counter(chain.from_iterable(owner.numbers.values()) if trains else ())
+        self._left = Counter(chain.from_iterable(owner.numbers.values())) if trains else Counter()
         inputs, seeds = [part.x for part in self._parts], self._make_seeds() if trains else ()
         size = batch.global_elements if trains else 0
         super().__init__(owner.executor, inputs, seeds, batch.length or 0, size)
@@ -213,7 +213,7 @@ class BatchPass(Pass):
         if owner.hooks is not None and self.slow:
             owner.hooks.before_sum = self._pace_layer
         if self._cuts:
-            with owner.settling(self):
+            with owner.settling(self) if owner.settles else nullcontext():
                 passed = self.run(self.key(), owner.refusal_of(self, may_replay))
             if owner.is_pipeline:
                 report.passed, report.wait_s = passed, passed.wait_s
@@ -422,6 +422,7 @@ class Passes:
         defers: whether an error in the last stage's loss is raised when all ranks meet.
         classes: of this rank's logits, once they are known.
         numbers: the storage numbers of each stage's parameters, for this rank's stages.
+        settles: whether `settling` has anything to do.
         looks: whether this rank looks for parameters outside the model, in its first pass.
         passed: reports of pipelines' passes since the last summary.
         planned: the model under its plan, if there is a budget for its activations.
@@ -489,6 +490,7 @@ class Passes:
         self.numbers = _numbers(arrangement)
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
+        self.settles = bool(self._watched) or isinstance(self._limit, int)
         self.passed: deque[StepReport] = deque(maxlen=PASSES_KEPT)
         if backend.is_device:
             _compile_ahead(model, backend.xp, trainer.precision)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -207,7 +207,7 @@ class Pass:
         executor.passes += 1
         self._program = executor.program(len(self.inputs), bool(self._seeds))
         try:
-            with executor.gathering():
+            with executor.gathering() if executor.zero > 1 else nullcontext():
                 if executor.boundaries:
                     keys = [(tuple(x.shape), self._program.trains) for x in self.inputs]
                     self._inbox = Inbox(self._program, executor.boundaries, keys)

@@ -141,13 +141,14 @@ class Flight:
         Args:
             values: the stage's input.
         """
+        self._leaves = [
+            Tensor(array, requires_grad=need)
+            for array, need in zip(values.arrays, values.needs, strict=True)
+        ]
+        self._single = values.single
+        _mark_as_inputs(self._leaves)
         with self._alone(), self._visit.mode(False):
-            self._leaves = [
-                Tensor(array, requires_grad=need)
-                for array, need in zip(values.arrays, values.needs, strict=True)
-            ]
-            self._single = values.single
-            outputs, single = self._run()
+            outputs, single = self._stage.run(self._leaves, self._single, self._visit)
         if not self._stage.recomputes:
             self.outputs = outputs
         if self._stage.is_last:
@@ -169,12 +170,12 @@ class Flight:
         away, self._away = self._away, None
         if away is not None:
             away.wait()
-        stage, begin = self._stage, clock.now()
+        stage, begin, outputs = self._stage, clock.now(), self.outputs
+        leaves, self._leaves, self.outputs = self._leaves, [], ()
         if stage.recomputes:
+            _mark_as_inputs(leaves)
             with self._alone(), self._visit.mode(True):
-                self.outputs, _ = self._run()
-        outputs, self.outputs = self.outputs, ()
-        leaves, self._leaves = self._leaves, []
+                outputs, _ = stage.run(leaves, self._single, self._visit)
         if measures:
             self.cost = _cost(leaves, outputs, (clock.now() - begin) * stage.recomputes)
         _mark_as_inputs(leaves)  # a leaf that passes through the stage is an output, too
@@ -216,10 +217,6 @@ class Flight:
         """Start to move it back, for the backward."""
         assert self._away is not None
         self._away.fetch()
-
-    def _run(self) -> Outputs:
-        _mark_as_inputs(self._leaves)
-        return self._stage.run(self._leaves, self._single, self._visit)
 
 
 def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -> StageCost:
