@@ -360,7 +360,7 @@ class BatchPass(Pass):
         owner = self._owner
         assert owner.exchange is not None
         self._left.subtract(owner.numbers[stage])
-        owner.exchange.strategy.reduce(
+        owner.exchange.strategy.final(
             [number for number in reversed(owner.numbers[stage]) if not self._left[number]]
         )
 
@@ -616,7 +616,7 @@ class Passes:
         if (
             self._in_segments
             or self._arrangement.layout.expert_parallel
-            or (self.exchange is not None and not self.exchange.keeps_own)
+            or (self.exchange is not None and not self.exchange.strategy.keeps_own)
         ):
             return explain_gradients(self.world, self.model, step + 1, value)
         x, compute = self.suspect(

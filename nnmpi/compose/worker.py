@@ -289,7 +289,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             norm = self._meet(started, numbers)
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
-        if isfinite(started.report.loss_sum) and (isfinite(norm) or not self.exchange.has_norm):
+        if isfinite(started.report.loss_sum) and (isfinite(norm) or self.exchange.updates_in_passes):
             if not updated:
                 self._update(norm, started.factor)
         elif updated:  # its guard let it change nothing: do the step again, and wait
@@ -324,7 +324,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         )
         failed = started.now.failed
         check = self._check.number() + (failed is not None)
-        (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
+        (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
             with agreed(self.group):
@@ -400,7 +400,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
-        storage, shares = self.model.storage, self.exchange.holders
+        storage, shares = self.model.storage, self.parallel.holders
         parameters, gradients, buffers = storage.held_bytes()
         return {
             PARAMETERS: parameters // shares,
@@ -412,7 +412,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def _predict_memory(self) -> dict[str, int]:
         """Predict `_held_memory` by formula, for the ledger; empty if no formula applies."""
         arrangement, storage = self.arrangement, self.model.storage
-        if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
+        if self.parallel.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = arrangement.mesh.replicas, arrangement.layout
         once = isinstance(storage, ShardedStorage) and storage.is_node_shared
