@@ -275,8 +275,6 @@ class Pass:
             report.samples.append((instruction, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, live)
-        elif kind in SENDS:
-            self.executor.world.collective_s += end - begin
         is_shown = kind in _STYLES and kind not in RECEIVES
         # a collective shows itself
         if is_shown and not (self.executor.zero > 1 and kind is Kind.REDUCE):
@@ -415,10 +413,8 @@ class Pass:
         executor.messages.drain()
         for boundary in executor.boundaries.values():
             boundary.drop_sent()
-        end = clock.now()
         if self._timeline is not None:
-            self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
-        executor.world.collective_s += end - waited
+            self._timeline.add("last sends", "waiting", timeline.WAITING, waited, clock.now())
 
     def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
         if kind is Kind.SEND_ACT:

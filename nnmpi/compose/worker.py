@@ -289,7 +289,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             norm = self._meet(started, numbers)
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
-        if isfinite(started.report.loss_sum) and (isfinite(norm) or self.exchange.updates_in_passes):
+        if isfinite(started.report.loss_sum) and (
+            isfinite(norm) or self.exchange.updates_in_passes
+        ):
             if not updated:
                 self._update(norm, started.factor)
         elif updated:  # its guard let it change nothing: do the step again, and wait
