@@ -46,7 +46,7 @@ from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
-from nnmpi.compose.losses import SumLoss, to_device
+from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import BatchPass, Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.step_check import StepCheck
@@ -82,8 +82,7 @@ class _Started(NamedTuple):
     """A step whose gradients are being computed.
 
     Attributes:
-        batch: on the model's device.
-        now: its pass.
+        batch, now: of this rank; its pass.
         lr, step, factor: the learning rate, the number of the update, the scale of the loss.
         rows: the checksum of the rows, if ranks share them.
         report: to be completed.
@@ -254,8 +253,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if lr is not None:
             self.optimizer.lr = lr
         batch, rows = self.arrangement.local(batch)
-        if self.backend.is_device:  # before the ledger counts: a batch is no activation
-            batch = to_device(batch, self.model, self.backend)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world = self.group.comm.world
@@ -299,8 +296,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             return self._finish(self._start(started.batch, None, started.lr))
         else:
             self._skip(started)
-        if self.options.check:
-            self.exchange.check_equal()
         return self._report(started)
 
     def _pace(self, started: _Started) -> None:
@@ -374,7 +369,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 raise self.passes.explain(started.batch, started.step, report.loss)
 
     def _report(self, started: _Started) -> StepReport:
-        """Complete the report of a step."""
+        """Complete the report of a step, and compare the ranks' weights if that was asked for."""
+        if self.options.check:
+            self.exchange.check_equal()
         report, world = started.report, self.group.comm.world
         report.count(world.traffic)
         if isfinite(report.predicted_s):
