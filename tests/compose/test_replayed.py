@@ -174,14 +174,24 @@ def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> 
     assert_equal(group, kind, Layout(dp=group.size), **options)
 
 
-@pytest.mark.simulated(min_size=2, max_size=3)
+def choosing() -> nn.Module:
+    """Return a model with experts that ranks share out."""
+    return models.gpt(7, 4, 12, 1, 3, experts=3)
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize("microbatches", [2, 3, 4])
-def test_other_ranks_rows_change_while_this_ranks_stay(group: Group, microbatches: int) -> None:
-    """Rank 0 has one row of several microbatches, and others have one or none: running statistics
-    take the number of all rows.
+@pytest.mark.parametrize("name", ["dropping", "choosing"])
+def test_other_ranks_rows_change_while_this_ranks_stay(
+    group: Group, name: str, microbatches: int
+) -> None:
+    """Some ranks have the rows of an earlier microbatch and replay, and others compute: running
+    statistics take the number of all rows, and all ranks meet equally often.
     """
-    layout = Layout(dp=group.size)
-    assert_equal(group, MODELS["dropping"], layout, microbatches=microbatches)
+    kind, layout = MODELS["dropping"], Layout(dp=group.size)
+    if name == "choosing":
+        kind, layout = (choosing, tokens), Layout(dp=group.size, expert_parallel=True)
+    assert_equal(group, kind, layout, microbatches=microbatches)
 
 
 @pytest.mark.simulated(max_size=2)
