@@ -103,7 +103,8 @@ def test_how_much_a_run_multiplies() -> None:
     [
         (MNIST, "1.0", "on", "numba's, which are faster"),
         ([*MNIST, "--max-steps", "100"], "1.0", "off", "NumPy's; loading numba's"),
-        (MNIST, "", "off", ""),
+        (MNIST, "", "off", "NumPy's; numba's are faster"),
+        ([*MNIST, "--max-steps", "100"], "", "off", ""),
         ([*MNIST, "--dtype", "float64"], "1.0", "off", ""),
         ([*MNIST, "--precision", "bf16"], "1.0", "off", ""),
         ([*MNIST, "--no-jit"], "1.0", "off", ""),
