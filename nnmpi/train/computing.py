@@ -56,7 +56,7 @@ def choose_computing(
     chosen: Switch = "off"
     line = ""
     work = multiplications(config.optimization, model, train)
-    if plain and versions == {""} and work >= PAYS:
+    if plain and "" in versions and work >= PAYS:
         line = (
             "kernels: NumPy's; numba's are faster in a run as long as this one, a CNN's by a third:"
             " pip install 'nnmpi[jit]'"
