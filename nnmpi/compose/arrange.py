@@ -330,7 +330,7 @@ def arrange(
     elif layout.zero > 1:  # its units are segments of a single stage
         layers = open_chain(model)
         cuts = (range(len(layers)),)
-        segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+        segments = _segments(layers, cuts, arrangement, np.dtype(dtype).itemsize)
         arrangement = replace(arrangement, layers=layers, cuts=cuts, segments=segments)
     _check_memory(arrangement, dtype)
     return arrangement
@@ -374,7 +374,7 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
                 f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
-    segments = _segments(layers, cuts, layout, np.dtype(dtype).itemsize)
+    segments = _segments(layers, cuts, full_model, np.dtype(dtype).itemsize)
     arrangement = replace(full_model, layers=layers, cuts=cuts, segments=segments, costs=costs)
     part = (StagesPart if ranks > 1 else ModelPart)(
         model, list(chain.from_iterable(arrangement.stages.values()))
@@ -384,17 +384,22 @@ def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangeme
 
 
 def _segments(
-    layers: Sequence[ChainLayer], cuts: Sequence[range], layout: Layout, itemsize: int
+    layers: Sequence[ChainLayer], cuts: Sequence[range], arrangement: Arrangement, itemsize: int
 ) -> tuple[tuple[range, ...], ...]:
-    """Return the layers of each stage's segments."""
+    """Return the layers of each stage's segments. Collective over the ranks that share layers.
+
+    Their shards may have other lengths, but the first rank's segments are those of all: a
+    recomputed segment has collectives, which must come in the same order on each of them.
+    """
+    layout, tp = arrangement.layout, arrangement.mesh.tp
     result, limit = [], 1
     if layout.zero > 1:
         limit = layout.unit_bytes or UNIT_BYTES[layout.zero]
     elif not layout.limits_activations:
         return tuple((cut,) for cut in cuts)
     for cut in cuts:
-        lengths = map(len, cut_runs(layers[cut.start : cut.stop], limit, itemsize))
-        result.append(_by_lengths(lengths, cut.start))
+        lengths = [len(run) for run in cut_runs(layers[cut.start : cut.stop], limit, itemsize)]
+        result.append(_by_lengths(tp.share(lengths), cut.start))
     return tuple(result)
 
 

@@ -19,6 +19,7 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.zero.storage import predict_bytes
 from nnmpi.tensor.tensor import Tensor
+from tests.equivalence.own import skipping
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -67,6 +68,16 @@ def refuse(
     text = group.gather(result)
     assert all(sentence in item for item in text), text
     assert len(set(text)) == 1
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
+def test_ranks_with_other_shards_have_the_same_segments(group: Group) -> None:
+    """Of layers that the ranks cannot share out evenly, for each limit of a unit's bytes."""
+    for unit_bytes in (400, 500, 600, 700, 800, 1000, 1200, 1500, 2000):
+        layout = Layout(tp=group.size, dp=1, zero=2, unit_bytes=unit_bytes)
+        where = arrange(skipping((4, 4, 1), 3), group, layout, dtype="float64")
+        spans = [[cut.start, cut.stop] for (cuts,) in [where.segments] for cut in cuts]
+        assert group.gather(spans) == [spans] * group.size
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
