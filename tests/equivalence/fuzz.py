@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 import nnmpi
-from nnmpi.base.errors import NnmpiError
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import TRAINING_SCHEDULES, Layout
@@ -113,7 +113,7 @@ def try_one(seed: int, group: Group | None = None) -> tuple[str, str]:
             parallel = simulate(lambda group: run(setup, group, layout, **worker), ranks)
         else:
             parallel = [run(setup, group, layout, **worker)]
-    except NnmpiError as error:
+    except UsageError as error:  # what ranks disagree about is no refusal
         return f"refused: {str(error).splitlines()[0][:160]}", what
     except Exception as error:  # noqa: BLE001
         return f"ERROR {type(error).__name__}: {error}", what
