@@ -458,42 +458,39 @@ class PlainKernels:
         return result
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
+        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
     ) -> tuple[Array, Residuals]:
-        """Return normalized rows times the scale plus the shift; without one the mean counts as 0.
+        """Return x normalized over the scale's axes, times the scale plus the shift.
 
-        Saved first and second: normalized rows, and the inverse deviations.
+        Without a shift the mean counts as 0. Saved first and second: normalized rows, and the
+        inverse deviations.
         """
-        n, centered = scale.size, shift is not None
+        n = scale.size
+        rows, scale = xp.reshape(x, (x.size // n, n)), xp.reshape(scale, (n,))
+        shift = None if shift is None else xp.reshape(shift, (n,))
 
         def normalize(x: Array) -> tuple[Array, ...]:
             # not a product with 1 / n: the mean of equal numbers must be that number exactly
-            away = x - x.sum(axis=1, keepdims=True) / n if centered else x
+            away = x if shift is None else x - x.sum(axis=1, keepdims=True) / n
             inverse = inverse_root(xp, row_dots(xp, away, away) * (1 / n), eps)
             normal = away * inverse
             y = normal * scale
-            return y + shift if centered else y, normal, inverse
+            return y if shift is None else y + shift, normal, inverse
 
-        y, *saved = in_blocks(normalize, x)
-        return y, (*saved, centered)
+        y, *saved = in_blocks(normalize, rows)
+        return y, (*saved, scale)
 
     def layer_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        scale: Array,
-        to_x: Array | None,
-        to_scale: Array | None,
-        to_shift: Array | None,
-    ) -> None:
-        """Write the gradients, each unless its target is None."""
-        normal, inverse, centered = saved
-        weights = scale * (1 / scale.size)
-        if to_shift is not None:
-            row_sum(xp, grad, out=to_shift)
-        if to_scale is not None:
-            row_sum(xp, grad * normal, out=to_scale)
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+    ) -> Array | None:
+        """Return the gradient of x, and write those of scale and shift; each if it is needed."""
+        normal, inverse, scale = saved
+        weights, grad = scale * (1 / scale.size), xp.reshape(grad, normal.shape)
+        centered = len(targets) == 2
+        if centered and needs[2]:
+            row_sum(xp, grad, out=targets[1].reshape(scale.shape))
+        if needs[1]:
+            row_sum(xp, grad * normal, out=targets[0].reshape(scale.shape))
 
         def derive(grad: Array, normal: Array, inverse: Array) -> tuple[Array, ...]:
             h = grad * scale
@@ -501,8 +498,7 @@ class PlainKernels:
                 h = h - row_dots(xp, grad, weights)
             return ((h - normal * row_dots(xp, grad * normal, weights)) * inverse,)
 
-        if to_x is not None:
-            to_x[...] = in_blocks(derive, grad, normal, inverse)[0]
+        return in_blocks(derive, grad, normal, inverse)[0] if needs[0] else None
 
     # ---- tables
 
@@ -588,6 +584,10 @@ class PlainKernels:
 
     # ---- normalization
 
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        """Return x (..., channels) in rows of several pixels."""
+        return widened(xp, x, channels, LONG)
+
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """Return the channels' statistics of x (..., channels), and what is saved of x.
 
@@ -600,7 +600,7 @@ class PlainKernels:
             The differences, in rows of several pixels; the offset, to subtract from them for x
             minus the mean; the variance with divisor n; the mean.
         """
-        rows = widened(xp, x, channels, LONG)
+        rows = self.channel_rows(xp, x, channels)
         kept = xp.empty(rows.shape, x.dtype)
         results = [xp.empty((channels,), x.dtype) for _ in range(3)]
         record_launch(self._moments, rows, kept, *results)
@@ -629,9 +629,10 @@ class PlainKernels:
         """Return (x - mean) / sqrt(variance + eps) * scale + shift.
 
         Args:
-            moments: the first three of `batch_moments`, and eps.
+            moments: the first three of `batch_moments`, and eps; or the rows of x, given means and
+                variances, eps, and True.
         """
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         factor = inverse_root(xp, variance, eps) * scale
         factors, shifts = repeated_in(xp, kept, factor, shift - offset * factor)
         return in_blocks(lambda kept: (kept * factors + shifts,), kept)[0]
@@ -640,7 +641,7 @@ class PlainKernels:
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
     ) -> None:
         """Write the channels' sums of the gradient, and of its product with the normalized x."""
-        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
         self._sum_blocks(
             xp,
             grad,
@@ -659,9 +660,15 @@ class PlainKernels:
         sums: tuple[Array, Array],
         count: float,
     ) -> Array:
-        """Return the gradient of x; the sums of `norm_sums` are of `count` elements."""
-        kept, offset, variance, eps = moments
+        """Return the gradient of x; the sums of `norm_sums` are of `count` elements.
+
+        An infinite count stands for given means and variances, which are constant.
+        """
+        kept, offset, variance, eps, *fixed = moments
         inverse = inverse_root(xp, variance, eps)
+        if fixed:
+            (factors,) = repeated_in(xp, kept, scale * inverse)
+            return in_blocks(lambda grad: (grad * factors,), grad)[0]
         center, slope = (item / count for item in sums)
         slope = slope * inverse
         operands = slope, center - offset * slope, scale * inverse
@@ -686,6 +693,10 @@ class PlainKernels:
                 array like it for each of `outs`.
             outs: (channels,).
         """
+        if not rows.size:
+            for out in outs:
+                out[...] = 0
+            return
         blocks, channels = row_blocks(rows), outs[0].size
         repeats = rows.shape[1] // channels
         # rows short enough that a sum is of many of them, which is a faster product
@@ -702,7 +713,7 @@ class PlainKernels:
             fold(xp, sums, out)
 
     def group_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         """Return images normalized over groups of `count` channels; saved second are the inverse
         deviations.
@@ -710,8 +721,9 @@ class PlainKernels:
         Sums over pixels are products with ones, a number for each channel; a group's channels are
         then added.
         """
-        n, channels = len(x), scale.size
-        pixels = x.size // (n * channels)
+        if not x.size:  # also without channels, of a shard
+            return xp.empty(x.shape, x.dtype), (x, x, scale, 0, count)
+        n, channels, pixels = len(x), scale.size, prod(x.shape[1:-1])
         repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
 
         def normalize(images: Array) -> tuple[Array, ...]:
@@ -724,26 +736,23 @@ class PlainKernels:
             return y + _wide(xp, shift, images), away, inverse
 
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
-        y, away, inverse = in_blocks(normalize, images)
-        return y.reshape(x.shape), (away, inverse, scale, pixels)
+        y, *saved = in_blocks(normalize, images)
+        return y, (*saved, scale, pixels, count)
 
     def group_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        count: int,
-        need: bool,
-        to_scale: Array,
-        to_shift: Array,
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
-        """Return the gradient of x if there is a need, and write the others."""
-        away, inverse, scale, pixels = saved
+        """Return the gradient of x if it is needed, and write those of scale and shift."""
+        away, inverse, scale, pixels, count = saved
+        if not grad.size:
+            for target in targets:
+                target[...] = 0
+            return grad
 
         def derive(grad: Array, away: Array, inverse: Array) -> tuple[Array, ...]:
             sums = _image_sums(xp, grad, scale.size).astype(grad.dtype)
             products = (_image_sums(xp, grad * away, scale.size) * inverse).astype(grad.dtype)
-            if not need:
+            if not needs[0]:
                 return sums, products
             center, slope = (
                 _group_means(xp, item * scale, pixels, count) * inverse for item in (sums, products)
@@ -752,9 +761,9 @@ class PlainKernels:
             return sums, products, grad * _wide(xp, inverse * scale, away) - moved
 
         sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
-        row_sum(xp, products, out=to_scale)
-        row_sum(xp, sums, out=to_shift)
-        return to_x[0].reshape(grad.shape) if need else None
+        for item, target in zip((products, sums), targets, strict=True):
+            row_sum(xp, item, out=target)
+        return to_x[0] if needs[0] else None
 
 
 def all_gates(xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
@@ -835,8 +844,8 @@ def inverse_root(xp: Any, variance: Array, eps: float) -> Array:
 
 def widened(xp: Any, x: Array, channels: int, width: int) -> Array:
     """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
-    count = x.size // channels
-    repeats = _repeats(count, channels, width) if isinstance(x, np.ndarray) else 1
+    count = x.size // max(channels, 1)  # a rank's shard may have none
+    repeats = _repeats(count, max(channels, 1), width) if isinstance(x, np.ndarray) else 1
     return xp.reshape(x, (count // repeats, repeats * channels))
 
 
@@ -853,7 +862,7 @@ def _repeats(count: int, channels: int, width: int) -> int:
 
 def repeated_in(xp: Any, rows: Array, *values: Array) -> list[Array]:
     """Return values (channels,) as operands of rows (count, repeats * channels)."""
-    return [repeated(xp, item, rows.shape[1] // item.size) for item in values]
+    return [repeated(xp, item, rows.shape[1] // max(item.size, 1)) for item in values]
 
 
 def fold(xp: Any, parts: Array, out: Array) -> None:

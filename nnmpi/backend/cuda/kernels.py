@@ -451,39 +451,34 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return to_logits
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
+        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
     ) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is saved instead of the normalized rows.
 
         Without a shift the mean counts as 0.
         """
-        x, scale = (self.contiguous(xp, item) for item in (x, scale))
+        rows = self.contiguous(xp, x).reshape(x.size // scale.size, scale.size)
+        scale = self.contiguous(xp, scale)
         shift = None if shift is None else self.contiguous(xp, shift)
-        y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
-        inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
-        self.over_rows(
-            "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
-        )
-        return y, (x, inverse, mean, scale, shift is not None)
+        y, wide = xp.empty(rows.shape, x.dtype), _accumulated(x)
+        inverse, mean = (xp.empty((len(rows),), wide) for _ in range(2))
+        arrays = rows, scale, shift, float(eps), y, inverse, mean
+        self.over_rows("layer_norm", *rows.shape, *arrays, *rows.shape)
+        return y, (rows, inverse, mean, scale)
 
     def layer_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        scale: Array,
-        to_x: Array | None,
-        to_scale: Array | None,
-        to_shift: Array | None,
-    ) -> None:
-        # this scale is contiguous, the argument may not be
-        x, inverse, mean, scale, centered = saved
-        saved = (self.contiguous(xp, grad), x, inverse, mean)
-        if to_x is not None:
-            numbers = (int(centered), *x.shape)
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+    ) -> Array | None:
+        x, inverse, mean, scale = saved
+        saved, to_x = (self.contiguous(xp, grad), x, inverse, mean), None
+        if needs[0]:
+            to_x = xp.empty(x.shape, grad.dtype)
+            numbers = (int(len(targets) == 2), *x.shape)
             self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
-        if to_scale is not None or to_shift is not None:
-            self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
+        outs = [item if need else None for item, need in zip(targets, needs[1:], strict=True)]
+        if any(needs[1:]):
+            self.sums("layer_norm_sums", "layer_norm_total", saved, (*outs, None)[:2])
+        return to_x
 
     # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
     # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
@@ -511,7 +506,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
         """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
         x, offset, variance, eps, *fixed = moments
-        y = xp.empty(x.shape, x.dtype)
+        y, (scale, shift) = xp.empty(x.shape, x.dtype), map(xp.ascontiguousarray, (scale, shift))
         numbers = (float(eps), int(not fixed))
         self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
         return y
@@ -543,7 +538,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         center, slope = (xp.empty((samples, n), scale.dtype) for _ in range(2))
         blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
         numbers = (n, samples, count)
-        self.run("group_sums", blocks, (32, 8), *sums, scale, center, slope, *numbers, like=like)
+        if center.size:
+            arrays = *sums, scale, center, slope
+            self.run("group_sums", blocks, (32, 8), *arrays, *numbers, like=like)
         return center, slope
 
     def norm_grad(
@@ -559,12 +556,15 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         """See `PlainKernels.norm_grad`, and the kernel."""
         (x, offset, variance, eps, *_), share = moments, 1 / max(count, 1)
         to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
-        arrays = (x, offset, variance, scale, *sums, to_x)
+        arrays = (x, offset, variance, xp.ascontiguousarray(scale), *sums, to_x)
         self.over_samples("norm_grad", grad, *arrays, *numbers)
         return to_x
 
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        return self.samples(xp, x, 1, channels)
+
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
-        rows = self.samples(xp, x, 1, channels)
+        rows = self.channel_rows(xp, x, channels)
         return rows, *(item[0] for item in self.moments(xp, rows))
 
     def samples(self, xp: Any, x: Array, count: int, channels: int) -> Array:
@@ -573,35 +573,31 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return self.contiguous(xp, x).reshape(count, rows, channels)
 
     def group_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         images = self.samples(xp, x, len(x), scale.size)
-        scale, shift = map(xp.ascontiguousarray, (scale, shift))
-        moments = images, *self.moments(xp, images, count)[:2], eps
-        return self.normalize(xp, moments, scale, shift).reshape(x.shape), (moments, scale)
+        moments, scale = (
+            (images, *self.moments(xp, images, count)[:2], eps),
+            self.contiguous(xp, scale),
+        )
+        return self.normalize(xp, moments, scale, shift), (moments, scale, count)
 
     def group_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        count: int,
-        need: bool,
-        to_scale: Array,
-        to_shift: Array,
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
-        (moments, scale), images, shape = saved, saved[0][0], grad.shape
+        moments, scale, count = saved
+        images = moments[0]
         grad = self.contiguous(xp, grad).reshape(images.shape)
-        below, products = (xp.empty((len(images), scale.size), scale.dtype) for _ in range(2))
-        sums = below, products
+        below, products = sums = tuple(
+            xp.empty((len(images), scale.size), scale.dtype) for _ in range(2)
+        )
         self.norm_sums(xp, grad, moments, sums)
-        for item, target in zip(sums, (to_shift, to_scale), strict=True):
+        for item, target in zip((products, below), targets, strict=True):
             self.bias_grad(xp, item, target)
-        if not need:
+        if not needs[0]:
             return None
         means = self.group_sums(xp, sums, scale, count, images)
-        result = self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
-        return result.reshape(shape)
+        return self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
 
     # ---- tables
 

@@ -193,9 +193,12 @@ class NumbaKernels(PlainKernels):
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        return xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """See `PlainKernels.batch_moments`; x itself is saved."""
-        kept = xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+        kept = self.channel_rows(xp, x, channels)
         mean, variance = (xp.empty((channels,), x.dtype) for _ in range(2))
         self._sum_blocks(xp, kept, lambda part, _: (kept[part],), mean)
         mean /= max(x.size // channels, 1)
@@ -205,7 +208,7 @@ class NumbaKernels(PlainKernels):
         return kept, mean.copy(), variance, mean
 
     def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         factor, y = inverse_root(xp, variance, eps) * scale, xp.empty(kept.shape, kept.dtype)
         record_launch(loop("norm"), kept, *repeated_in(xp, kept, offset, factor, shift), y)
         return y
@@ -213,7 +216,7 @@ class NumbaKernels(PlainKernels):
     def norm_sums(
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
     ) -> None:
-        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
         (offsets,) = repeated_in(xp, kept, offset)
         _sum_products(xp, kept, offsets, grad, xp.zeros_like(offsets), to_scale)
         self._sum_blocks(xp, grad, lambda part, _: (grad[part],), to_shift)
@@ -228,7 +231,7 @@ class NumbaKernels(PlainKernels):
         sums: tuple[Array, Array],
         count: float,
     ) -> Array:
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         inverse, to_x = inverse_root(xp, variance, eps), xp.empty(kept.shape, kept.dtype)
         center, slope = (item / count for item in sums)
         numbers = repeated_in(xp, kept, offset, slope * inverse, center, scale * inverse)
