@@ -24,13 +24,15 @@ from nnmpi.backend.array import (
     ones,
     steps,
 )
+from nnmpi.backend.attend import attend, attend_grad
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened, rectify_grad
 from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.backend.recording import record_launch, to_library
+from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import (
     LONG,
     WIDE,
@@ -44,6 +46,7 @@ from nnmpi.backend.sums import (
 from nnmpi.backend.windows import bordered
 
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
+TAPS = 9  # most pixels of a window whose sum is fastest pixel by pixel, measured
 PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
 
 
@@ -54,9 +57,9 @@ class PlainKernels:
 
     Attributes:
         of_device: whether these are a device's: an operation is one pass, which reads half
-            precision and computes in float32 or more; integers out of range give NaN; an update
-            knows a guard; squares add up in float64.
-        convolves: whether they have convolutions of their own, as numba's.
+            precision and computes in float32 or more; an update knows a guard; squares add up in
+            float64.
+        convolves: whether they have convolutions of their own: numba's, a device's depthwise ones.
     """
 
     of_device: ClassVar[bool] = False
@@ -93,6 +96,10 @@ class PlainKernels:
     def multiply(self, *args: Any) -> Array:
         """Return a * b, likewise."""
         return self._pair("multiply", *args)
+
+    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
+        """Return a + b for float32 and half precision of one shape, in float32."""
+        return xp.add(a, self.cast(xp, b, FLOAT32))
 
     def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays joined along an axis."""
@@ -398,6 +405,10 @@ class PlainKernels:
                 part[...] = value
         to_h[...] = total * z
 
+    # ---- attention, see `backend.attend`
+
+    attend, attend_grad = staticmethod(attend), staticmethod(attend_grad)
+
     # ---- rows
 
     def softmax(self, xp: Any, x: Array, axis: int) -> Array:
@@ -500,7 +511,15 @@ class PlainKernels:
 
         return in_blocks(derive, grad, normal, inverse)[0] if needs[0] else None
 
-    # ---- tables
+    # ---- tables and labels
+
+    def check(self, function: Callable[..., None], integers: Array, *args: Any) -> None:
+        """Call a function that refuses integers out of range.
+
+        It is not called for those on a device, since the host would have to wait for them: there
+        the results are NaN.
+        """
+        record_call(function, integers, *args)
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Return rows of a table in this dtype."""
@@ -567,6 +586,12 @@ class PlainKernels:
 
     def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
         """Return each window's sum times `share`; the border counts as 0."""
+        (n, h, w, c), (kh, kw) = x.shape, over.kernel
+        if over.tiles(h, w) and kh * kw > TAPS:  # products with ones, first over a window's rows
+            rows = xp.reshape(x, (n * h // kh, kh, w * c))
+            columns = xp.matmul(ones(xp, kh, x.dtype)[None], rows).reshape(-1, kw, c)
+            sums = xp.matmul(ones(xp, kw, x.dtype)[None], columns)
+            return xp.multiply(sums, share, out=sums).reshape(n, h // kh, w // kw, c)
         first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
         y = xp.empty(first.shape, x.dtype)
         xp.copyto(y, first)
@@ -576,8 +601,11 @@ class PlainKernels:
 
     def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
         """Return for each pixel the sum of the windows that contain it, times `share`."""
+        (n, h, w, c), (kh, kw), each = shape, over.kernel, xp.multiply(grad, share)
+        if over.tiles(h, w):
+            windows = n, h // kh, kh, w // kw, kw, c
+            return xp.broadcast_to(each[:, :, None, :, None], windows).reshape(shape)
         result = xp.zeros(over.padded(shape), grad.dtype)
-        each = xp.multiply(grad, share)
         for tap in over.taps(result):
             xp.add(tap, each, out=tap)
         return over.inside(result)

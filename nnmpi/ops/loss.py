@@ -321,9 +321,7 @@ def checked_labels(
         raise ShapeError(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
         )
-    # labels on a device are not checked: the host would have to wait for them
-    if not kernels_of(logits.data).of_device:
-        record_call(_check_labels, values, classes, ignore_index)
+    kernels_of(logits.data).check(_check_labels, values, classes, ignore_index)
     return values
 
 

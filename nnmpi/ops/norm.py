@@ -18,7 +18,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import record_call, record_launch
+from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import record_call
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
@@ -120,6 +121,7 @@ class BatchNormFunction(Norm):
     computes = "parameters"
 
     def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
         return self._normalize, self._derive
 
     def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
@@ -216,6 +218,7 @@ class LayerNormFunction(Norm):
         )
 
     def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
         return kernels.layer_norm, kernels.layer_norm_grad
 
 
@@ -247,6 +250,7 @@ class GroupNormFunction(Norm):
         return placement
 
     def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
         return kernels.group_norm, kernels.group_norm_grad
 
 

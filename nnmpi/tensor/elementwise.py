@@ -96,10 +96,7 @@ class Pointwise(Elementwise):
 
 
 class AddLow(Elementwise):
-    """a + b of float32 and half precision, of one shape, by a device's kernel.
-
-    Without it b would be converted by a pass of its own.
-    """
+    """a + b of float32 and half precision, of one shape, which a device's kernel reads as they are."""
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
@@ -115,9 +112,7 @@ def add_low(a: Any, b: Any) -> Any:
         return None
     if is_low(a.data.dtype):
         a, b = b, a
-    if not mixes(a.data.dtype, b.data.dtype) or not kernels_of(b.data).of_device:
-        return None
-    return AddLow()(a, b)
+    return AddLow()(a, b) if mixes(a.data.dtype, b.data.dtype) else None
 
 
 class Activation(Elementwise):

@@ -11,12 +11,11 @@ import pytest
 from nnmpi.backend.program import tile
 from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
-from nnmpi.backend.program.record import RecordedArray, bare
+from nnmpi.backend.program.record import RecordedArray, bare, record_launch
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import (
     Recorder,
     record_call,
-    record_launch,
     recorded_input,
     refuse,
 )

@@ -3,7 +3,7 @@
 They override `PlainKernels`, whose docstrings explain arguments and results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
@@ -111,7 +111,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    of_device = True
+    of_device = convolves = True
     table = KERNELS
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
@@ -174,7 +174,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return result
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
-        """Return a + b for float32 and half precision of one shape, in float32."""
         result = xp.empty(a.shape, a.dtype)
         given = self.contiguous(xp, a), self.contiguous(xp, b)
         self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
@@ -599,7 +598,11 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         means = self.group_sums(xp, sums, scale, count, images)
         return self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
 
-    # ---- tables
+    # ---- tables and labels
+
+    def check(self, function: Callable[..., None], integers: Array, *args: Any) -> None:
+        if isinstance(integers, np.ndarray):
+            super().check(function, integers, *args)
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""

@@ -24,7 +24,7 @@ from nnmpi.backend.plain import (
     widened,
 )
 from nnmpi.backend.planes import flattened
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.sums import WIDE
 
 Kernel: TypeAlias = Callable[..., None]
