@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "plan: a lifetime one call short",
         "nnmpi/backend/program/plan.py",
-        "last[allocation] = max(i, end, last.get(allocation, i))",
-        "last[allocation] = max(i - 1, end - 1, last.get(allocation, i))",
+        "lives[allocation] = first, max(i, end, last)",
+        "lives[allocation] = first, max(i - 1, end - 1, last)",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(
@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "plan: what somebody holds gives up its memory",
         "nnmpi/backend/program/plan.py",
-        "for allocation in first if allocation.owner is None]",
-        "for allocation in first]",
+        "for allocation in lives if allocation.owner is None]",
+        "for allocation in lives]",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(
