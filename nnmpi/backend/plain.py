@@ -6,6 +6,7 @@ It computes with NumPy, and with CuPy inside `jit(False)`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import lru_cache
 from math import pi, prod, sqrt
 from types import MappingProxyType
@@ -48,6 +49,34 @@ from nnmpi.backend.windows import bordered
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
 TAPS = 9  # most pixels of a window whose sum is fastest pixel by pixel, measured
 PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
+
+
+class _Form(Enum):
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Activation(_Form):
+    """The activations, by their numbers in activation.cu."""
+
+    RELU = 0
+    LEAKY_RELU = 1
+    SIGMOID = 2
+    TANH = 3
+    SILU = 4
+    GELU = 5
+    GELU_TANH = 6
+
+
+class Loss(_Form):
+    """The losses of an element; the first four by their numbers in sums.cu."""
+
+    MSE = 0
+    MAE = 1
+    HUBER = 2
+    BINARY_CROSS_ENTROPY = 3
+    BINARY_NLL = 4
+    KL_DIV = 5
 
 
 class PlainKernels:
@@ -125,9 +154,9 @@ class PlainKernels:
         return grad * saved
 
     def losses(
-        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
-        """Return the losses of one of LOSSES; or their sum times `share`, 0-d."""
+        """Return the losses; or their sum times `share`, 0-d."""
         losses, *slopes = LOSSES[form](xp, x, target, delta)
         if share is None:
             return losses, slopes
@@ -137,7 +166,7 @@ class PlainKernels:
     def losses_grad(
         self,
         xp: Any,
-        form: str,
+        form: Loss,
         grad: Array,
         saved: Any,
         needs: tuple[bool, ...],
@@ -228,12 +257,12 @@ class PlainKernels:
     # ---- activations
 
     def activate(
-        self, xp: Any, form: str, x: Array, number: float, keep: bool
+        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
     ) -> tuple[Array, Any]:
-        """Return an activation of x, one of `ACTIVATIONS` or `SMOOTH`.
+        """Return an activation of x.
 
         Args:
-            number: the slope of "leaky_relu" below 0.
+            number: the slope of a leaky ReLU below 0.
             keep: whether the gradient is needed.
         """
         if form in ACTIVATIONS:
@@ -243,7 +272,9 @@ class PlainKernels:
         y, slope = self.bias_activate(xp, self._own(rows), None, form, keep)
         return y.reshape(x.shape), slope
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
         """Return the gradient of x."""
         if form in ACTIVATIONS:
             return ACTIVATIONS[form][1](xp, grad, saved, number)
@@ -272,15 +303,15 @@ class PlainKernels:
             self.copy(xp, to_bias, row_sum(xp, grad))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         """Return an activation of y + bias, which may overwrite y.
 
         Args:
-            form: "relu", whose gradient needs the result; or one of `SMOOTH`, whose derivative is
+            form: ReLU, whose gradient needs the result; or one of `SMOOTH`, whose derivative is
                 saved if the gradient is needed.
         """
-        if form == "relu":
+        if form is Activation.RELU:
             if bias is not None:
                 self.add_bias(xp, y, bias)
             y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
@@ -292,10 +323,12 @@ class PlainKernels:
         return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
         """Return the gradient of y, and write its sum over the rows to `to_bias`."""
-        result = _relu_grad(xp, grad, saved, 0) if form == "relu" else xp.multiply(grad, saved)
+        result = (
+            _relu_grad(xp, grad, saved, 0) if form is Activation.RELU else xp.multiply(grad, saved)
+        )
         if to_bias is not None:
             self.bias_grad(xp, result, to_bias)
         return result
@@ -975,15 +1008,15 @@ def _relative_entropy(xp: Any, x: Array, target: Array, log_target: float) -> tu
 
 
 # (xp, x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
-# which are left out if they are the negative of those in x. The first four in the order of sums.cu.
+# which are left out if they are the negative of those in x.
 LOSSES = MappingProxyType(
     {
-        "mse": _squared,
-        "mae": _absolute,
-        "huber": _huber,
-        "binary_cross_entropy": _from_logits,
-        "binary_nll": _from_probabilities,
-        "kl_div": _relative_entropy,
+        Loss.MSE: _squared,
+        Loss.MAE: _absolute,
+        Loss.HUBER: _huber,
+        Loss.BINARY_CROSS_ENTROPY: _from_logits,
+        Loss.BINARY_NLL: _from_probabilities,
+        Loss.KL_DIV: _relative_entropy,
     }
 )
 
@@ -1027,10 +1060,10 @@ def _tanh(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
 #        (xp, gradient, saved, number) -> the gradient of x}
 ACTIVATIONS = MappingProxyType(
     {
-        "relu": (_relu, _relu_grad),
-        "leaky_relu": (_leaky, _leaky_grad),
-        "sigmoid": (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
-        "tanh": (
+        Activation.RELU: (_relu, _relu_grad),
+        Activation.LEAKY_RELU: (_leaky, _leaky_grad),
+        Activation.SIGMOID: (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
+        Activation.TANH: (
             _tanh,
             lambda xp, grad, y, _: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),
         ),
@@ -1108,4 +1141,6 @@ def _silu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
 
 
 # Functions of a block that return values and derivatives.
-SMOOTH = MappingProxyType({"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu})
+SMOOTH = MappingProxyType(
+    {Activation.GELU: _gelu, Activation.GELU_TANH: _gelu_tanh, Activation.SILU: _silu}
+)

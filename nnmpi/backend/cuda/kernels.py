@@ -20,14 +20,11 @@ from nnmpi.backend.cuda.launch import (
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.plain import LOSSES, PlainKernels, all_gates, compiled_gates
+from nnmpi.backend.plain import Activation, Loss, PlainKernels, all_gates, compiled_gates
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
-FORMS = list(LOSSES)  # in the order of sums.cu
 COPY_AXES = 6  # as in copy.cu
-# In the order of activation.cu.
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 # Each kernel's source, and the roles of its first arguments, a letter each:
 #
@@ -179,21 +176,23 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
         return result
 
-    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+    # ---- activations; the number is the slope of a leaky ReLU below 0
 
     def activate(
-        self, xp: Any, form: str, x: Array, number: float, keep: bool
+        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
     ) -> tuple[Array, Any]:
-        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        y, code = xp.empty(x.shape, x.dtype), form.value
         numbers = (code, float(number), x.size)
         self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
         # the result, where it suffices, is mostly kept by the next operation, too
-        return y, y if form in ("relu", "sigmoid", "tanh") else x
+        return y, y if form in (Activation.RELU, Activation.SIGMOID, Activation.TANH) else x
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
         to_x: Array = xp.empty(saved.shape, saved.dtype)
         arrays = (self.contiguous(xp, grad), self.contiguous(xp, saved), to_x)
-        numbers = (ACTIVATIONS.index(form), float(number), to_x.size)
+        numbers = (form.value, float(number), to_x.size)
         self.flat("activate_grad", to_x.size, to_x.dtype.itemsize, *arrays, *numbers)
         return to_x
 
@@ -208,11 +207,11 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.total_of("squares", (grad,), to, None)
 
     def losses(
-        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
         """See `PlainKernels.losses`; in float32 or more."""
         x, target = self.contiguous(xp, x), self.contiguous(xp, target)
-        numbers = (FORMS.index(form), float(delta))
+        numbers = (form.value, float(delta))
         if share is None:
             result = xp.empty(x.shape, _accumulated(x))
             size = x.dtype.itemsize
@@ -225,7 +224,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def losses_grad(
         self,
         xp: Any,
-        form: str,
+        form: Loss,
         grad: Array,
         saved: Any,
         needs: tuple[bool, ...],
@@ -234,7 +233,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     ) -> tuple[Array | None, ...]:
         (x, target), shape, size = saved, saved[0].shape, saved[0].size
         results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
-        numbers = (FORMS.index(form), float(delta), float(share), int(grad.ndim > 0), size)
+        numbers = (form.value, float(delta), float(share), int(grad.ndim > 0), size)
         arrays = (x, target, self.contiguous(xp, grad), *results)
         self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
         return results
@@ -270,10 +269,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         shift = xp.zeros(y.shape[-1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form == "relu":
+        if form is Activation.RELU:
             self.over_columns("bias_relu", y, y.shape[-1], shift)
             return y, y
         slope = xp.empty(y.shape, y.dtype)
@@ -281,9 +280,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return y, slope
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
-        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
+        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
         grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))

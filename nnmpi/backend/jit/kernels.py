@@ -16,6 +16,7 @@ from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.plain import (
+    Activation,
     PlainKernels,
     compiled_gates,
     fold,
@@ -129,8 +130,10 @@ class NumbaKernels(PlainKernels):
 
     # ---- activations and dense layers
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
-        if form != "relu":
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
+        if form is not Activation.RELU:
             return super().activate_grad(xp, form, grad, saved, number)
         grad, to_x = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
         record_launch(loop("relu_grad"), *map(flattened, (grad, saved, to_x)))
@@ -140,10 +143,10 @@ class NumbaKernels(PlainKernels):
         return rows.copy()
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         shift = xp.zeros(y.shape[1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form == "relu":
+        if form is Activation.RELU:
             record_launch(loop("bias_relu"), y, shift)
             return y, y
         slope = xp.empty(y.shape, y.dtype)
@@ -151,11 +154,11 @@ class NumbaKernels(PlainKernels):
         return y, slope
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
+        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
         record_launch(loop(name), xp.ascontiguousarray(grad), saved, result, sums)
         return result
 
