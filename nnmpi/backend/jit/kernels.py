@@ -24,7 +24,6 @@ from nnmpi.backend.plain import (
     repeated_in,
     widened,
 )
-from nnmpi.backend.planes import flattened
 from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.sums import WIDE
 
@@ -42,7 +41,6 @@ LOOPS = {
     "bias_silu": ACTIVATION,
     "relu_grad_bias": ACTIVATION_GRAD,
     "slope_grad_bias": ACTIVATION_GRAD,
-    "relu_grad": (read(1), read(1), write(1)),
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
@@ -129,15 +127,6 @@ class NumbaKernels(PlainKernels):
         record_launch(loop("adam"), block.data, block.grad, *block.slots, *numbers[:-1])
 
     # ---- activations and dense layers
-
-    def activate_grad(
-        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
-    ) -> Array:
-        if form is not Activation.RELU:
-            return super().activate_grad(xp, form, grad, saved, number)
-        grad, to_x = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
-        record_launch(loop("relu_grad"), *map(flattened, (grad, saved, to_x)))
-        return to_x
 
     def _own(self, rows: Array) -> Array:
         return rows.copy()
