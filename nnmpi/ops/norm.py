@@ -23,7 +23,7 @@ from nnmpi.backend.recording import record_call
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
@@ -177,17 +177,18 @@ def _average(all_reduce: AllReduce, sums: Array, divisor: Array) -> None:
     sums[...] = all_reduce(sums.astype(np.float64)) / divisor
 
 
-class FixedNormFunction(BatchNormFunction):
-    """Normalization with given means and variances, which are constant; for `fixed_norm`."""
+class FixedNormFunction(BatchNormFunction, Elementwise):
+    """Normalization with given means and variances, which are constant; for `fixed_norm`.
+
+    Of sharded channels, each rank uses its slice of the other inputs.
+    """
 
     __slots__ = ()
-
-    broadcasts = True  # of sharded channels, each rank uses its slice of the others
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement."""
         refuse_parts(self, *inputs[1:], why="needs a whole scale and shift")
-        return elementwise_placement(self, inputs, scatters=True)
+        return Elementwise.placed(self, *inputs)
 
     def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
         kernels, (eps, scale, shift, mean, variance) = kernels_of(x), values
