@@ -26,7 +26,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.table import COMMANDS, PACKAGES
 from nnmpi.data.dataset import Dataset
-from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
 from tests.layering.rules import Tree, dead_references
 
@@ -351,7 +351,7 @@ def test_one_update_goes_the_way_that_the_page_follows(
 ) -> None:
     section = PAGES["docs/house.md"].split("## One update, followed")[1].split("\n## ")[0]
     (way,) = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
-    plain, result = Stage.forward, []
+    plain, result = Flight.forward, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         stack = [
@@ -363,7 +363,7 @@ def test_one_update_goes_the_way_that_the_page_follows(
         )
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(Stage, "forward", watched)
+    monkeypatch.setattr(Flight, "forward", watched)
     for name, words in (("whole", ""), ("piped", "--pp 2 --microbatches 2")):
         options = f"--model mlp --dataset digits --max-steps 1 --quiet --out {tmp_path / name} {words}".split()
         result.clear()

@@ -245,7 +245,7 @@ class BucketExchange:
         now = clock.now()
         if now > begin and (trace := timeline.current()):
             trace.add("messages", "collective", timeline.REDUCE, begin, now)
-        self._group.comm.world.collective_s += now - begin
+        self._group.spend(now - begin)
         self._resumed_s = now if self._in_flight else None
 
     def finish(self) -> None:

@@ -294,6 +294,10 @@ class Group(Communicator):
             return nan
         return fit.predict(algorithm, nbytes, started)
 
+    def spend(self, seconds: float) -> None:
+        """Add seconds in which this rank drove collectives under way (not collective)."""
+        self.comm.world.collective_s += seconds
+
     def count(self, traffic: Traffic) -> None:
         """Add to this rank's communication, `World.traffic` (not collective)."""
         world = self.comm.world

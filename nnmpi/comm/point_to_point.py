@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+import nnmpi.base.clock as clock
 from nnmpi.comm.agreement import Communicator
 from nnmpi.comm.buffers import (
     CommBuffer,
@@ -112,6 +113,13 @@ class Messages:
         self._leaving: list[MessageRequest] = []  # kept alive: MPI reads their arrays
         self.sent = self.sent_bytes = 0
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the block's time as communication."""
+        world, begin = self._comm.world, clock.now()
+        yield
+        world.collective_s += clock.now() - begin
+
     @property
     def leaving(self) -> int:
         """The number of sends whose arrays are still in use, as of the last `progress`."""
@@ -152,8 +160,9 @@ class Messages:
 
     def drain(self) -> None:
         """Return when all sent messages have left."""
-        for request in self._leaving:
-            request.wait()
+        with self.timed():
+            for request in self._leaving:
+                request.wait()
         self._leaving = []
 
     def free(self) -> None:

@@ -473,9 +473,10 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         storage = self.model.storage
         with use_precision(self.precision):
             storage.zero_grad()
-            self._passes.train(batch, step)
+            now = self._passes.begin(batch, step)
+            now.train()
             storage.finish_gradients()
-            (loss_sum, score_sum, targets), norm = self._passes.send_sums()(), 0.0
+            (loss_sum, score_sum, targets), norm = now.send_sums()(), 0.0
             if targets:
                 norm = global_norm(storage.grads) * (batch.global_targets / targets)
                 if self.clip is not None:

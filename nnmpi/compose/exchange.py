@@ -1,20 +1,20 @@
-"""Gradient sums and updates: one interface for a Worker, and a class for each way.
+"""A Worker's gradients: a strategy sums them, and the arrangement says whose they are.
 
     begin(batch)                    a step begins
-    parallel                        the strategy: its passes, and sums of gradients under them
+    strategy                        its hooks and sums, during and after backward passes
     finish()                        the passes are over: wait for the sums
     meet(numbers) -> sums, norm     the ranks' only meeting: losses, gradient norm
     update(factor)                  new weights, from the gradients times a factor
 
-    ZeroExchange     each rank has a shard of gradients, state and weights  parallel.zero
-    FixedExchange    sums in an order that does not depend on the layout    parallel.fixed_reduction
-    NodeExchange     sums and updates in memory that a node's ranks share   parallel.fused
-    Exchange         all-reduces of buckets, during the backward or after   parallel.data
+    ShardedDataParallel    each rank has a shard of gradients, state, weights   parallel.zero
+    FixedReduction         sums in an order that does not depend on the layout  parallel.fixed_reduction
+    FusedReplicas          sums and updates in memory that a node's ranks share parallel.fused
+    DataParallel           all-reduces of buckets, during the backward or after parallel.data
 
-To add an exchange, write a class here or in a file of its own, and its condition in
-`make_exchange`.
+To add a strategy, derive a class from `parallel.data.Replicas`, in a file of its own, and write its
+condition in `make_exchange`.
 
-No exchange compresses gradients. Compression would break equality with the serial run, and the
+No strategy compresses gradients. Compression would break equality with the serial run, and the
 planner predicts hardly any gain on the links that were tried.
 
 The gradient norm is that of the full model's gradient, and each rank has a part of it. Every
@@ -30,22 +30,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.base.errors import DeviceError, NnmpiError, Settled, UsageError
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED
+from nnmpi.base.errors import DeviceError, Settled
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.data.loader import Batch
-from nnmpi.optim.clip import add_squares, global_norm, scale, sum_of_squares, trusted
+from nnmpi.optim.clip import add_squares, global_norm, sum_of_squares, trusted
 from nnmpi.parallel.data import DataParallel, Replicas
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.fused import FusedUpdate, fusing_pays
+from nnmpi.parallel.fused import FusedReplicas, fusing_pays
 from nnmpi.parallel.replication import check_equal, check_replicas
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor.parameter import FlatStorage
@@ -53,74 +52,41 @@ from nnmpi.tensor.parameter import FlatStorage
 if TYPE_CHECKING:
     from nnmpi.compose.trainer import Trainer
 
-NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 
-
-class Exchange(Settled, fixed="arrangement model optimizer group replicas parallel"):
-    """All-reduces buckets of gradients over the replicas. Collective throughout.
-
-    Other exchanges derive from it.
+class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
+    """Sums gradients by a strategy, and those of tied parameters. Collective throughout.
 
     Args:
         trainer: the owner of the gradients.
-        options: how they are summed.
+        strategy: sums them over the replicas.
+        notice: an option that could not be used as given, and why; otherwise empty.
 
     Attributes:
-        parallel: the strategy, as a loop of your own uses it; a full model's backwards are its
-            passes.
-        keeps_own: whether each rank still has its own gradients after a failed step.
-        is_fused: whether the sum is fused with the update, which overwrites the gradients.
-        holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
-            each rank has its own.
-        notice: an option that could not be used as given, and why; otherwise empty.
+        strategy: as a loop of your own uses it; a full model's backwards are its passes.
         updates_in_passes: whether weights are updated within passes, after every microbatch.
         squares: the sum that `note_squares` noted, once it is read; NaN for none.
     """
 
-    keeps_own: ClassVar[bool] = True
-    is_fused: ClassVar[bool] = False
-    holders = 1
-    _meeting: tuple[int, str] = NUMBERS_BYTES, NATIVE  # of the ranks: its bytes and its all-reduce
     squares = math.nan
     _is_wide = False  # whether a kernel sums them in float64, where no small ones are lost
 
-    def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
-        arrangement = self.arrangement = trainer.arrangement
-        self.model = trainer.model
-        self.optimizer = trainer.optimizer
-        self.group = trainer.group
-        self.replica_group = arrangement.mesh.replicas
-        # a full model, whose hooks report final gradients; otherwise the pass's program does
-        self._is_uncut = not arrangement.stages
-        self.updates_in_passes = arrangement.layout.asynchronous
-        self.strategy = self._start(options)
-        self.notice = self.strategy.notice
-
-    def _start(self, options: GradientExchange) -> Replicas:
-        args = (options.allreduce, options.bucket_bytes, options.overlap)
-        return DataParallel(self.model, self.replica_group, *args, runs_backward=self._is_uncut)
-
-    @property
-    def has_norm(self) -> bool:
-        """Whether there is a gradient of the whole step."""
-        return not self.updates_in_passes
+    def __init__(self, trainer: Trainer, strategy: Replicas, notice: str = "") -> None:
+        self.arrangement, self.model = trainer.arrangement, trainer.model
+        self.optimizer, self.group, self.strategy = trainer.optimizer, trainer.group, strategy
+        self.updates_in_passes = self.arrangement.layout.asynchronous
+        self.notice = notice or strategy.notice
 
     def begin(self, batch: Batch) -> None:
-        """Begin a step; refuse a batch whose shares do not fit this exchange.
-
-        Only a fixed order of sums has microbatches of a single rank. Here layers may communicate,
-        and would wait for ranks that do not compute the microbatch.
-        """
-        if len(batch.cuts) != batch.microbatches:
-            raise UsageError(
-                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches;"
-                ' Loader(whole_microbatches=True) is for reduction "fixed": leave it out'
-            )
+        """Begin a step; refuse a batch whose shares do not fit the strategy."""
+        self.strategy.begin_step(batch)
 
     def finish(self) -> None:
         """Finish the sums, also of parameters tied between stages."""
+        if not self.strategy.keeps_own:  # each rank has another shard afterwards
+            self._sum_ties()
         self.strategy.finish()
-        self._sum_ties()
+        if self.strategy.keeps_own:
+            self._sum_ties()
 
     def note_squares(self, scalars: DeferredScalars) -> None:
         """Add the squares of a device's gradient to the step's numbers, to be read with them."""
@@ -129,37 +95,31 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
             self._is_wide = kernels_of(grads[0]).of_device
             add_squares(grads, scalars.place(SQUARES, namespace(grads[0])))
 
-    def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
+    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float]:
         """Return sums of some numbers over all ranks, and the gradient norm.
 
         The norm is NaN if weights are updated within a pass.
         """
-        with self.group.collective("numbers"):
-            sums = self.group.sum_floats(numbers)
-        if not self.has_norm:
-            norm = math.nan
-        elif trusted(self.squares) or (self._is_wide and math.isfinite(self.squares)):
-            norm = math.sqrt(self.squares)
-        else:
-            norm = gradient_norm(self.model.storage, self.arrangement)
-        self.group.count_sum(*self._meeting)
-        return sums, norm
+        return self.strategy.meet(numbers, self.group, self._norm)
+
+    def _norm(self) -> float:
+        if self.updates_in_passes:  # there is no gradient of the whole step
+            return math.nan
+        if trusted(self.squares) or (self._is_wide and math.isfinite(self.squares)):
+            return math.sqrt(self.squares)
+        return gradient_norm(self.model.storage, self.arrangement)
 
     def update(self, factor: float) -> None:
         """Update the weights from the gradients times a factor."""
-        scale(self.model.storage.grads, factor)
-        self.optimizer.step()
+        self.strategy.update(self.optimizer, factor)
 
     def describe(self) -> str:
         """Return how gradients are summed, as text."""
         if self.group.size == 1:
             return "none, one rank has nothing to add"
-        if self.replica_group.size == 1:
+        if self.strategy.group.size == 1:
             return "none of gradients, as there is one replica"
-        return ", ".join(filter(None, [self._describe(), self.notice]))
-
-    def _describe(self) -> str:
-        return self.strategy.describe()
+        return ", ".join(filter(None, [self.strategy.describe(), self.notice]))
 
     def check_equal(self) -> None:
         """Compare hashes of replicated state: replicas, tensor groups, tied stages.
@@ -192,108 +152,37 @@ class Exchange(Settled, fixed="arrangement model optimizer group replicas parall
             grad[...] = total
 
 
-class NodeExchange(Exchange):
-    """Sums gradients and updates weights at once, in memory that the ranks of a node share."""
-
-    is_fused = True
-
-    def _start(self, options: GradientExchange) -> Replicas:
-        self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
-        self.holders = self._fused.memory.size
-        # priced as a shared all-reduce, which writes more, and reads as much
-        self._meeting = sum(grad.nbytes for grad in self.model.storage.grads), SHARED
-        try:
-            return Replicas(self.model, self.replica_group)
-        except NnmpiError:  # on all ranks
-            self._fused.release()
-            raise
-
-    def sum_numbers(self, numbers: Sequence[float]) -> tuple[list[float], float]:
-        """See `Exchange.sum_numbers`; the numbers are summed with the gradients."""
-        with self.group.collective("gradients"):
-            norm, sums = self._fused.reduce(numbers)
-        self.group.count_sum(*self._meeting)
-        return sums, norm
-
-    def update(self, factor: float) -> None:
-        """See `Exchange.update`."""
-        self._fused.update(factor)
-        self.model.storage.zero_grad()  # what is left is no gradient
-
-    def _describe(self) -> str:
-        return "fused with the update, through shared memory"
-
-    def release(self) -> None:
-        """See `Exchange.release`."""
-        if not self.strategy.released:
-            super().release()
-            self._fused.release()
-
-
-class ZeroExchange(Exchange):
-    """Reduce-scatters gradients: each rank has its shard of gradients, state and weights."""
-
-    keeps_own = False
-
-    def _start(self, options: GradientExchange) -> Replicas:
-        return ShardedDataParallel(
-            self.model,
-            self.replica_group,
-            self.arrangement.layout.zero,
-            options.algorithm,
-            runs_backward=self._is_uncut,
-        )
-
-    def finish(self) -> None:
-        """See `Exchange.finish`; ties come first, as each rank has another shard afterwards."""
-        self._sum_ties()
-        self.strategy.finish()
-
-
-class FixedExchange(Exchange):
-    """Sums the microbatches' gradients in one tree, for any number of replicas."""
-
-    keeps_own = False
-
-    def _start(self, options: GradientExchange) -> Replicas:
-        # checked once, in the first batch, on all ranks
-        self._is_unchecked = self.arrangement.layout.activation_memory is not None
-        self._sums = FixedReduction(self.model, self.replica_group)
-        return self._sums
-
-    def begin(self, batch: Batch) -> None:
-        """See `Exchange.begin`."""
-        if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
-            raise UsageError(
-                f"this rank has a part of each of {batch.microbatches} microbatches, but reduction"
-                ' "fixed" needs whole ones; give step the batches of a Loader with rank, world,'
-                " microbatches and whole_microbatches=True"
-            )
-        unchecked, self._is_unchecked = self._is_unchecked, False
-        if unchecked and 0 in self.group.gather(len(batch.cuts)):
-            raise UsageError(
-                "ranks without samples cannot take part in the plan for activations with reduction"
-                " fixed; give a larger batch, fewer ranks, or no activation_memory"
-            )
-        self._sums.begin(batch.microbatches)
-
-
 def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     """Return the exchange for a trainer's layout, its options and the memory. Collective."""
     layout, why = trainer.arrangement.layout, _why_separate(trainer)
+    model, replicas = trainer.model, trainer.arrangement.mesh.replicas
     fuses = options.fused_update
     if fuses is None:
-        fuses = options.leaves_choice and not why and fusing_pays(trainer.model, trainer.group)
+        fuses = options.leaves_choice and not why and fusing_pays(model, trainer.group)
     if fuses and not why:
         try:
-            return NodeExchange(trainer, options)
+            return Exchange(trainer, FusedReplicas(model, replicas, trainer.optimizer))
         except DeviceError as error:  # on all ranks: a node may have no such memory
             why = f"{error}"
-    kind = ZeroExchange if layout.zero else FixedExchange if layout.fixed else Exchange
-    result = kind(trainer, options)
-    if fuses:
-        result.notice = f"the update is not fused: {why}"
-    return result
+    # a full model's hooks report final gradients; otherwise the pass's program does
+    is_uncut = not trainer.arrangement.stages
+    strategy: Replicas
+    if layout.zero:
+        strategy = ShardedDataParallel(
+            model, replicas, layout.zero, options.algorithm, runs_backward=is_uncut
+        )
+    elif layout.fixed:
+        strategy = FixedReduction(model, replicas, layout.activation_memory is not None)
+    else:
+        strategy = DataParallel(
+            model,
+            replicas,
+            options.allreduce,
+            options.bucket_bytes,
+            options.overlap,
+            runs_backward=is_uncut,
+        )
+    return Exchange(trainer, strategy, f"the update is not fused: {why}" if fuses else "")
 
 
 def _why_separate(trainer: Trainer) -> str:

@@ -24,7 +24,8 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.base.errors import DivergenceError, UsageError, counted
 from nnmpi.base.shard import split
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.executor import Executor, PassHandler
+from nnmpi.compose.executor import Executor
+from nnmpi.compose.walk import Pass
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
 from nnmpi.ops.collectives import gather
@@ -33,7 +34,38 @@ from nnmpi.tensor.placement import features
 from nnmpi.tensor.tensor import Tensor
 
 
-class Inference(PassHandler):
+class _ForwardPass(Pass):
+    """A forward pass; its outputs are those of the last stage, by microbatch.
+
+    Args:
+        executor, inputs, length: see `Pass`.
+        mode: see `Inference`.
+        keep: (result) -> what is kept of it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        inputs: Sequence[Array],
+        length: int,
+        mode: Callable[[], AbstractContextManager[Any]],
+        keep: Callable[[Array], Array],
+    ) -> None:
+        super().__init__(executor, inputs, length=length)
+        self._mode, self._keep = mode, keep
+        self.kept: dict[int, Array] = {}
+
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+        """See `Pass`."""
+        return self._mode()
+
+    def head(self, result: Tensor, microbatch: int) -> Tensor:
+        """See `Pass`."""
+        self.kept[microbatch] = self._keep(result.data)
+        return result
+
+
+class Inference:
     """Computes a model's outputs. Making and calling it are collective over a replica's ranks.
 
     Args:
@@ -61,10 +93,9 @@ class Inference(PassHandler):
         self._precision = precision
         self._last = last
         self._mode = mode
-        self._outputs: dict[int, Array] = {}  # by microbatch, on the last stage
         # the outputs' dtype and shape, by the input's shape
         self._signatures: dict[tuple[int, ...], list[Any]] = {}
-        self._executor = Executor(self, arrangement, backend)
+        self._executor = Executor(arrangement, backend, lambda x, visit: visit.end(self.model(x)))
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica. Collective.
@@ -72,27 +103,28 @@ class Inference(PassHandler):
         Args:
             x: (rows, *sample_shape), at least one row, the same on all ranks of the replica.
         """
-        arrangement, shape = self._arrangement, x.shape
+        arrangement, shape, length = self._arrangement, x.shape, 0
         if arrangement.sequence is not None:
-            self.length = x.shape[1]
-            x = arrangement.sequence.take(x)
+            length, x = x.shape[1], arrangement.sequence.take(x)
         batch = self._backend.asarray(x)
-        self._outputs.clear()
         cuts = split(len(x), min(len(x), max(len(arrangement.cuts), 1)))
+        inputs = [batch[cut.start : cut.stop] for cut in cuts]
+        now = _ForwardPass(self._executor, inputs, length, self._mode, self._keep)
         with use_precision(self._precision), no_grad():
-            self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
-        local = (
-            np.concatenate([self._outputs[number] for number in sorted(self._outputs)])
-            if self._outputs
-            else None
-        )
-        return self._broadcast(self._complete(local), shape)
+            now.run()
+        local = np.concatenate([part for _, part in sorted(now.kept.items())]) if now.kept else None
+        return self._broadcast(self._complete(local, length), shape)
 
     def release(self) -> None:
         """Free the communicator. Collective."""
         self._executor.free()
 
-    def _complete(self, local: Array | None) -> Array | None:
+    def _keep(self, result: Array) -> Array:
+        """Return the expected outputs of a result, in host memory."""
+        expected = to_float32(self._backend.xp, result[:, -1:] if self._last else result)
+        return np.array(Tensor(expected).numpy(), order="C")
+
+    def _complete(self, local: Array | None, length: int) -> Array | None:
         """Return the outputs of all classes and positions on the last stage; None elsewhere."""
         tp = self._arrangement.mesh.tp
         classes = self._arrangement.classes
@@ -104,7 +136,7 @@ class Inference(PassHandler):
             if classes:
                 outputs = gather(outputs, tp, features(classes))
             if sequence is not None:
-                outputs = sequence.gather(outputs, sequence.placement(self.length))
+                outputs = sequence.gather(outputs, sequence.placement(length))
             return outputs.numpy()
 
     def _broadcast(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
@@ -121,21 +153,6 @@ class Inference(PassHandler):
         dtype, *expected = self._signatures[shape]
         result = np.empty(expected, dtype) if outputs is None else outputs
         pp.broadcast(result.reshape(-1), root, check=False)
-        return result
-
-    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
-        """See `PassHandler`."""
-        return self._mode()
-
-    def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
-        """See `PassHandler`."""
-        return self._executor.end(self.model(x), microbatch)
-
-    def head(self, result: Tensor, microbatch: int) -> Tensor:
-        """Save the outputs of a microbatch."""
-        expected = result.data[:, -1:] if self._last else result.data
-        outputs = Tensor(to_float32(self._backend.xp, expected)).numpy()
-        self._outputs[microbatch] = np.array(outputs, order="C")
         return result
 
 

@@ -1,6 +1,7 @@
 """Batches through the executor: losses, scores and gradients.
 
-    Passes              of a Worker: gradients are summed over the replicas during the backward pass
+    Passes              of a Worker: begins a BatchPass for each batch
+    BatchPass           its losses; gradients are summed over the replicas during the backward pass
     evaluate_all        loss and score over many batches, as means over the ranks
 
     the last backward of stage s    --> reduce(s)    start its sum over the replicas
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, starmap
 from math import isfinite, nan
@@ -46,9 +47,10 @@ from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, BoundMesh
+from nnmpi.comm.synchrony.slow import NOT_SLOW
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
-from nnmpi.compose.executor import Executor, PassHandler
+from nnmpi.compose.executor import Executor
 from nnmpi.compose.losses import (
     LOSS,
     SCORE,
@@ -71,6 +73,7 @@ from nnmpi.compose.losses import (
 from nnmpi.compose.replayed import OBSERVED, Replay
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
+from nnmpi.compose.walk import Pass
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.memory.fitting import choose_savings
@@ -81,7 +84,7 @@ from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
-from nnmpi.parallel.pipeline.stage import StageCost
+from nnmpi.parallel.pipeline.stage import StageCost, Visit
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.tensor.backward import leaves_of
@@ -96,7 +99,7 @@ PASSES_KEPT = 20
 def evaluate_all(
     group: Group,
     batches: Iterable[Batch],
-    evaluate: Callable[[Batch], bool],
+    evaluate: Callable[[Batch], BatchPass],
     scalars: DeferredScalars,
     parts: int = 1,
 ) -> Totals:
@@ -105,8 +108,7 @@ def evaluate_all(
     On a device the sums are read once, at the end.
 
     Args:
-        evaluate: adds loss and score of a batch to the scalars, and returns whether this rank's
-            batches count.
+        evaluate: adds loss and score of a batch to the scalars.
         scalars: of evaluations; their sums begin anew.
         parts: the number of ranks that share the positions of each sample; every one of them
             counts its rows.
@@ -116,7 +118,7 @@ def evaluate_all(
     scalars.clear()
     with no_grad():
         for batch in batches:
-            if evaluate(batch):
+            if evaluate(batch).counts:
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     own = values.get(LOSS, 0.0), values.get(SCORE, 0.0), values.get(WEIGHTS, own_targets)
@@ -130,40 +132,277 @@ def evaluate_all(
     )
 
 
-@dataclass
-class Running:
-    """A batch in flight: its microbatches, and their results on this rank.
+class BatchPass(Pass):
+    """A batch's pass: losses and scores of its microbatches; in training their gradients.
+
+    Args:
+        owner: of the trainer's passes.
+        batch: of this rank.
+        step: the number of the update, which keys dropout.
+        scalars: get losses and scores.
+        cuts: the rows of each microbatch.
+        trains: whether a backward pass follows.
+        factor: of the gradients (see `optim.clip`).
 
     Attributes:
         batch: on the model's backend.
-        cuts: the rows of each microbatch.
-        parts, inputs: the microbatches, with their rows of samples and labels; their samples.
-        trains: whether a backward pass follows.
-        weights: the factor of each microbatch's sum of losses in a backward pass.
-        versions: microbatch -> the version of the weights in its forward pass.
+        counts: whether this rank's losses count.
+        failed: an error of the last stage's loss, raised when all ranks meet.
+        paused_s: the seconds that it was slowed down on purpose.
     """
 
-    batch: Batch
-    step: int
-    loss: SumLoss
-    scalars: DeferredScalars
-    cuts: Sequence[Cut]
-    parts: Sequence[Batch]
-    inputs: Sequence[Array]
-    weights: Sequence[float]
-    trains: bool = True
-    versions: dict[int, int] = field(default_factory=dict)
-    staleness: list[int] = field(default_factory=list)
+    def __init__(
+        self,
+        owner: Passes,
+        batch: Batch,
+        step: int,
+        scalars: DeferredScalars,
+        cuts: Sequence[Cut],
+        trains: bool = True,
+        factor: float = 1.0,
+    ) -> None:
+        self._owner, self._step, self._trains, self._cuts = owner, step, trains, cuts
+        self.counts, self.slow, self.poll = owner.counts, owner.slow, owner.poll
+        self.failed: NnmpiError | None = None
+        self.paused_s, self._final = 0.0, 0
+        self._scalars, loss = scalars, owner.losses[not trains]
+        # an evaluation has several batches
+        self._loss = balanced(loss, batch, owner.world, self.counts) if trains else loss
+        self.batch = to_device(self._with_known_labels(batch), owner.model, owner.backend)
+        self._parts = [self.batch.rows(cut) for cut in cuts]
+        self._each = trains and owner.updates_per_microbatch
+        total = batch.global_targets
+        # the factor of each microbatch's sum of losses in a backward pass
+        self._weights = [
+            factor / max(batch.targets[cut.number] if self._each else total, 1) for cut in cuts
+        ]
+        self._versions: dict[int, int] = {}  # of the weights in a microbatch's forward pass
+        self._staleness: list[int] = []
+        # by parameter: this rank's stages that still have to add to its gradient
+        self._left = Counter(chain.from_iterable(owner.numbers.values())) if trains else Counter()
+        inputs, seeds = [part.x for part in self._parts], self._make_seeds() if trains else ()
+        size = batch.global_elements if trains else 0
+        super().__init__(owner.executor, inputs, seeds, batch.length or 0, size)
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """The key of a batch's recording, but for what is recomputed."""
-        full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self.parts]
-        return self.trains, full.length, full.x.dtype, full.y.dtype, *shapes
+    def _make_seeds(self) -> list[Array]:
+        """Return the seed of each microbatch's backward pass: loss scale / labels of the update.
+
+        A float64 array of shape (); `backward` casts it to the loss's dtype.
+        The loss is a sum over labels, so this gives the gradients of the mean loss.
+        `DataParallel.backward` does the same division. With pipedream each microbatch is an update.
+        """
+        return [self._owner.backend.asarray(weight) for weight in self._weights]
+
+    def key(self) -> tuple[Any, ...]:
+        """Return the key of the pass's recording."""
+        full, shapes = self.batch, [(part.x.shape, part.y.shape) for part in self._parts]
+        recomputed = self.executor.recomputed if self._trains else frozenset()
+        return self._trains, full.length, full.x.dtype, full.y.dtype, *shapes, recomputed
+
+    def train(self, may_replay: bool = True) -> StepReport:
+        """Compute the gradients of the mean loss, summed over replicas. Collective.
+
+        Does not wait for a device, so the report has neither loss nor score; `send_sums` does.
+
+        Args:
+            may_replay: whether the pass may be recorded and replayed.
+        """
+        owner, batch = self._owner, self.batch
+        exchange = owner.exchange
+        report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
+        if owner.hooks is not None and self.slow:
+            owner.hooks.before_sum = self._pace_layer
+        if self._cuts:
+            with owner.settling(self) if owner.settles else nullcontext():
+                passed = self.run(self.key(), owner.refusal_of(self, may_replay))
+            if owner.is_pipeline:
+                report.passed, report.wait_s = passed, passed.wait_s
+                report.staleness = tuple(self._staleness)
+                owner.passed.append(report)
+        if owner.hooks is not None:
+            owner.hooks.before_sum = int
+        if exchange is not None and not owner.updates_per_microbatch:
+            exchange.finish()
+            exchange.note_squares(self._scalars)
+        return report
+
+    def send_sums(self) -> Callable[[], tuple[float, float, int]]:
+        """Begin to copy this rank's contribution: losses, score, counted labels.
+
+        Returns a function that waits for a device's numbers, and returns them. If several ranks
+        have equal results, all but one return zeros. It may communicate, so call it on all ranks.
+        """
+        arrive, exchange, world = self._scalars.send(), self._owner.exchange, self._owner.world
+
+        def read() -> tuple[float, float, int]:
+            values = arrive()
+            if exchange is not None:
+                exchange.squares = values.get(SQUARES, nan)
+            numbers = range(len(self._cuts) if self.counts else 0)
+            losses = {self._cuts[m].number: values[LOSS, m] for m in numbers}
+            return (
+                sum(losses.values())
+                if exchange is None
+                else exchange.strategy.sum_losses(losses, world),
+                sum(values[SCORE, m] for m in numbers),
+                self.batch.own_targets if self.counts else 0,
+            )
+
+        return read
+
+    # ---- how a microbatch is computed ----
+
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
+        """See `Pass`."""
+        if not self._trains:
+            return evaluation()
+        return within(self.late(BatchPass._training, microbatch, again))
+
+    def _training(self, microbatch: int, again: bool, mode: Mode) -> Mode:
+        """Begin a microbatch's forward; return its mode."""
+        owner, cut = self._owner, self._cuts[microbatch]
+        if owner.exchange is not None and owner.exchange.strategy.microbatch != cut.number:
+            owner.exchange.strategy.microbatch = cut.number
+        if self._each and not again:
+            self._versions[microbatch] = owner.optimizer.steps
+        return mode._replace(
+            training=True,
+            seed=owner.seed,
+            step=self._step + (microbatch if self._each else 0),
+            first_row=cut.first_row,
+            again=again,
+            weight=self._weights[microbatch],
+            dropped=None if again else set(),
+        )
+
+    def head(self, logits: Tensor, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch; add loss and score to the step's scalars."""
+        owner, again = self._owner, current().again
+        if not again and owner.backend.is_device:
+            # before the loss: a device would read out of range silently
+            self.do(record_note, BatchPass._check_labels, microbatch, logits.shape)
+        labels = self.do(recorded_input, BatchPass._labels, microbatch)
+        try:
+            loss = sum_of(self._loss, logits, labels)
+        except NnmpiError as error:
+            if not owner.defers or active() is not None:
+                raise
+            self.failed, loss = error, (logits * 0).sum()
+        owner.classes = logits.shape[-1] if logits.shape else 0
+        if not again:
+            # with sharded classes ranks exchange their best ones, which no graph contains
+            record = record_call if owner.has_classes else record_launch
+            self.do(record, BatchPass._note_numbers, microbatch, labels, logits.data, loss.data)
+        return loss
+
+    def _labels(self, microbatch: int) -> Array:
+        return self._parts[microbatch].y
+
+    def _with_known_labels(self, batch: Batch) -> Batch:
+        """Return a batch whose labels the loss takes; note the error of others.
+
+        The other stages of a pipeline wait for this rank's gradients: it gives them some.
+        """
+        owner = self._owner
+        if not owner.defers or not owner.classes or not self.counts:
+            return batch
+        try:
+            check_classes(self._loss, batch.labels, owner.classes)
+        except NnmpiError as error:
+            self.failed = error
+            return replace(batch, y=batch.on_host * 0, host_y=None)
+        return batch
+
+    def _check_labels(self, microbatch: int, shape: Shape) -> None:
+        check_labels(self._loss, self._parts[microbatch], self._cuts[microbatch].start, shape)
+
+    def _note_numbers(self, microbatch: int, labels: Array, logits: Array, loss: Array) -> None:
+        owner = self._owner
+        if owner.has_classes:
+            labels = self._parts[microbatch].on_host
+        score = owner.score(logits, labels)
+        if self._trains and owner.is_alone:
+            self._scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
+        if self._trains or self.counts:
+            factor = getattr(self._loss, "factor", 1.0)  # to the data's units
+            loss = loss if factor == 1 else loss * factor
+            for name, number in ((LOSS, loss), (SCORE, score)):
+                self._scalars.add((name, microbatch) if self._trains else name, number)
+
+    # ---- its gradients ----
+
+    def begin_backward(self, microbatch: int) -> None:
+        """See `Pass`."""
+        owner = self._owner
+        if owner.looks:
+            owner.looks = False
+            for output in self.outputs(microbatch):
+                _warn_of_untracked(owner.model, output)
+        self._final = 0
+        if owner.hooks is not None:
+            owner.hooks.begin_pass(microbatch == len(self._cuts) - 1)
+
+    def end_backward(self, microbatch: int) -> None:
+        """See `Pass`."""
+        if self._owner.hooks is not None:
+            self._owner.hooks.finish_pass()
+            self._owner.hooks.end_pass()
+
+    def abort(self) -> None:
+        """See `Pass`."""
+        if self._owner.exchange is not None:
+            self._owner.exchange.strategy.end_pass()
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """See `Pass`. A gradient to which several stages add is final after the last of them."""
+        if microbatch is not None:
+            return
+        owner = self._owner
+        assert owner.exchange is not None
+        self._left.subtract(owner.numbers[stage])
+        owner.exchange.strategy.final(
+            [number for number in reversed(owner.numbers[stage]) if not self._left[number]]
+        )
+
+    def progress(self) -> None:
+        """See `Pass`."""
+        if self._owner.exchange is not None:
+            self._owner.exchange.strategy.progress()
+
+    def step(self, stage: int, microbatch: int) -> None:
+        """See `Pass`: sum over the replicas, and update a new copy of the weights."""
+        owner = self._owner
+        assert owner.exchange is not None
+        owner.exchange.finish()
+        storage = owner.model.storage
+        storage.move(data=[data.copy() for data in storage.data])
+        for span in storage.spans:
+            # `move` clears the gradients, but their buffers still have the values
+            span.parameter.grad = span.parameter.buffer
+        self._staleness.append(owner.optimizer.steps - self._versions.pop(microbatch))
+        owner.optimizer.step()
+        storage.zero_grad()
+
+    def pace(self, computed_s: float, share: float, waited_s: float) -> float:
+        """See `Pass`."""
+        paused_s = self.slow.wait(
+            computed_s, self._owner.world.rank, self._step, share=share, waited_s=waited_s
+        )
+        self.paused_s += paused_s
+        return paused_s
+
+    def _pace_layer(self, number: int) -> None:
+        """Slow a backward pass down before its next sum, by the share of gradients that are final.
+
+        A straggler sends each gradient late, not only the last one.
+        """
+        storage = self._owner.model.storage
+        self._final += storage.spans[number].parameter.size
+        self.pace_instruction(self._final / storage.size)
 
 
-class Passes(PassHandler):
-    """Takes batches through a trainer's model, forward and backward. Collective throughout.
+class Passes:
+    """Begins the passes of a trainer's model, and knows what they share. Collective throughout.
 
     Args:
         trainer: the owner of model, losses, seed and arrangement. Its optimizer is used here only
@@ -174,14 +413,23 @@ class Passes(PassHandler):
 
     Attributes:
         replay: records and replays.
-        updates: whether the pass itself updates the weights, after every microbatch; otherwise the
-            Worker does, once per step.
+        hooks: the strategy whose hooks report final gradients; None if the program does.
+        updates_per_microbatch: whether the pass itself updates the weights, after every
+            microbatch; otherwise the Worker does, once per step.
         evaluated: the sums of an evaluation.
         counts: whether this rank's losses count: it is the first tensor-parallel rank of the last
             stage.
-        planned: the model under its plan, after the first pass with a budget for activations.
-        paused_s: the seconds that the last batch was slowed down on purpose.
+        defers: whether an error in the last stage's loss is raised when all ranks meet.
+        classes: of this rank's logits, once they are known.
+        numbers: the storage numbers of each stage's parameters, for this rank's stages.
+        settles: whether `settling` has anything to do.
+        looks: whether this rank looks for parameters outside the model, in its first pass.
+        passed: reports of pipelines' passes since the last summary.
+        planned: the model under its plan, if there is a budget for its activations.
+        slow, poll: see `Pass`.
     """
+
+    poll: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -190,132 +438,132 @@ class Passes(PassHandler):
         synchronous_sends: bool = False,
     ) -> None:
         arrangement, backend, model = trainer.arrangement, trainer.backend, trainer.model
-        self.model = model
-        self.backend = backend
-        self.world = trainer.group
-        self._arrangement = arrangement
-        self.exchange = exchange
-        self._losses = (trainer.loss, trainer.evaluation_loss)
-        self._seed = trainer.seed
-        self._optimizer = trainer.optimizer
+        self.model, self.backend, self.world = model, backend, trainer.group
+        self._arrangement, self.exchange = arrangement, exchange
+        self.losses = trainer.loss, trainer.evaluation_loss
+        self.seed, self.optimizer = trainer.seed, trainer.optimizer
         # Called on every rank, since it communicates if the classes are sharded.
         loss = trainer.loss
-        self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
+        self.score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
         is_loose = exchange is None or arrangement.layout.asynchronous
-        if is_loose and any(map(has_class_weights, self._losses)):
+        if is_loose and any(map(has_class_weights, self.losses)):
             raise UsageError(
                 "the loss has class weights, whose mean needs all labels of a global batch; updates"
                 " of single workers or microbatches have none: train with a synchronous Worker, or"
                 " without weights"
             )
-        self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
-        self.planned: RecomputedModel | None = None
+        self.looks = trainer.group.is_root  # one rank warns for all
         self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
-        budget = None if arrangement.stages else arrangement.layout.activation_memory
-        limited = budget is not None or arrangement.layout.limits_activations
-        if limited and arrangement.layout.offload is not None:
+        layout, self._in_segments = arrangement.layout, bool(arrangement.stages)
+        limited = layout.limits_activations
+        if not self._in_segments:
+            limited = limited or layout.activation_memory is not None
+        if limited and layout.offload is not None:
             with agreed(arrangement.mesh.world):
-                self._store = Store(arrangement.layout.offload, backend)
-        self._budget = budget
+                self._store = Store(layout.offload, backend)
         # of a pipeline's stages, and the largest batch for which they were measured
-        self._limit = arrangement.layout.activation_memory if arrangement.stages else None
+        self._limit = layout.activation_memory if self._in_segments else None
         self._fitted_size = 0
         self._fitted = ""  # how they fit, until it is reported
-        self.updates_per_microbatch = arrangement.layout.asynchronous
-        self.paused_s, self._final = 0.0, 0
-        if exchange is not None:
-            self.slow, exchange.strategy.before_sum = trainer.slow, self._pace_layer
-        self.replay = Replay(model, _refusal(arrangement, self._losses), backend.xp)
-        self._now: Running
+        self.updates_per_microbatch = layout.asynchronous
+        self.slow = NOT_SLOW if exchange is None else trainer.slow
+        self.replay = Replay(model, _refusal(arrangement, self.losses), backend.xp)
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
-        self.executor = Executor(self, arrangement, backend, self.replay, synchronous_sends)
-        # by the program; otherwise hooks report the final gradients of a full model
-        self._in_segments = bool(arrangement.stages)
-        self.reports_loss = (
+        self.planned: RecomputedModel | None = None
+        compute = self._compute
+        if layout.activation_memory is not None and not self._in_segments:
+            self.planned = RecomputedModel(
+                model, layout.activation_memory, backend, self.world, self._store
+            )
+            compute = self._compute_planned
+        self.executor = Executor(arrangement, backend, compute, self.replay, synchronous_sends)
+        self.hooks = None if exchange is None or self._in_segments else exchange.strategy
+        self.counts = (
             self.executor.count - 1 in self.executor.stages and arrangement.mesh.coordinates.t == 0
         )
-        # an error in the last stage's loss is raised when all ranks meet
-        self._defers = arrangement.is_pipeline and not self.updates_per_microbatch
-        self.failed: NnmpiError | None = None
-        self._classes = 0  # of this rank's logits, once they are known
+        self.is_pipeline, self.has_classes = arrangement.is_pipeline, bool(arrangement.classes)
+        self.defers = self.is_pipeline and not self.updates_per_microbatch
+        self.classes = 0
         self.is_alone = backend.is_device and trainer.group.size == 1 and not self._in_segments
-        self._numbers = _numbers(arrangement)
-        # by parameter: this rank's stages that still have to add to its gradient
-        self._left = Counter[int]()
+        self.numbers = _numbers(arrangement)
         self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
-        self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
+        self.settles = bool(self._watched) or isinstance(self._limit, int)
+        self.passed: deque[StepReport] = deque(maxlen=PASSES_KEPT)
         if backend.is_device:
             _compile_ahead(model, backend.xp, trainer.precision)
 
+    def _compute(self, x: Tensor, visit: Visit) -> Tensor:
+        return visit.end(self.model(x))
+
+    def _compute_planned(self, x: Tensor, visit: Visit) -> Tensor:
+        """Return the loss of a microbatch, within the budget for activations."""
+        mode = current()
+        # `suspect` observes the layers, which no plan runs as they are
+        if not mode.training or mode.again:
+            return self._compute(x, visit)
+        assert self.planned is not None
+        return self.planned(x, visit.end, visit.size)
+
     # ---- for the trainer ----
 
-    def train(
-        self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True
-    ) -> StepReport:
-        """Compute the gradients of the mean loss, summed over replicas.
-
-        Does not wait for a device, so the report has neither loss nor score; `send_sums` does.
+    def begin(self, batch: Batch, step: int, factor: float = 1.0) -> BatchPass:
+        """Begin a batch's training pass; call its `train`.
 
         Args:
-            step: the number of the update, which keys dropout.
-            scale: a factor of the gradients (see `optim.clip`).
-            may_replay: whether passes may be recorded and replayed.
+            step, factor: see `BatchPass`.
         """
         cuts = batch.cuts
         if self.exchange is None:
             cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
         else:
             self.exchange.begin(batch)
-        self.paused_s = 0.0
         self._scalars.clear()
-        now = self._begin(batch, step, self._scalars, cuts, scale=scale)
-        report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
-        is_pipeline = self._arrangement.is_pipeline
-        if self._in_segments:
-            self._left = Counter(chain.from_iterable(self._numbers.values()))
-        if cuts:
-            refusal = "" if may_replay else OBSERVED
-            if is_pipeline and Kind.I in self.executor.schedule_for(len(cuts)).kinds:
-                refusal = "a split backward pass needs its graph"
-            elif is_pipeline and len(batch.y) < self._most_rows:
-                # a pipeline replays batches of the largest size only
-                refusal = "a short last batch would take memory of its own"
-            self._most_rows = max(self._most_rows, len(batch.y))
-            before = [buffer.data.copy() for _, buffer in self._watched]
-            fits = isinstance(self._limit, int) and batch.global_elements > self._fitted_size
-            if fits:
-                self.executor.save_memory(self.executor.stages)
-                refusal = "activations are measured"
-            with self.executor.measuring() if fits else nullcontext():
-                kind = *now.kind, self.executor.recomputed
-                passed = self.executor.run(now.inputs, self._seeds(now), kind, refusal)
-            if fits:
-                self._fit_stages(batch.global_elements)
-            for (name, buffer), values in zip(self._watched, before, strict=True):
-                if not bool((buffer.data == values).all()):
-                    raise UsageError(_BUFFER_MOVES.format(name))
-            if is_pipeline:
-                report.passed = passed
-                report.staleness = tuple(now.staleness)
-                report.wait_s = passed.wait_s
-                self._passes.append(report)
-        if self.exchange is not None and not self.updates_per_microbatch:
-            self.exchange.finish()
-            self.exchange.note_squares(now.scalars)
-        return report
+        return BatchPass(self, batch, step, self._scalars, cuts, factor=factor)
 
-    def _fit_stages(self, size: int) -> None:
+    def refusal_of(self, now: BatchPass, may_replay: bool) -> str:
+        """Return why a pass may not be recorded and replayed; empty if it may."""
+        rows, refusal = len(now.batch.y), "" if may_replay else OBSERVED
+        if self.is_pipeline and Kind.I in self.executor.schedule_for(len(now.inputs)).kinds:
+            refusal = "a split backward pass needs its graph"
+        elif self.is_pipeline and rows < self._most_rows:
+            # a pipeline replays batches of the largest size only
+            refusal = "a short last batch would take memory of its own"
+        elif now.measures and may_replay:
+            refusal = "activations are measured"
+        self._most_rows = max(self._most_rows, rows)
+        return refusal
+
+    @contextmanager
+    def settling(self, now: BatchPass) -> Iterator[None]:
+        """Fit activations into their limit by the pass in the block, if it is the largest so far.
+
+        Raises:
+            UsageError: when the pass has changed a buffer that it must not change.
+        """
+        before = [buffer.data.copy() for _, buffer in self._watched]
+        fits = isinstance(self._limit, int) and now.size > self._fitted_size
+        if fits:
+            now.measures = True
+            self.executor.save_memory(self.executor.stages)
+        yield
+        if fits:
+            self._fit_stages(now)
+        for (name, buffer), values in zip(self._watched, before, strict=True):
+            if not bool((buffer.data == values).all()):
+                raise UsageError(_BUFFER_MOVES.format(name))
+
+    def _fit_stages(self, now: BatchPass) -> None:
         """Choose the stages to recompute from now on, the same on ranks with the same stages."""
         assert isinstance(self._limit, int)
         executor, mesh = self.executor, self._arrangement.mesh
-        costs = [[*map(float, stage.cost)] for stage in executor.stages.values()]
+        costs = [[*map(float, cost)] for cost in now.costs.values()]
         for group in (mesh.replicas, mesh.tp):
             costs = np.max(group.gather(costs), axis=0).tolist() if group.size > 1 else costs
         cost_of = dict(zip(executor.stages, starmap(StageCost, costs), strict=True))
-        peak = partial(executor.peak_of, cost_of)
+        peak = partial(now.peak_of, cost_of)
         again_s = {number: clock.reproducible(cost.seconds) for number, cost in cost_of.items()}
         if not any(again_s.values()):  # times may not decide
             again_s = {number: BYTE_S * (1 + cost.inner) for number, cost in cost_of.items()}
@@ -332,9 +580,9 @@ class Passes(PassHandler):
             chosen = choose_savings(again_s, moving_s, hidden_s, peak, self._limit)
             if self._store is not None:
                 most = sum(int(cost_of[number].inner) for number in chosen.moved)
-                self._store.reserve(most * len(self._now.cuts))
+                self._store.reserve(most * len(now.inputs))
         executor.save_memory(*chosen, self._store)
-        self._fitted_size = size
+        self._fitted_size = now.size
         moved = f", {len(chosen.moved)} go out and come back" * (self._store is not None)
         self._fitted = (
             f"activations take {format_bytes(int(peak(*chosen)))} at most on this rank,"
@@ -342,39 +590,12 @@ class Passes(PassHandler):
             f" segments are recomputed{moved}"
         )
 
-    def send_sums(self) -> Callable[[], tuple[float, float, int]]:
-        """Begin to copy this rank's contribution of the last batch: losses, score, counted labels.
-
-        Returns a function that waits for a device's numbers, and returns them. If several ranks
-        have equal results, all but one return zeros. It may communicate, so call it on all ranks.
-        """
-        now, arrive = self._now, self._now.scalars.send()
-
-        def read() -> tuple[float, float, int]:
-            values = arrive()
-            if self.exchange is not None:
-                self.exchange.squares = values.get(SQUARES, nan)
-            numbers = range(len(now.cuts) if self.reports_loss else 0)
-            losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
-            loss = (
-                sum(losses.values())
-                if self.exchange is None
-                else self.exchange.strategy.sum_losses(losses, self.world)
-            )
-            return (
-                loss,
-                sum(values[SCORE, m] for m in numbers),
-                now.batch.own_targets if self.reports_loss else 0,
-            )
-
-        return read
-
     def guard(self) -> Array:
         """Return a number on a device that is finite if the batch's loss and gradient are."""
         return self._scalars.place(SQUARES, self.backend.xp)
 
-    def evaluate(self, batch: Batch) -> bool:
-        """Add a batch's LOSS and SCORE to `evaluated`, if this rank counts; return whether.
+    def evaluate(self, batch: Batch) -> BatchPass:
+        """Add a batch's LOSS and SCORE to `evaluated`, if this rank counts.
 
         Call it within `no_grad`.
         """
@@ -383,18 +604,19 @@ class Passes(PassHandler):
             count = max(1, min(len(batch.y), count))
         parts = enumerate(split(len(batch.y), count))
         cuts = [Cut(cut.start, cut.stop, batch.first_row + cut.start, m) for m, cut in parts]
-        now = self._begin(batch, 0, self.evaluated, cuts, trains=False)
-        self.executor.run(now.inputs, kind=now.kind, refusal=OBSERVED if timeline.current() else "")
-        if self.reports_loss and has_class_weights(now.loss):
-            self.evaluated.add(WEIGHTS, label_weights(now.loss, batch))
-        return self.reports_loss
+        now = BatchPass(self, batch, 0, self.evaluated, cuts, trains=False)
+        now.run(now.key(), OBSERVED if timeline.current() else "")
+        loss = self.losses[True]
+        if self.counts and has_class_weights(loss):
+            self.evaluated.add(WEIGHTS, label_weights(loss, batch))
+        return now
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error with the origin of a non-finite loss or gradient."""
         if (
             self._in_segments
             or self._arrangement.layout.expert_parallel
-            or (self.exchange is not None and not self.exchange.keeps_own)
+            or (self.exchange is not None and not self.exchange.strategy.keeps_own)
         ):
             return explain_gradients(self.world, self.model, step + 1, value)
         x, compute = self.suspect(
@@ -410,14 +632,15 @@ class Passes(PassHandler):
         Args:
             is_finite: tests a microbatch's loss, which is computed again.
         """
-        now = self._begin(batch, step, DeferredScalars(), batch.cuts)
+        now, stage = (
+            BatchPass(self, batch, step, DeferredScalars(), batch.cuts),
+            self.executor.stages[0],
+        )
 
         def compute(microbatch: int) -> Tensor:
-            self._now = now
-            with self.mode(microbatch, True):
-                (loss,), _ = self.executor.stages[0].run(
-                    [Tensor(now.inputs[microbatch])], True, microbatch
-                )
+            visit = now.visit(microbatch)
+            with visit.mode(True):
+                (loss,), _ = stage.run([Tensor(now.inputs[microbatch])], True, visit)
                 return loss
 
         tries = [(x, partial(compute, microbatch)) for microbatch, x in enumerate(now.inputs)]
@@ -430,19 +653,19 @@ class Passes(PassHandler):
             self._reported = planned.plan
             return [planned.describe()]
         lines, self._fitted = [self._fitted] * bool(self._fitted), ""
-        if not self._passes:
+        if not self.passed:
             return lines
         # without an epoch's short last batch
-        full = max(report.samples for report in self._passes)
+        full = max(report.samples for report in self.passed)
         passes = [
             report.passed
-            for report in self._passes
+            for report in self.passed
             if report.passed is not None and report.samples == full
         ]
         plan = self.executor.schedule_for(passes[0].microbatches)
         lines.append(_forecast(self._arrangement.mesh, plan, passes))
-        old = max((item for report in self._passes for item in report.staleness), default=0)
-        self._passes.clear()
+        old = max((item for report in self.passed for item in report.staleness), default=0)
+        self.passed.clear()
         if self.updates_per_microbatch:
             # only schedules that update within a pass, such as pipedream, use old weights
             stale = self._arrangement.mesh.pp.gather(old)
@@ -456,202 +679,6 @@ class Passes(PassHandler):
         if self.exchange is not None and not self.exchange.strategy.released:
             self.exchange.release()
             self.executor.free()
-
-    # ---- a pass ----
-
-    def _begin(
-        self,
-        batch: Batch,
-        step: int,
-        scalars: DeferredScalars,
-        cuts: Sequence[Cut],
-        trains: bool = True,
-        scale: float = 1.0,
-    ) -> Running:
-        loss = self._losses[not trains]
-        if trains:  # an evaluation has several batches
-            self.failed = None
-            loss = balanced(loss, batch, self.world, self.reports_loss)
-        batch = to_device(self._with_known_labels(batch, loss), self.model, self.backend)
-        self.length = batch.length or 0
-        parts, total = [batch.rows(cut) for cut in cuts], batch.global_targets
-        inputs, each = [part.x for part in parts], trains and self.updates_per_microbatch
-        weights = [scale / max(batch.targets[cut.number] if each else total, 1) for cut in cuts]
-        self._now = Running(batch, step, loss, scalars, cuts, parts, inputs, weights, trains)
-        return self._now
-
-    def _seeds(self, now: Running) -> list[Array]:
-        """Return the seed of each microbatch's backward pass: loss scale / labels of the update.
-
-        A float64 array of shape (); `backward` casts it to the loss's dtype.
-        The loss is a sum over labels, so this gives the gradients of the mean loss.
-        `DataParallel.backward` does the same division. With pipedream each microbatch is an update.
-        """
-        return [self.backend.asarray(weight) for weight in now.weights]
-
-    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
-        """See `PassHandler`."""
-        now = self._now
-        if not now.trains:
-            return evaluation()
-        return within(partial(self._training, microbatch, again))
-
-    def _training(self, microbatch: int, again: bool, mode: Mode) -> Mode:
-        """Begin a microbatch's forward; return its mode."""
-        now, cut = self._now, self._now.cuts[microbatch]
-        if self.exchange is not None and self.exchange.strategy.microbatch != cut.number:
-            self.exchange.strategy.microbatch = cut.number
-        if self.updates_per_microbatch and not again:
-            now.versions[microbatch] = self._optimizer.steps
-        step = now.step + (microbatch if self.updates_per_microbatch else 0)
-        return mode._replace(
-            training=True,
-            seed=self._seed,
-            step=step,
-            first_row=cut.first_row,
-            again=again,
-            weight=now.weights[microbatch],
-            dropped=None if again else set(),
-        )
-
-    def head(self, logits: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch; add loss and score to the step's scalars."""
-        now, again = self._now, current().again
-        if not again and self.backend.is_device:
-            # before the loss: a device would read out of range silently
-            record_note(self._check_labels, microbatch, logits.shape)
-        labels = recorded_input(lambda: self._now.parts[microbatch].y)
-        try:
-            loss = sum_of(now.loss, logits, labels)
-        except NnmpiError as error:
-            if not self._defers or active() is not None:
-                raise
-            self.failed, loss = error, (logits * 0).sum()
-        self._classes = logits.shape[-1] if logits.shape else 0
-        if not again:
-            # with sharded classes ranks exchange their best ones, which no graph contains
-            record = record_call if self._arrangement.classes else record_launch
-            record(self._note_numbers, microbatch, labels, logits.data, loss.data)
-        return loss
-
-    def _with_known_labels(self, batch: Batch, loss: SumLoss) -> Batch:
-        """Return a batch whose labels the loss takes; note the error of others.
-
-        The other stages of a pipeline wait for this rank's gradients: it gives them some.
-        """
-        if not self._defers or not self._classes or not self.reports_loss:
-            return batch
-        try:
-            check_classes(loss, batch.labels, self._classes)
-        except NnmpiError as error:
-            self.failed = error
-            return replace(batch, y=batch.on_host * 0, host_y=None)
-        return batch
-
-    def raise_failed(self) -> None:
-        """Raise the error of a loss that a pipeline has passed over, if there is one."""
-        if self.failed is not None:
-            raise self.failed
-
-    def _check_labels(self, microbatch: int, shape: Shape) -> None:
-        now = self._now
-        check_labels(now.loss, now.parts[microbatch], now.cuts[microbatch].start, shape)
-
-    def _note_numbers(self, microbatch: int, labels: Array, logits: Array, loss: Array) -> None:
-        now = self._now
-        if self._arrangement.classes:
-            labels = now.parts[microbatch].on_host
-        score = self._score(logits, labels)
-        if now.trains and self.is_alone:
-            now.scalars.add(SQUARES, loss * 0)  # NaN, if the loss is not finite
-        if now.trains or self.reports_loss:
-            factor = getattr(now.loss, "factor", 1.0)  # to the data's units
-            loss = loss if factor == 1 else loss * factor
-            for name, number in ((LOSS, loss), (SCORE, score)):
-                now.scalars.add((name, microbatch) if now.trains else name, number)
-
-    def run_uncut(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch, within the budget for activations, if any."""
-        # `suspect` observes the layers, which no plan runs as they are
-        if self._budget is None or not self._now.trains or current().again:
-            return self.executor.end(self.model(x), microbatch)
-        if self.planned is None:
-            self.planned = RecomputedModel(
-                self.model, self._budget, self.backend, self.world, self._store
-            )
-        return self.planned(
-            x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_elements
-        )
-
-    # ---- for the executor: see `PassHandler` ----
-
-    def begin_backward(self, microbatch: int) -> None:
-        """See `PassHandler`."""
-        if self._looks:
-            self._looks = False
-            for stage in self.executor.stages.values():
-                for output in stage.outputs(microbatch):
-                    _warn_of_untracked(self.model, output)
-        self._final = 0
-        if self.exchange is not None and not self._in_segments:
-            self.exchange.strategy.begin_pass(microbatch == len(self._now.cuts) - 1)
-
-    def end_backward(self, microbatch: int) -> None:
-        """See `PassHandler`."""
-        if self.exchange is not None and not self._in_segments:
-            self.exchange.strategy.finish_pass()
-            self.exchange.strategy.end_pass()
-
-    def pace(self, computed_s: float, share: float, waited_s: float) -> float:
-        """See `PassHandler`."""
-        paused_s = self.slow.wait(
-            computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s
-        )
-        self.paused_s += paused_s
-        return paused_s
-
-    def _pace_layer(self, number: int) -> None:
-        """Slow a backward pass down before its next sum, by the share of gradients that are final.
-
-        A straggler sends each gradient late, not only the last one.
-        """
-        if self.slow:
-            self._final += self.model.storage.spans[number].parameter.size
-            self.executor.pace(self._final / self.model.storage.size)
-
-    def abort(self) -> None:
-        """See `PassHandler`."""
-        if self.exchange is not None:
-            self.exchange.strategy.end_pass()
-
-    def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `PassHandler`. A gradient to which several stages add is final after the last of them."""
-        if microbatch is not None:
-            return
-        assert self.exchange is not None
-        self._left.subtract(self._numbers[stage])
-        self.exchange.strategy.reduce(
-            [number for number in reversed(self._numbers[stage]) if not self._left[number]]
-        )
-
-    def progress(self) -> None:
-        """See `PassHandler`."""
-        if self.exchange is not None:
-            self.exchange.strategy.progress()
-
-    def step(self, stage: int, microbatch: int) -> None:
-        """See `PassHandler`: sum over the replicas, and update a new copy of the weights."""
-        now = self._now
-        assert self.exchange is not None
-        self.exchange.finish()
-        storage = self.model.storage
-        storage.move(data=[data.copy() for data in storage.data])
-        for span in storage.spans:
-            # `move` clears the gradients, but their buffers still have the values
-            span.parameter.grad = span.parameter.buffer
-        now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
-        self._optimizer.step()
-        storage.zero_grad()
 
 
 @lru_cache(maxsize=16)

@@ -20,7 +20,7 @@ steps later, far from their cause.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,12 +29,19 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Watch
-from nnmpi.nn.mode import current
+from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
 
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
 OBSERVED = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
 MOST_CHANGES = 16  # of the model; recording does not pay if it changes all the time
+
+
+class Walk(Protocol):
+    """A pass, see `compose.walk`."""
+
+    def walk(self) -> None:
+        """Carry out its instructions."""
 
 
 class Replay(Compiled):
@@ -62,7 +69,8 @@ class Replay(Compiled):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init__(self, model: Module, refusal: str, xp: Any = np) -> None:
-        super().__init__(lambda: None)
+        super().__init__(_no_step)
+        self._now: Walk | None = None
         self._xp, self._model, self._reason = xp, model, refusal
         self._refused = bool(self._reason)
         self._shapes: set[Any] = set()
@@ -78,26 +86,37 @@ class Replay(Compiled):
         """The memory that recordings hold between two passes, in bytes."""
         return self.pool.size_bytes + (self._graphs.size_bytes if self._graphs else 0)
 
-    def run_or_replay(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str) -> None:
+    def on_pass(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the pass that is done now: a recording's calls outlive its own pass."""
+        return method(self._now, *args)
+
+    def run_or_replay(self, kind: tuple[Any, ...], now: Walk, refusal: str) -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
 
         Args:
             kind: the recording's key: shapes, dtypes, and all else that the calls depend on.
-            run: the loop over the pass's program.
+            now: the pass.
             refusal: why this pass may not be recorded and replayed; otherwise empty.
         """
-        self._step, mode = run, current()
+        mode = current()
         if mode.observe is not None or active() is not None:
             refusal = OBSERVED
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal
-            run()
+            now.walk()
             return
         key = (mode.fused, setting(), precision(), *kind)
         if self._watch is None or not self._watch.is_unchanged():
-            run()  # before the inspection: in this pass layers decide which of them are fused
+            now.walk()  # before the inspection: in this pass layers decide which of them are fused
             self._inspect(key)
             return
+        self._now, self._step = now, now.walk
+        try:
+            self._replay_or_record(key, mode)
+        finally:
+            self._now, self._step = None, _no_step
+
+    def _replay_or_record(self, key: Any, mode: Mode) -> None:
         recording = self._held.get(key)
         if recording is not None and recording.recorder.is_valid():
             self.replays, self._reason = self.replays + 1, ""
@@ -115,7 +134,7 @@ class Replay(Compiled):
             return
         elif len(self._shapes) < MOST_SHAPES:
             self._shapes.add(key)
-        run()
+        self._step()
 
     def _inspect(self, key: Any) -> None:
         """List the parts of a new or changed model, and decide whether it may be replayed."""
@@ -138,6 +157,10 @@ class Replay(Compiled):
             self._reason = "the model changes all the time"
         self._refused = bool(strangers) or self._changes > MOST_CHANGES
         self._watch = Watch(self._model)
+
+
+def _no_step() -> None:
+    """Stand for the step between two passes."""
 
 
 def _is_replayable(module: Module) -> bool:

@@ -46,8 +46,8 @@ from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
-from nnmpi.compose.losses import SumLoss, to_device
-from nnmpi.compose.passes import Passes, evaluate_all
+from nnmpi.compose.losses import SumLoss
+from nnmpi.compose.passes import BatchPass, Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.step_check import StepCheck
 from nnmpi.compose.trainer import (
@@ -82,7 +82,7 @@ class _Started(NamedTuple):
     """A step whose gradients are being computed.
 
     Attributes:
-        batch: on the model's device.
+        batch, now: of this rank; its pass.
         lr, step, factor: the learning rate, the number of the update, the scale of the loss.
         rows: the checksum of the rows, if ranks share them.
         report: to be completed.
@@ -92,6 +92,7 @@ class _Started(NamedTuple):
     """
 
     batch: Batch
+    now: BatchPass
     lr: float
     step: int
     factor: float
@@ -252,23 +253,22 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if lr is not None:
             self.optimizer.lr = lr
         batch, rows = self.arrangement.local(batch)
-        if self.backend.is_device:  # before the ledger counts: a batch is no activation
-            batch = to_device(batch, self.model, self.backend)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         world = self.group.comm.world
         world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
         counts, is_new = self._note_batch(batch)
         with self._deterministic():
-            with self._counting() if counts else _UNCHANGED:
+            now = self.passes.begin(batch, step, factor)
+            with self._counting(now) if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
-                report = self.passes.train(batch, step, factor, not counts)
+                report = now.train(not counts)
             self._note_recordings()
-            read = self.passes.send_sums()
+            read = now.send_sums()
         account = world.traffic, begin, collective_s
         is_steady = not (counts or is_new)
         return _Started(
-            batch, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
+            batch, now, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
         )
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
@@ -286,7 +286,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             norm = self._meet(started, numbers)
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
-        if isfinite(started.report.loss_sum) and (isfinite(norm) or not self.exchange.has_norm):
+        if isfinite(started.report.loss_sum) and (
+            isfinite(norm) or self.exchange.updates_in_passes
+        ):
             if not updated:
                 self._update(norm, started.factor)
         elif updated:  # its guard let it change nothing: do the step again, and wait
@@ -294,14 +296,12 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             return self._finish(self._start(started.batch, None, started.lr))
         else:
             self._skip(started)
-        if self.options.check:
-            self.exchange.check_equal()
         return self._report(started)
 
     def _pace(self, started: _Started) -> None:
         """Wait, if steps have a minimum time: the ranks meet next, so a straggler delays all."""
         if self.slow:
-            paused_s, met_s = self.passes.paused_s, self.group.comm.world.collective_s
+            paused_s, met_s = started.now.paused_s, self.group.comm.world.collective_s
             waited_s = met_s - started.collective_s + started.report.wait_s + paused_s
             computed_s = clock.now() - started.begin - waited_s
             self.slow.wait(computed_s, self.group.rank, started.step, waited_s=paused_s)
@@ -319,12 +319,14 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             f" from sample {batch.first}",
             started.rows,
         )
-        check = self._check.number() + (self.passes.failed is not None)
-        (*sums, targets, differ), norm = self.exchange.sum_numbers((*numbers, check))
+        failed = started.now.failed
+        check = self._check.number() + (failed is not None)
+        (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
         if differ:
             with agreed(self.group):
-                self.passes.raise_failed()
+                if failed is not None:
+                    raise failed
             self._check.refuse()
         if targets != batch.global_targets:
             names = (
@@ -367,7 +369,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 raise self.passes.explain(started.batch, started.step, report.loss)
 
     def _report(self, started: _Started) -> StepReport:
-        """Complete the report of a step."""
+        """Complete the report of a step, and compare the ranks' weights if that was asked for."""
+        if self.options.check:
+            self.exchange.check_equal()
         report, world = started.report, self.group.comm.world
         report.count(world.traffic)
         if isfinite(report.predicted_s):
@@ -395,7 +399,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _held_memory(self) -> dict[str, int]:
         """Return the bytes held between steps; of memory that a node shares, this rank's share."""
-        storage, shares = self.model.storage, self.exchange.holders
+        storage, shares = self.model.storage, self.parallel.holders
         parameters, gradients, buffers = storage.held_bytes()
         return {
             PARAMETERS: parameters // shares,
@@ -407,7 +411,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     def _predict_memory(self) -> dict[str, int]:
         """Predict `_held_memory` by formula, for the ledger; empty if no formula applies."""
         arrangement, storage = self.arrangement, self.model.storage
-        if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
+        if self.parallel.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = arrangement.mesh.replicas, arrangement.layout
         once = isinstance(storage, ShardedStorage) and storage.is_node_shared
@@ -441,9 +445,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         return False
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        executor = self.passes.executor
-        with executor.measuring(), self.ledger.measuring(executor.peak_bytes):
+    def _counting(self, now: BatchPass) -> Iterator[None]:
+        now.measures = True
+        with self.ledger.measuring(now.peak_bytes):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
@@ -582,16 +586,21 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows, self.passes.failed = list[str](), None
+        rows, failed = list[str](), list[NnmpiError]()
+
+        def evaluate(batch: Batch) -> BatchPass:
+            now = self.passes.evaluate(batch)
+            failed.extend([] if now.failed is None else [now.failed])
+            return now
+
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             shares = map(partial(self._share_of, rows), batches)
-            totals = evaluate_all(
-                self.group, shares, self.passes.evaluate, self.passes.evaluated, parts
-            )
+            totals = evaluate_all(self.group, shares, evaluate, self.passes.evaluated, parts)
         if self.arrangement.is_pipeline:
             with agreed(self.group):
-                self.passes.raise_failed()
+                if failed:
+                    raise failed[0]
         self._check.require_same_rows([crc32(f"{rows}".encode())])
         return totals
 

@@ -128,13 +128,14 @@ class BatchNormFunction(Norm):
         kernels, (eps, all_reduce, observe, scale, shift) = kernels_of(x), values
         kept, offset, variance, mean = kernels.batch_moments(xp, x, scale.size)
         count: Count = x.size // scale.size
-        divisor, record = max(count, 1), record_launch
+        seen, divisor, record = count, max(count, 1), record_launch
         if all_reduce is not None:
             # an array: in a replay other ranks may have other numbers of rows
-            divisor, record = xp.empty((), np.float64), record_call
+            seen, record = xp.empty((), np.float64), record_call
+            divisor = seen
             count = record_call(_over_ranks, all_reduce, count, mean, variance, offset, divisor)
         if observe is not None:
-            record(_report, observe, mean, variance, count)
+            record(_report, observe, mean, variance, seen)
         self.statistics = mean, variance, count
         moments = kept, offset, variance, eps
         return kernels.normalize(xp, moments, scale, shift), (moments, variance, divisor)
@@ -155,17 +156,18 @@ class BatchNormFunction(Norm):
 def _report(observe: Observe, mean: Array, variance: Array, count: Count) -> None:
     # an overflow is observed in the second computation
     if not (isinstance(variance, np.ndarray) and overflows(variance)):
-        observe(mean, variance, count)
+        observe(mean, variance, float(count) if isinstance(count, np.ndarray) else count)
 
 
 def _over_ranks(
-    all_reduce: AllReduce, local: int, mean: Array, variance: Array, offset: Array, divisor: Array
+    all_reduce: AllReduce, local: int, mean: Array, variance: Array, offset: Array, seen: Array
 ) -> Count:
     """Turn a rank's statistics of `local` elements into those of all ranks; return their number."""
     xp = namespace(mean)
     ours = mean.astype(xp.float64)
     total = all_reduce(xp.concatenate([xp.full(1, local, xp.float64), local * ours]))
-    divisor[...] = xp.maximum(total[0], 1)
+    seen[...] = total[0]
+    divisor = xp.maximum(total[0], 1)
     wide_mean = total[1:] / divisor
     variance[...] = all_reduce(local * (variance + (ours - wide_mean) ** 2)) / divisor
     mean[...] = wide_mean
@@ -173,8 +175,8 @@ def _over_ranks(
     return total[0]
 
 
-def _average(all_reduce: AllReduce, sums: Array, divisor: Array) -> None:
-    sums[...] = all_reduce(sums.astype(np.float64)) / divisor
+def _average(all_reduce: AllReduce, sums: Array, seen: Array) -> None:
+    sums[...] = all_reduce(sums.astype(np.float64)) / namespace(sums).maximum(seen, 1)
 
 
 class FixedNormFunction(BatchNormFunction, Elementwise):

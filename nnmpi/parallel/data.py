@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import numpy as np
 
@@ -33,12 +33,15 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import refuse_different
-from nnmpi.comm.algorithms.registry import AUTO, SHARED, AlgorithmLike
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, AlgorithmLike
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
+from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
+from nnmpi.optim.clip import scale
+from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.parameter import FlatStorage, Parameter
@@ -62,6 +65,7 @@ class StatisticsSum:
         return total
 
 
+NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
 CHECKED = 4  # the ranks compare this many different numbers of samples: a mistake is in the first
 _GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
@@ -77,9 +81,13 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
         runs_backward: whether the caller uses `backward`; otherwise (a pipeline) the caller runs
-            the backward passes, and calls `reduce` and `finish`.
+            the backward passes, and calls `final` and `finish`.
 
     Attributes:
+        keeps_own: whether each rank still has its own gradients, or all sums, after a step.
+        is_fused: whether the sum is fused with the update, which overwrites the gradients.
+        holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
+            each rank has its own.
         shares_batches: whether the ranks share each microbatch, and batch normalization takes its
             statistics over them; otherwise a microbatch belongs to one rank.
         released: whether `release` was called.
@@ -89,6 +97,9 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
             forward.
     """
 
+    keeps_own: ClassVar[bool] = True
+    is_fused: ClassVar[bool] = False
+    holders = 1
     shares_batches = True
     notice = ""
     microbatch = 0
@@ -212,7 +223,21 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
                     f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES}"
                 )
 
-    def reduce(self, numbers: Sequence[int]) -> None:
+    # ---- a Worker's step ----
+
+    def begin_step(self, batch: Batch) -> None:
+        """Begin a step; refuse a batch whose shares do not fit these sums.
+
+        Only a fixed order of sums has microbatches of a single rank. Here layers may communicate,
+        and would wait for ranks that do not compute the microbatch.
+        """
+        if len(batch.cuts) != batch.microbatches:
+            raise UsageError(
+                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches;"
+                ' Loader(whole_microbatches=True) is for reduction "fixed": leave it out'
+            )
+
+    def final(self, numbers: Sequence[int]) -> None:
         """Start the sum of final gradients, by their parameters' numbers in the storage.
 
         Raises:
@@ -232,6 +257,31 @@ class Replicas(Settled, fixed="model group storage shares_batches released notic
         self.check_not_released()
         self.storage.finish_gradients()
         self._now.summed = True
+
+    def meet(
+        self, numbers: Sequence[float], group: Group, norm: Callable[[], float]
+    ) -> tuple[list[float], float]:
+        """Return sums of some numbers over all ranks, and the gradient norm. Collective.
+
+        It is the ranks' only meeting after `finish`.
+
+        Args:
+            numbers: at most 7.
+            group: all ranks.
+            norm: computes the norm.
+        """
+        with group.collective("numbers"):
+            sums = group.sum_floats(numbers)
+        result = sums, norm()
+        group.count_sum(NUMBERS_BYTES, NATIVE)
+        return result
+
+    def update(self, optimizer: Optimizer, factor: float) -> None:
+        """Update the weights from the gradients times a factor."""
+        scale(self.storage.grads, factor)
+        optimizer.step()
+
+    # ---- passes ----
 
     def begin_pass(self, last: bool) -> None:
         """Begin a pass; refuse it if its gradients would be added to another step's."""
@@ -387,9 +437,9 @@ class DataParallel(Replicas, fixed="exchange"):
             )
         super().begin_pass(last)
 
-    def reduce(self, numbers: Sequence[int]) -> None:
-        """See `Replicas.reduce`."""
-        super().reduce(numbers)
+    def final(self, numbers: Sequence[int]) -> None:
+        """See `Replicas.final`."""
+        super().final(numbers)
         for number in numbers:
             parameter = self.storage.spans[number].parameter
             parameter.finish_gradient()  # copy into flat storage if the caller set another array
@@ -431,7 +481,7 @@ class DataParallel(Replicas, fixed="exchange"):
     def _final(self, number: int, _: Parameter) -> None:
         if self._now.last:
             self.before_sum(number)
-            self.reduce([number])
+            self.final([number])
 
 
 def _share_gradients(

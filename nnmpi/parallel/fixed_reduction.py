@@ -28,6 +28,7 @@ from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import Traffic
+from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.data import Replicas
@@ -41,12 +42,15 @@ class FixedReduction(Replicas):
     Args:
         model: initialized; the running statistics of its batch norms are updated here from now on.
         group: the replicas.
+        needs_rows: whether each rank needs rows in the first batch, by which passes are planned.
     """
 
+    keeps_own = False
     shares_batches = False
 
-    def __init__(self, model: Module, group: Group) -> None:
+    def __init__(self, model: Module, group: Group, needs_rows: bool = False) -> None:
         super().__init__(model, group)
+        self._is_unchecked = needs_rows
         self._norms = [
             module for _, module in model.named_modules() if isinstance(module, BatchNorm)
         ]
@@ -62,6 +66,22 @@ class FixedReduction(Replicas):
         self._trees = [SumTree(microbatches) for _ in self.storage.grads]
         for observed in self._observed:
             observed.clear()
+
+    def begin_step(self, batch: Batch) -> None:
+        """See `Replicas.begin_step`."""
+        if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
+            raise UsageError(
+                f"this rank has a part of each of {batch.microbatches} microbatches, but reduction"
+                ' "fixed" needs whole ones; give step the batches of a Loader with rank, world,'
+                " microbatches and whole_microbatches=True"
+            )
+        unchecked, self._is_unchecked = self._is_unchecked, False
+        if unchecked and 0 in self.group.gather(len(batch.cuts)):
+            raise UsageError(
+                "ranks without samples cannot take part in the plan for activations with reduction"
+                " fixed; give a larger batch, fewer ranks, or no activation_memory"
+            )
+        self.begin(batch.microbatches)
 
     def finish_pass(self) -> None:
         """Take the microbatch's gradients, and clear them in the model."""

@@ -18,19 +18,21 @@ calls: `reduce`, then `update`. `reduce` also sums a few numbers, such as the lo
 message of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import sqrt
 
 import numpy as np
 
 from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi.comm.algorithms.registry import SHARED
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.data import Replicas
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
@@ -189,6 +191,54 @@ class FusedUpdate:
         self.optimizer.move(np.zeros)
         memory.barrier()  # no rank writes while another still reads
         memory.free()
+
+
+class FusedReplicas(Replicas):
+    """Replicas on one node whose sums are fused with the update.
+
+    Args:
+        model, group: see `Replicas`.
+        optimizer: of the model.
+
+    Raises:
+        DeviceError: see `FusedUpdate`.
+    """
+
+    is_fused = True
+
+    def __init__(self, model: Module, group: Group, optimizer: Optimizer) -> None:
+        self._fused = FusedUpdate(model.storage, optimizer, group)
+        self.holders = self._fused.memory.size
+        try:
+            super().__init__(model, group)
+        except NnmpiError:  # on all ranks
+            self._fused.release()
+            raise
+
+    def meet(
+        self, numbers: Sequence[float], group: Group, norm: Callable[[], float]
+    ) -> tuple[list[float], float]:
+        """See `Replicas.meet`; the numbers are summed with the gradients."""
+        with group.collective("gradients"):
+            length, sums = self._fused.reduce(numbers)
+        # priced as a shared all-reduce, which writes more, and reads as much
+        group.count_sum(sum(grad.nbytes for grad in self.storage.grads), SHARED)
+        return sums, length
+
+    def update(self, optimizer: Optimizer, factor: float) -> None:
+        """See `Replicas.update`."""
+        self._fused.update(factor)
+        self.storage.zero_grad()  # what is left is no gradient
+
+    def describe(self) -> str:
+        """See `Replicas.describe`."""
+        return "fused with the update, through shared memory"
+
+    def release(self) -> None:
+        """See `Replicas.release`."""
+        if not self.released:
+            super().release()
+            self._fused.release()
 
 
 def _check(storage: FlatStorage, memory: SharedMemory) -> None:

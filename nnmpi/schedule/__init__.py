@@ -2,7 +2,7 @@
 
     schedules.make  ->  lower.lower  ->  check.check   before a run
                                      ->  simulate.simulate_schedule, render.render
-                                     ->  compose.executor
+                                     ->  compose.walk
 
 Read in this order: schedule (instructions, messages, all programs), then schedules (each with
 its picture; the rule of the schedules with halved backwards is in there_and_back). lower adds

@@ -4,6 +4,7 @@ nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8
 nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
 nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
 nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
+nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2 --program
 """
 
 import sys
@@ -20,8 +21,8 @@ from nnmpi.base.pages.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.schedule.check import check
-from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import compare, describe, picture, render
+from nnmpi.schedule.lower import lower, offload, shard_weights, split_stages
+from nnmpi.schedule.render import compare, describe, picture, programs, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import SCHEDULES, make, named, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
@@ -41,6 +42,14 @@ class ScheduleConfig:
     """Microbatches per step."""
     virtual_stages: int | None = None
     """Stages per rank (default: 1; interleaved 2)."""
+    segments: int = 1
+    """Segments of each stage: what ZeRO gathers and sums at once."""
+    zero: int = 0
+    """The stage of ZeRO, 2 or 3, whose gathers and sums are added."""
+    offload: bool = False
+    """Move what forward passes save to a store, and back for the backward passes."""
+    program: bool = False
+    """Print every rank's instructions, in order."""
     forward_ms: float = 1.0
     """Milliseconds of a rank's forward pass of a microbatch."""
     backward_ms: float | None = None
@@ -56,7 +65,8 @@ class ScheduleConfig:
     """File for a picture for slides: .svg, .png, .pdf."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "stages microbatches virtual_stages", 1, MOST)
+        check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
+        check_numbers(self, "zero", 0, 4)
         check_numbers(self, "forward_ms backward_ms", 0, inf)
 
 
@@ -73,7 +83,7 @@ def main(words: Sequence[str]) -> str:
     stages, microbatches = options.stages, options.microbatches
     work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
     announce(work, 2.5e-4 * stages * virtual * microbatches)
-    schedule = lower(make(name, stages, microbatches, virtual))
+    schedule = _with_memory(options, make(name, stages, microbatches, virtual))
     check(schedule)
     costs = _costs(options, schedule)
     result = simulate_schedule(schedule, costs)
@@ -84,6 +94,8 @@ def main(words: Sequence[str]) -> str:
         "",
         *_figures(schedule, result, options),
     ]
+    if options.program:
+        lines += ["", *programs(schedule)]
     if options.svg:
         about = _modelled(options, schedule.trains)
         if options.network:
@@ -92,15 +104,26 @@ def main(words: Sequence[str]) -> str:
     if options.html:
         beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
         animations = compare(
-            beside | {schedule.name: (name, schedule.virtual)},
+            beside | {schedule.name: (name, virtual)},
             schedule.name,
             stages,
             microbatches,
             partial(_costs, options),
+            change=partial(_with_memory, options),
         )
         write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)
         lines.append(f"open {options.html} in a browser")
     return "\n".join(lines)
+
+
+def _with_memory(options: ScheduleConfig, schedule: Schedule) -> Schedule:
+    """Return the executable schedule, with what the options add for the sake of memory."""
+    schedule = lower(split_stages(schedule, [options.segments] * schedule.stages))
+    if options.zero > 1:
+        schedule = shard_weights(schedule, gathers=options.zero > 2)
+    for rank in range(schedule.ranks * options.offload):
+        schedule = offload(schedule, rank, schedule.stages_of(rank))
+    return schedule
 
 
 def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:

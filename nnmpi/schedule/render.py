@@ -6,14 +6,17 @@ Time is counted in units: a forward takes one, a whole backward two and each of 
 in the papers' figures, since a backward multiplies twice as many matrices; messages, reductions and
 updates take none, unless `costs` say other times. A cell is as wide as its time.
 
-A page's animation has each rank's computation and its number of saved activations over time:
+A page's animation has each rank's computation and its number of saved activations over time, and
+what comes to its memory or leaves it, for ZeRO and offloading:
 
 {"spans": [[rank, "F", stage, microbatch, begin, end], ...],      in milliseconds
+ "held": [[rank, "weights gathered" or "saved, away", stage, microbatch, begin, end], ...]
  "kept": [[[0.0, 1], [1.0, 2], ...], ...],                        by rank: from this time, this many
  "makespan": 12.0, "bubble": 0.33, "peaks": [2, 1]}
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nnmpi.base.errors import ScheduleError, UsageError, counted
@@ -63,8 +66,7 @@ def render(schedule: Schedule, costs: Costs | None = None) -> str:
     Raises:
         ScheduleError: on a deadlock; `check` names its place.
     """
-    if schedule.kinds <= COMPUTE | {Kind.STEP}:
-        schedule = lower(schedule)
+    schedule = _lowered(schedule)
     costs = costs or even_costs(schedule.stages)
     run = ScheduleRun(schedule, costs)
     if run.stuck:
@@ -95,6 +97,22 @@ def render(schedule: Schedule, costs: Costs | None = None) -> str:
             _legend(schedule, costs, unit_s),
         ]
     )
+
+
+def programs(schedule: Schedule) -> list[str]:
+    """Return a line for each rank: its instructions in order; those in brackets are posted together.
+
+    rank 0  0F0 0SEND_ACT0 0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 ...
+    """
+    lowered = _lowered(schedule)
+    return [
+        f"rank {rank}  {' '.join(map(str, program))}"
+        for rank, program in enumerate(lowered.programs)
+    ]
+
+
+def _lowered(schedule: Schedule) -> Schedule:
+    return lower(schedule) if schedule.kinds <= COMPUTE | {Kind.STEP} else schedule
 
 
 def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, str]]:
@@ -169,6 +187,7 @@ def animation(schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     ]
     return {
         "spans": spans,
+        "held": list(_held(simulation)),
         "kept": [_saved_curve(schedule, simulation, rank) for rank in range(schedule.ranks)],
         "makespan": _ms(simulation.makespan_s),
         "bubble": round(simulation.bubble, _DIGITS),
@@ -188,12 +207,33 @@ def picture(schedule: Schedule, simulation: Simulation, about: str = "") -> Pict
         )
         for rank, kind, stage, batch, begin, end in animation(schedule, simulation)["spans"]
     ]
+    spans += [
+        Bar(f"stage {stage}, {what}", begin, end, what)
+        for _, what, stage, _, begin, end in sorted(_held(simulation), key=itemgetter(2, 1, 4))
+    ]
     return Picture(
         f"{describe(schedule)}: bubble {100 * simulation.bubble:.1f} % of all ranks'"
         f" time{about and chr(10)}{about}",
         "ms",
         spans,
     )
+
+
+_ENDS = {Kind.FREE: (Kind.GATHER, "weights gathered"), Kind.IN: (Kind.DROP, "saved, away")}
+
+
+def _held(simulation: Simulation) -> Iterator[list[Any]]:
+    """Yield when the gathered weights of a stage are there, and when what it saved is away."""
+    begun: dict[Any, float] = {}
+    for span in simulation.spans:
+        kind, stage, microbatch = (item := span.instruction).kind, item.stage, item.microbatch
+        if kind in (Kind.GATHER, Kind.DROP):
+            # weights stay for several microbatches
+            begun[span.rank, kind, stage, kind is Kind.DROP and microbatch] = span.begin_s
+        elif kind in _ENDS:
+            first, what = _ENDS[kind]
+            begin_s = begun.pop((span.rank, first, stage, kind is Kind.IN and microbatch))
+            yield [span.rank, what, stage, microbatch, _ms(begin_s), _ms(span.end_s)]
 
 
 def describe(schedule: Schedule) -> str:
@@ -230,6 +270,7 @@ def compare(
     microbatches: int,
     costs: Callable[[Schedule], Costs],
     sizes: tuple[Sequence[int], Sequence[int]] = (STAGES, MICROBATCHES),
+    change: Callable[[Schedule], Schedule] = lower,
 ) -> dict[str, Any]:
     """Return a page's data: a schedule beside others, for several ranks and microbatches.
 
@@ -239,6 +280,7 @@ def compare(
         ranks, microbatches: the page's first choice.
         costs: schedule -> its costs.
         sizes: other ranks and microbatches that the page has.
+        change: makes a schedule executable.
 
     Raises:
         UsageError: for numbers too large for a page.
@@ -254,7 +296,7 @@ def compare(
     for name, (generator, virtual) in schedules.items():
         for size in all_ranks:
             for count in all_microbatches:
-                schedule = lower(make(generator, size, count, virtual))
+                schedule = change(make(generator, size, count, virtual))
                 check(schedule)
                 animations[name][f"{size},{count}"] = animation(
                     schedule, simulate_schedule(schedule, costs(schedule))

@@ -284,7 +284,7 @@ def peak_saved(
         elif kind in (Kind.B, Kind.I):
             now += whole - until
         elif kind in (Kind.DROP, Kind.IN):
-            gone = whole - staying[instruction.stage]
+            gone = whole - staying.get(instruction.stage, 0)
             now += gone if kind is Kind.IN else -gone
         most = max(most, now)
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):

@@ -33,7 +33,7 @@ from nnmpi.tensor.function import (
     kind_of,
     unbroadcast,
 )
-from nnmpi.tensor.turns import Turn, find_turns, inside_pass
+from nnmpi.tensor.turns import Turn, find_turns, graph_alone, inside_pass
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
     "nnmpi_watching", default=None
@@ -239,10 +239,12 @@ def _again(
 ) -> Any:
     """Run an operation's backward in a replay, with the edges that it had when it was recorded.
 
-    Backward reads the edges to find the buffers that it may write to (`Function.into`).
+    Backward reads the edges to find the buffers that it may write to (`Function.into`). A pass over
+    a graph of its own meets no other ranks for others' operations, as within the recorded pass.
     """
     node.edges = edges
-    return node.backward(grad)
+    with graph_alone():
+        return node.backward(grad)
 
 
 def leaves_of(root: Variable) -> set[Variable]:

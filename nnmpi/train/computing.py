@@ -55,8 +55,13 @@ def choose_computing(
     versions = set(group.gather(installed_numba() if plain else ""))
     chosen: Switch = "off"
     line = ""
-    if len(versions) == 1 and versions != {""}:
-        work = multiplications(config.optimization, model, train)
+    work = multiplications(config.optimization, model, train)
+    if plain and "" in versions and work >= PAYS:
+        line = (
+            "kernels: NumPy's; numba's are faster in a run as long as this one, a CNN's by a third:"
+            " pip install 'nnmpi[jit]'"
+        )
+    elif len(versions) == 1 and versions != {""}:
         why = f"pays in runs of {PAYS:.0e} multiplications or more; this one has {work:.0e}"
         if work < PAYS:
             line = f"kernels: NumPy's; loading numba's, which are faster, {why}"

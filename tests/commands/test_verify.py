@@ -14,7 +14,7 @@ from nnmpi.base.errors import HelpAsked, LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.verify import compare, main, parse, table, tolerance, verdict
-from nnmpi.compose.passes import Passes
+from nnmpi.compose.passes import BatchPass
 from nnmpi.parallel.sequence.attention import RingAttention
 
 # ---- words ----
@@ -236,13 +236,11 @@ def test_a_fault_is_found(
 ) -> None:
     if group.size == 1:
         return
-    right = Passes._seeds
+    right = BatchPass._make_seeds
     monkeypatch.setattr(
-        Passes,
-        "_seeds",
-        lambda self, now: [
-            np.asarray((1 + self._arrangement.is_pipeline) * seed) for seed in right(self, now)
-        ],
+        BatchPass,
+        "_make_seeds",
+        lambda self: [np.asarray((1 + self._owner.is_pipeline) * seed) for seed in right(self)],
     )
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)

@@ -2,6 +2,8 @@
 of another model.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -16,6 +18,7 @@ from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.passes import BatchPass
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -169,6 +172,53 @@ def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> 
         (lambda: models.mlp((4, 4, 1), 1, (5,)), yes_or_no) if "loss" in options else MODELS["mlp"]
     )
     assert_equal(group, kind, Layout(dp=group.size), **options)
+
+
+def choosing() -> nn.Module:
+    """Return a model with experts that ranks share out."""
+    return models.gpt(7, 4, 12, 1, 3, experts=3)
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
+@pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.parametrize("name", ["dropping", "choosing"])
+def test_other_ranks_rows_change_while_this_ranks_stay(
+    group: Group, name: str, microbatches: int
+) -> None:
+    """Some ranks have the rows of an earlier microbatch and replay, and others compute: running
+    statistics take the number of all rows, and all ranks meet equally often.
+    """
+    kind, layout = MODELS["dropping"], Layout(dp=group.size)
+    if name == "choosing":
+        kind, layout = (choosing, tokens), Layout(dp=group.size, expert_parallel=True)
+    assert_equal(group, kind, layout, microbatches=microbatches)
+
+
+@pytest.mark.simulated(max_size=2)
+def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither eagerly, nor recorded, nor replayed: a recording calls the pass of its replay."""
+    where = arrange(
+        MODELS["dropping"][0](),
+        group,
+        Layout(pp=group.size, split=cut(MODELS["dropping"][0], group.size)),
+    )
+    where.model.initialize(seed=1)
+    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
+    loader = Loader(images(), 7, rank=where.data_rank, world=where.data_ranks, microbatches=2)
+    begin, passes = worker.passes.begin, []
+
+    def watched(*args: Any) -> BatchPass:
+        now = begin(*args)
+        passes.append(weakref.ref(now))
+        return now
+
+    monkeypatch.setattr(worker.passes, "begin", watched)
+    for epoch in range(2):
+        for batch in loader.epoch(epoch):
+            worker.step(batch)
+    gc.collect()
+    assert worker.passes.replay.replays > 0
+    assert [item() for item in passes] == [None] * 6
 
 
 def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Random mixes of everything that a layout can have, each equal to the serial run or refused.
 
     python -m tests.equivalence.fuzz COUNT [FIRST]        a line for each; status 1 if one differs
+    mpirun -n 4 python -m tests.equivalence.fuzz COUNT    those of 4 ranks, over MPI
 
 A refusal must be a pair of `compose.refusals`, or name what the model or the ranks lack.
 """
@@ -8,9 +9,12 @@ A refusal must be a pair of `compose.refusals`, or name what the model or the ra
 import random
 import sys
 import tempfile
+from math import prod
 from typing import Any
 
+import nnmpi
 from nnmpi.base.errors import NnmpiError
+from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import TRAINING_SCHEDULES, Layout
 from nnmpi.nn.chain import open_chain
@@ -90,31 +94,43 @@ def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]) -> Any:
     return tuple(b - a for a, b in zip([0, *edges], [*edges, layers], strict=True))
 
 
-def try_one(seed: int) -> tuple[str, str]:
-    """Return the outcome of a drawn mix, and its description."""
+def try_one(seed: int, group: Group | None = None) -> tuple[str, str]:
+    """Return the outcome of a drawn mix, and its description; empty for other ranks' numbers.
+
+    Args:
+        seed: of the mix.
+        group: its ranks; None to simulate them.
+    """
     name, options, worker = draw(random.Random(seed))
     setup, what = SETUPS[name], f"{seed} {name} {options} {worker}"
+    ranks = prod(options.get(axis, 1) for axis in ("dp", "pp", "tp", "sp"))
+    if group is not None and ranks != group.size:
+        return "", what
     try:
         layout = Layout(**options)
-        ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
-        (serial,) = simulate(lambda group: serial_run(setup, group), 1)
-        parallel = simulate(lambda group: run(setup, group, layout, **worker), ranks)
+        (serial,) = simulate(lambda alone: serial_run(setup, alone), 1)
+        if group is None:
+            parallel = simulate(lambda group: run(setup, group, layout, **worker), ranks)
+        else:
+            parallel = [run(setup, group, layout, **worker)]
     except NnmpiError as error:
         return f"refused: {str(error).splitlines()[0][:160]}", what
     except Exception as error:  # noqa: BLE001
         return f"ERROR {type(error).__name__}: {error}", what
-    found = differences(parallel[0], serial, setup)
+    is_told = group is None or group.is_root  # which has all weights
+    found = differences(parallel[0], serial, setup) if is_told else []
     return ("equal" if not found else f"DIFFERS: {found[:2]}"), what
 
 
 def main() -> int:
     """Try the drawn mixes."""
     count, first = (*map(int, sys.argv[1:]), 0)[:2]
-    wrong = 0
+    world, wrong = nnmpi.start(), 0
     for seed in range(first, first + count):
-        outcome, what = try_one(seed)
+        outcome, what = try_one(seed, world if world.size > 1 else None)
         wrong += outcome.startswith(("ERROR", "DIFFERS"))
-        print(f"{outcome:<8} {what}", flush=True)
+        if outcome and world.is_root:
+            print(f"{outcome:<8} {what}", flush=True)
     return int(wrong > 0)
 
 

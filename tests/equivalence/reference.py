@@ -193,7 +193,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
 
     Nothing after a fused update, which uses the gradients up.
     """
-    if worker.exchange.is_fused:
+    if worker.parallel.is_fused:
         return {}
     where = worker.arrangement
     return gradient_state(where).to_dict(everywhere=where.is_plain)

@@ -272,6 +272,6 @@ def test_a_norm_that_is_read_late_is_the_steps_own(
     read = scalars.send()
     grad.fill(1)  # the next step's
     worker.exchange.squares = read()[SQUARES]
-    _, norm = worker.exchange.sum_numbers([0.0])
+    _, norm = worker.exchange.meet([0.0])
     assert norm == pytest.approx(float(np.float32(size)) * grad.size**0.5, rel=1e-12, abs=0)
     worker.release()

@@ -179,7 +179,7 @@ def test_pass_after_the_release(group: Group, allreduce: str) -> None:
     parallel.release()
     setting.assert_refused(lambda: setting.backward(parallel), "was released; make a new one")
     setting.assert_refused(parallel.finish, "was released")
-    setting.assert_refused(lambda: parallel.reduce([0]), "was released")
+    setting.assert_refused(lambda: parallel.final([0]), "was released")
 
 
 @pytest.mark.simulated

@@ -363,8 +363,8 @@ FAULTS = (
     Fault(
         "the gradient is divided by one target less",
         "nnmpi/compose/passes.py",
-        "if each else total, 1)",
-        "if each else total - 1, 1)",
+        "if self._each else total, 1)",
+        "if self._each else total - 1, 1)",
         "tests/compose/test_worker.py",
     ),
     Fault(

@@ -4,7 +4,10 @@ import pytest
 
 from nnmpi.base.errors import UsageError
 from nnmpi.schedule.__main__ import main
-from nnmpi.schedule.schedules import SCHEDULES
+from nnmpi.schedule.lower import lower, shard_weights, split_stages
+from nnmpi.schedule.render import animation
+from nnmpi.schedule.schedules import SCHEDULES, make
+from nnmpi.schedule.simulate import even_costs, simulate_schedule
 
 COMMAND = "--pipeline 1f1b --stages 4 --microbatches 8"
 
@@ -31,6 +34,21 @@ def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
         "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)"
         in text
     )
+
+
+def test_what_zero_and_offloading_add_is_printed_and_drawn() -> None:
+    words = "--pipeline gpipe --stages 2 --microbatches 2 --zero 3 --segments 2 --program"
+    *_, first, second = main(words.split()).splitlines()
+    assert first.startswith("rank 0  0GATHER0 1GATHER0 0F0 0FREE0 0GATHER1 1F0 1SEND_ACT0 1FREE0 ")
+    assert second.endswith("2B0 2REDUCE0 2FREE0 2SEND_GRAD0 2STEP 3STEP")
+    schedule = shard_weights(lower(split_stages(make("gpipe", 1, 1), [2])), gathers=True)
+    held = animation(schedule, simulate_schedule(schedule, even_costs(2, 1e-3)))["held"]
+    # the first segment is gathered again while the second one's backward runs
+    assert sorted(row[2:] for row in held) == [[0, 0, 0, 1], [0, 0, 2, 6], [1, 0, 0, 4]]
+    words = "--pipeline gpipe --stages 1 --microbatches 4 --offload --program"
+    *_, program = main(words.split()).splitlines()
+    assert "0F1 0DROP0 0OUT1" in program
+    assert "0IN0 0B1 0B0" in program
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -2,7 +2,8 @@
 //   {name: {"ranks,microbatches": animation}}}
 //
 // animation: {spans: [[rank, kind, stage, microbatch, begin, end]], makespan, bubble, peaks,
-//   kept: [rank][[time, number of activations from then on]]}
+//   held: [[rank, what, stage, microbatch, begin, end]], kept: [rank][[time, number of activations
+//   from then on]]}
 
 const settings = { ranks: DATA.ranks, microbatches: DATA.microbatches };
 const names = Object.keys(DATA.animations);
@@ -14,6 +15,10 @@ const WORDS = {
   STEP: "update",
 };
 const FILLS = { F: "var(--f)", B: "var(--b)", I: "var(--b)", W: "var(--w)", STEP: "var(--step)" };
+const HELD = {
+  "weights gathered": { fill: "var(--w)", at: 25, words: "gathered weights of stage" },
+  "saved, away": { fill: "var(--step)", at: 1, words: "in the store: what was saved by stage" },
+};
 const ms = (value) => `${Number(value.toPrecision(4))} ms`;
 
 function panel(name) {
@@ -122,6 +127,25 @@ function grid(room, animation, now, end) {
           text,
         ),
       );
+  }
+  for (const [rank, what, stage, microbatch, from, to] of animation.held) {
+    const { fill: colour, at, words } = HELD[what];
+    const batch = at === 1 ? ` on microbatch ${microbatch}` : "";
+    picture.append(
+      draw(
+        "rect",
+        {
+          x: px(from),
+          y: rank * high + at,
+          width: Math.max(1, px(to) - px(from) - 1),
+          height: 4,
+          class: "held",
+          fill: colour,
+          opacity: from > now + 1e-9 ? 0.35 : 1,
+        },
+        draw("title", {}, `${words} ${stage}${batch}, ${ms(from)} to ${ms(to)}`),
+      ),
+    );
   }
   picture.append(
     draw("line", {

@@ -2,7 +2,7 @@
 
     schedule (nnmpi.schedule)   the order of each rank's work: F0 F1 B0 F2 B1 ...
         |
-    nnmpi.compose.executor      carries the instructions out, one after the other
+    nnmpi.compose.walk          carries the instructions out, one after the other
         |            \\
     stage       Stage           computes: forward and backward of one microbatch; its saved values
     boundary    StageBoundary   sends and receives: activations forward, gradients back

@@ -207,12 +207,13 @@ class StageBoundary:
 
     def _send(self, arrays: Sequence[Array], tag: int, waits: bool) -> list[Array]:
         hosts = to_hosts(arrays)  # waits until a device has computed and copied them
-        sent = [self._messages.send(host, self._peer, tag) for host in hosts]
-        if waits:
-            before, self._sends[tag] = self._sends.get(tag, ()), sent
-            for request in before:
-                request.wait()
-            self._messages.progress()  # which drops its references, too
+        with self._messages.timed():
+            sent = [self._messages.send(host, self._peer, tag) for host in hosts]
+            if waits:
+                before, self._sends[tag] = self._sends.get(tag, ()), sent
+                for request in before:
+                    request.wait()
+                self._messages.progress()  # which drops its references, too
         return hosts
 
 

@@ -1,9 +1,9 @@
-"""One stage of a program: forward and backward of microbatches, and their saved values in between.
+"""A stage of a program, and a microbatch's flight through it: its forward, then its backward.
 
-    forward(m)    leaves --> layers --> outputs
-    backward(m)   leaves <-- layers <-- outputs
+    forward     leaves --> layers --> outputs
+    backward    leaves <-- layers <-- outputs
 
-Between the two, the graph of microbatch m stays in memory, or only its leaves if the stage
+Between the two, the graph of the microbatch stays in memory, or only its leaves if the stage
 recomputes (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 
 An uncut model is a program of one stage. A stage sends nothing and does not depend on the schedule.
@@ -36,13 +36,30 @@ from nnmpi.tensor.operand import values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import graph_alone
 
-Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Outputs: TypeAlias = tuple[list[Tensor], bool]
-RunStage: TypeAlias = Callable[[Sequence[Tensor], bool, int], Outputs]
+
+
+class Visit(NamedTuple):
+    """How a microbatch is computed.
+
+    Attributes:
+        mode: (again) -> the mode for a forward; `again` for a recomputation.
+        end: the model's result -> the last stage's output.
+        length: of full sequences, if this rank has only some of their positions.
+        size: the elements of the global batch.
+    """
+
+    mode: Callable[[bool], AbstractContextManager[Any]]
+    end: Callable[[Tensor], Tensor]
+    length: int = 0
+    size: int = 0
+
+
+RunStage: TypeAlias = Callable[[Sequence[Tensor], bool, Visit], Outputs]
 
 
 def run_chain(
-    number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None
+    number: int, layers: Sequence[ChainLayer], names: Sequence[str], is_last: bool
 ) -> RunStage:
     """Return a function that runs some layers of a chain as a stage.
 
@@ -50,25 +67,16 @@ def run_chain(
         number: of the stage, for messages.
         layers: see `nn.chain`.
         names: of the stashed values at its beginning, sorted.
-        head: on the last stage: (result, microbatch) -> the stage's output.
+        is_last: whether the layers' result is the model's.
     """
     joined = join_layers(layers)
 
-    def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Outputs:
+    def run(tensors: Sequence[Tensor], single: bool, visit: Visit) -> Outputs:
         x, stashed = unpack(tensors, single, names)
         x = run_layers(layers, joined, x, stashed)
-        return pack(x, stashed, number) if head is None else ([head(x, microbatch)], True)
+        return ([visit.end(x)], True) if is_last else pack(x, stashed, number)
 
     return run
-
-
-@dataclass
-class _InFlight:
-    """A microbatch between its forward and its backward: `outputs` is None if it is recomputed."""
-
-    leaves: list[Tensor]
-    single: bool
-    outputs: list[Tensor] | None
 
 
 class StageCost(NamedTuple):
@@ -87,107 +95,101 @@ class StageCost(NamedTuple):
     seconds: float = 0.0
 
 
+@dataclass
 class Stage:
-    """Computes a part of a model for one microbatch after another.
-
-    Args:
-        run: (inputs, whether x is a single one, microbatch) -> the outputs, and whether x is a
-            single one there.
-        scope: (microbatch, again) -> the mode for its forward; `again` for a recomputation.
-        is_last: whether the outputs are the model's, and go to no other stage.
-        recompute: whether only a microbatch's input is kept, and the rest computed again.
-        is_cut: whether it is one of several stages.
+    """A part of a model that this rank computes.
 
     Attributes:
-        recomputes: as given; it may change between passes.
-        measures: whether backward passes measure their microbatches.
-        cost: the largest measured one.
+        run: (inputs, whether x is a single one, visit) -> the outputs, and whether x is a single
+            one there.
+        is_last: whether the outputs are the model's, and go to no other stage.
+        recomputes: whether only a microbatch's input is kept, and the rest computed again; it may
+            change between passes.
+        is_cut: whether it is one of several stages.
     """
 
-    def __init__(
-        self,
-        run: RunStage,
-        scope: Callable[[int, bool], AbstractContextManager[Any]],
-        is_last: bool = True,
-        recompute: bool = False,
-        is_cut: bool = False,
-    ) -> None:
-        self._alone = graph_alone if is_cut else nullcontext
-        self.run, self._scope, self._is_last = run, scope, is_last
-        self.recomputes = recompute
-        self.measures, self.cost = False, StageCost()
-        self._in_flight: dict[int, _InFlight] = {}
-        self._halves: dict[int, Deferred] = {}
-        self._away: dict[int, SavedArrays] = {}
+    run: RunStage
+    is_last: bool = True
+    recomputes: bool = False
+    is_cut: bool = False
 
-    @property
-    def live(self) -> int:
-        """The number of microbatches whose activations are in memory."""
-        return len(self._in_flight) + len(self._halves)
 
-    def outputs(self, microbatch: int) -> Sequence[Tensor]:
-        """Return the outputs of a microbatch in flight, if they are in memory."""
-        flight = self._in_flight.get(microbatch)
-        return () if flight is None else flight.outputs or ()
+class Flight:
+    """A microbatch in a stage, from its forward to its backward.
 
-    def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
-        """Return the stage's output for one microbatch; empty on the last stage.
+    Args:
+        stage, visit: where, and how.
+
+    Attributes:
+        outputs: the stage's, if they are in memory.
+        cost: of the microbatch, once its backward has measured it.
+    """
+
+    def __init__(self, stage: Stage, visit: Visit) -> None:
+        self._stage, self._visit = stage, visit
+        self._alone = graph_alone if stage.is_cut else nullcontext
+        self._leaves: list[Tensor] = []
+        self._single = True
+        self.outputs: Sequence[Tensor] = ()
+        self._half: Deferred | None = None
+        self._away: SavedArrays | None = None
+        self.cost = StageCost()
+
+    def forward(self, values: BoundaryArrays) -> BoundaryArrays:
+        """Return the stage's output; empty on the last stage.
 
         Args:
-            microbatch: its number.
             values: the stage's input.
-            keep: whether a backward will follow.
         """
-        with self._alone(), self._scope(microbatch, False):
-            leaves = [
-                Tensor(array, requires_grad=need)
-                for array, need in zip(values.arrays, values.needs, strict=True)
-            ]
-            outputs, single = self._run(microbatch, leaves, values.single)
-        if keep:
-            self._in_flight[microbatch] = _InFlight(
-                leaves, values.single, None if self.recomputes else outputs
-            )
-        if self._is_last:
+        self._leaves = [
+            Tensor(array, requires_grad=need)
+            for array, need in zip(values.arrays, values.needs, strict=True)
+        ]
+        self._single = values.single
+        _mark_as_inputs(self._leaves)
+        with self._alone(), self._visit.mode(False):
+            outputs, single = self._stage.run(self._leaves, self._single, self._visit)
+        if not self._stage.recomputes:
+            self.outputs = outputs
+        if self._stage.is_last:
             return BoundaryArrays((), ())
         arrays = tuple(values_or_refuse("the end of a stage", y) for y in outputs)
         return BoundaryArrays(arrays, tuple(y.requires_grad for y in outputs), single)
 
     def backward(
-        self, microbatch: int, grads: Sequence[Array], halves: bool = False
+        self, grads: Sequence[Array], halves: bool = False, measures: bool = False
     ) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
 
         Args:
-            microbatch: its number; its forward ran with `keep`.
-            grads: of the outputs that need one; on the last stage, of the head's scalar.
+            grads: of the outputs that need one; on the last stage, of the end's scalar.
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
+            measures: whether to measure the `cost`.
         """
-        if microbatch in self._away:
-            self._away.pop(microbatch).wait()
-        flight, begin = self._in_flight.pop(microbatch), clock.now()
-        if self.recomputes:
-            with self._alone(), self._scope(microbatch, True):
-                flight.outputs, _ = self._run(microbatch, flight.leaves, flight.single)
-        outputs, flight.outputs = flight.outputs, None
-        assert outputs is not None
-        if self.measures:
-            cost = _cost(flight.leaves, outputs, (clock.now() - begin) * self.recomputes)
-            self.cost = StageCost(*map(max, self.cost, cost))
-        _mark_as_inputs(flight.leaves)  # a leaf that passes through the stage is an output, too
+        away, self._away = self._away, None
+        if away is not None:
+            away.wait()
+        stage, begin, outputs = self._stage, clock.now(), self.outputs
+        leaves, self._leaves, self.outputs = self._leaves, [], ()
+        if stage.recomputes:
+            _mark_as_inputs(leaves)
+            with self._alone(), self._visit.mode(True):
+                outputs, _ = stage.run(leaves, self._single, self._visit)
+        if measures:
+            self.cost = _cost(leaves, outputs, (clock.now() - begin) * stage.recomputes)
+        _mark_as_inputs(leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
-        differentiable = outputs if self._is_last else [y for y in outputs if y.requires_grad]
+        differentiable = outputs if stage.is_last else [y for y in outputs if y.requires_grad]
         with self._alone():
             if len(differentiable) == 1:
                 differentiable[0].backward(grads[0], deferred=deferred)
             elif differentiable:
                 CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
-        if deferred is not None:
-            self._halves[microbatch] = deferred
-        grads_back = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
-        for leaf in flight.leaves:
+        self._half = deferred
+        grads_back = [_take_grad(leaf) for leaf in leaves if leaf.requires_grad]
+        for leaf in leaves:
             # the recording refers to the leaf, and must not keep its values alive
             leaf.data = np.broadcast_to(np.zeros((), leaf.data.dtype), leaf.data.shape)
         recorder = active()
@@ -195,38 +197,26 @@ class Stage:
             recorder.loose.clear()  # the leaves' gradients, which are sent as copies
         return grads_back
 
-    def finish(self, microbatch: int) -> None:
+    def finish(self) -> None:
         """Compute the parameters' gradients of a halved backward."""
-        half = self._halves.pop(microbatch, None)
-        if half is not None:
-            half.finish()
+        if self._half is not None:
+            self._half.finish()
 
-    def send_out(self, microbatch: int, store: Store, backend: Backend) -> None:
-        """Start to move what a microbatch saved to a store, without its inputs and outputs."""
-        flight = self._in_flight[microbatch]
-        assert flight.outputs is not None
-        nodes, ends = operations_of(flight.outputs), [*flight.leaves, *flight.outputs]
-        arrays = SavedArrays(nodes, [*weights_of(nodes), *(x.data for x in ends)], backend)
-        arrays.send(store)
-        self._away[microbatch] = arrays
+    def send_out(self, store: Store, backend: Backend) -> None:
+        """Start to move what the microbatch saved to a store, without its inputs and outputs."""
+        nodes, ends = operations_of(self.outputs), [*self._leaves, *self.outputs]
+        self._away = SavedArrays(nodes, [*weights_of(nodes), *(x.data for x in ends)], backend)
+        self._away.send(store)
 
-    def drop(self, microbatch: int) -> None:
+    def drop(self) -> None:
         """Free the memory of what was sent, once it has arrived."""
-        self._away[microbatch].release()
+        assert self._away is not None
+        self._away.release()
 
-    def bring_in(self, microbatch: int) -> None:
+    def bring_in(self) -> None:
         """Start to move it back, for the backward."""
-        self._away[microbatch].fetch()
-
-    def clear(self) -> None:
-        """Drop all microbatches, after a pass that ended early."""
-        self._away.clear()
-        self._in_flight.clear()
-        self._halves.clear()
-
-    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Outputs:
-        _mark_as_inputs(leaves)
-        return self.run(leaves, single, microbatch)
+        assert self._away is not None
+        self._away.fetch()
 
 
 def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -> StageCost:

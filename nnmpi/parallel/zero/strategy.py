@@ -90,6 +90,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         [448, 448]
     """
 
+    keeps_own = False
     storage: ShardedStorage
 
     def __init__(

@@ -1,0 +1,530 @@
+"""A pass: one batch's walk over the instructions of this rank's program, for every layout.
+
+    full model       F0 B0 F1 B1 ...           a program of one stage; without B for inference
+
+    rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       1F1B; the order is the
+    rank 1 of 3      .  F0 F1 .  .  B0--- F2 B1--- F3 ...             schedule's (see `schedule`)
+    rank 2 of 3      .  .  F0 B0--- F1 B1--- F2 B2--- F3 ...
+
+Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale
+language model training on GPU clusters using Megatron-LM", 2021. Receives are posted one ahead,
+sends travel while the rank computes, and every microbatch has buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import nnmpi.base.clock as clock
+import nnmpi.base.timeline as timeline
+from nnmpi.backend.array import Array
+from nnmpi.backend.recording import active, record_call, record_note, recorded_input
+from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.compose.executor import WEIGHTS, Executor, RankProgram
+from nnmpi.compose.stats import PassReport
+from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
+from nnmpi.parallel.pipeline.stage import Flight, StageCost, Visit
+from nnmpi.parallel.zero.storage import COMMON
+from nnmpi.schedule.lower import offload
+from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, USES, Instruction, Kind, peak_saved
+from nnmpi.tensor.tensor import Tensor
+
+
+class Inbox:
+    """A pass's messages from other stages. A channel is a kind of receive, and its stage.
+
+    One receive per channel is posted ahead of its use, so that its message can travel during
+    computation. Posting all would need a buffer for each. Within a channel, receives are posted in
+    the program's order, which is the order of the sends: MPI pairs them correctly.
+
+    Args:
+        program: the rank's.
+        boundaries: of its stages, by the number of the stage before them.
+        keys: of the microbatches' inputs.
+
+    Attributes:
+        waits: whether a send may wait until the channel's last message has left: as the other
+            rank's receives are posted one ahead, that cannot deadlock.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        boundaries: Mapping[int, StageBoundary],
+        keys: Sequence[InputKey],
+    ) -> None:
+        self._boundaries, self.keys = boundaries, keys
+        self._left = {channel: deque(numbers) for channel, numbers in program.receives.items()}
+        self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
+        self.waits = all(end.is_agreed(key) for end in boundaries.values() for key in keys)
+        for kind, stage in self._left:
+            self._post_ahead(kind, stage)
+
+    def post(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Post this receive unless it is posted ahead, then the channel's next one.
+
+        Nothing is posted for the first microbatch of a shape, whose message brings the signature
+        that later receives need, nor for those behind it: they are received where they are used, so
+        that a pass waits for messages there alone, which is the order that `check` proves.
+        """
+        if microbatch in self._left[kind, stage]:
+            self._post_ahead(kind, stage)
+        if microbatch not in self._left[kind, stage]:
+            self._post_ahead(kind, stage)
+
+    def take(self, kind: Kind, stage: int, microbatch: int) -> BoundaryArrays:
+        """Wait for a message; return its arrays."""
+        if (kind, stage, microbatch) not in self._posted:
+            self._post_next(kind, stage)
+        return self._posted.pop((kind, stage, microbatch))()
+
+    def _post_ahead(self, kind: Kind, stage: int) -> None:
+        """Post a channel's next receive, if its signature is agreed."""
+        left = self._left[kind, stage]
+        if left and self._boundary(kind, stage).is_agreed(self.keys[left[0]]):
+            self._post_next(kind, stage)
+
+    def _post_next(self, kind: Kind, stage: int) -> None:
+        microbatch = self._left[kind, stage].popleft()
+        self._posted[kind, stage, microbatch] = self._boundary(kind, stage).expect(
+            self.keys[microbatch], back=kind is not Kind.RECV_ACT
+        )
+
+    def _boundary(self, kind: Kind, stage: int) -> StageBoundary:
+        return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
+
+
+class Pass:
+    """One batch through this rank's stages: forward, and backward if it trains.
+
+    It lives for one batch. A subclass says how a microbatch is computed, and what becomes of its
+    gradients; by default nothing. A pass may be recorded, and a recording outlives it. So all work
+    besides computation on arrays goes through `do`, which a recording repeats on a later pass.
+
+    Args:
+        executor: runs it.
+        inputs: every microbatch's input, on all ranks (beyond the first stage only its shape is
+            used).
+        seeds: every microbatch's gradient of the last stage's scalar; empty for inference.
+        length, size: see `Visit`.
+
+    Attributes:
+        measures: whether backward passes measure what microbatches cost.
+        costs: of the largest measured microbatch, by stage.
+        report: times, messages and microbatches in memory.
+        slow: minimum times and stragglers in training.
+        poll: called before each backward pass on a rank that also serves others; None on other
+            ranks.
+    """
+
+    slow: Slow = NOT_SLOW
+    poll: Callable[[], None] | None = None
+
+    def __init__(
+        self,
+        executor: Executor,
+        inputs: Sequence[Array],
+        seeds: Sequence[Array] = (),
+        length: int = 0,
+        size: int = 0,
+    ) -> None:
+        self.executor, self.inputs, self.length, self.size = executor, inputs, length, size
+        self._seeds = seeds
+        self.measures, self.costs = False, dict.fromkeys(executor.stages, StageCost())
+        self.report = PassReport(len(inputs))
+        # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
+        # sent.
+        self._values: dict[tuple[int, int], BoundaryArrays] = {}
+        self._grads: dict[tuple[int, int], Sequence[Array]] = {}
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._timeline = timeline.current()
+
+    # ---- for subclasses ----
+
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+        """Return the mode for a forward; `again` for a recomputation."""
+        raise NotImplementedError
+
+    def head(self, result: Tensor, microbatch: int) -> Tensor:
+        """Return the last stage's output for the model's result: the scalar to differentiate."""
+        raise NotImplementedError
+
+    def begin_backward(self, microbatch: int) -> None:
+        """A microbatch's backward begins."""
+
+    def end_backward(self, microbatch: int) -> None:
+        """A microbatch's backward has ended."""
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """Start the sum of a stage's final gradients over the replicas, without waiting.
+
+        Args:
+            microbatch: the one whose gradients they are, if the schedule updates after every
+                microbatch; otherwise None.
+        """
+
+    def progress(self) -> None:
+        """Poll the sums in flight; called after every item of the program."""
+
+    def step(self, stage: int, microbatch: int) -> None:
+        """Update a stage's parameters, in schedules that update after every microbatch."""
+
+    def pace(self, computed_s: float, share: float, waited_s: float) -> float:
+        """Slow down this share of a step; return the seconds waited. See `Slow.wait`."""
+        return 0.0
+
+    def abort(self) -> None:
+        """An exception has ended the pass."""
+
+    # ---- the walk ----
+
+    def do(self, record: Callable[..., Any], method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the pass; a recording calls it on the pass that is replayed.
+
+        Args:
+            record: says what kind of call it is: `record_call`, `recorded_input` or others.
+        """
+        return method(self, *args) if active() is None else record(self.late(method), *args)
+
+    def late(self, method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        """Return the call that `do` makes, for others to make it."""
+        replay = self.executor.replay
+        if active() is None or replay is None:
+            return partial(method, self, *args)
+        return partial(replay.on_pass, method, *args)
+
+    def run(self, kind: tuple[Any, ...] = (), refusal: str = "") -> PassReport:
+        """Do the pass by this rank's program. Collective.
+
+        Args:
+            kind, refusal: see `Replay.run_or_replay`.
+        """
+        executor, begin = self.executor, clock.now()
+        executor.passes += 1
+        self._program = executor.program(len(self.inputs), bool(self._seeds))
+        try:
+            with executor.gathering() if executor.zero > 1 else nullcontext():
+                if executor.boundaries:
+                    keys = [(tuple(x.shape), self._program.trains) for x in self.inputs]
+                    self._inbox = Inbox(self._program, executor.boundaries, keys)
+                if executor.replay is None:
+                    self.walk()
+                else:
+                    executor.replay.run_or_replay(kind, self, refusal)
+                if executor.boundaries:
+                    self._drain()
+        except BaseException:
+            for held in (self._values, self._grads, self._flights):
+                held.clear()
+            self.abort()
+            raise
+        self.report.total_s = clock.now() - begin
+        return self.report
+
+    def walk(self) -> None:
+        """Carry out the instructions in their order."""
+        executor, program = self.executor, self._program
+        paced = program.trains and bool(self.slow)
+        watched = paced or executor.messages is not None or self._timeline is not None
+        for item in program.items:
+            for op in item:
+                kind, stage, microbatch = op.kind, op.stage, op.microbatch
+                if executor.boundaries and kind in USES and microbatch is not None:
+                    self._take(USES[kind], stage, microbatch)
+                if executor.zero > 2 and kind in COMPUTE:
+                    self.do(record_call, Pass._wait_for_weights, stage)
+                if watched:
+                    self.do(record_call, Pass._begin, kind)
+                _ACTIONS[kind](self, stage, microbatch)
+                if paced and kind in WEIGHTS:
+                    self.do(record_call, Pass.pace_instruction)
+                if watched:
+                    # the peak is after a forward: backwards only free memory
+                    live = len(self._flights) if kind is Kind.F else 0
+                    self.do(record_call, Pass._end, op, live)
+                if stage == 0 and kind in _LAST:
+                    self.do(record_call, type(self).end_backward, microbatch)
+            if executor.messages is not None:
+                self.do(record_call, Pass._progress)
+
+    def _progress(self) -> None:
+        # A second thread that calls MPI instead was slower: 0.65 ms against 0.47.
+        assert self.executor.messages is not None
+        self.executor.messages.progress()
+        self.progress()
+
+    def _begin(self, kind: Kind) -> None:
+        self._began, self._paused_s = clock.now(), 0.0
+        self._collective_s = self.executor.world.collective_s
+        self._share = WEIGHTS.get(kind, 0.0) / (self._program.weight or 1.0)
+
+    def pace_instruction(self, part: float = 1.0) -> None:
+        """Wait until the current instruction has lasted for this part of its slowed-down time."""
+        met_s = self.executor.world.collective_s - self._collective_s
+        computed_s = clock.now() - self._began - self._paused_s - met_s
+        self._paused_s += self.pace(computed_s, self._share * part, self._paused_s)
+
+    def _end(self, instruction: Instruction, live: int) -> None:
+        """Note the time and memory of an instruction."""
+        kind, report, begin, end = instruction.kind, self.report, self._began, clock.now()
+        if kind in COMPUTE:
+            report.samples.append((instruction, end - begin))
+            report.compute_s += end - begin
+            report.peak_live = max(report.peak_live, live)
+        is_shown = kind in _STYLES and kind not in RECEIVES
+        # a collective shows itself
+        if is_shown and not (self.executor.zero > 1 and kind is Kind.REDUCE):
+            self._show(instruction, begin, end)
+
+    def _show(self, instruction: Instruction, begin_s: float, end_s: float) -> None:
+        if self._timeline is not None:
+            category, track = _STYLES[instruction.kind]
+            sends, takes = self._arrow(instruction)
+            self._timeline.add(
+                str(instruction), category, track, begin_s, end_s, None, sends, takes
+            )
+
+    # ---- memory ----
+
+    def peak_bytes(self, most: int) -> int:
+        """Return the peak bytes of activations of the pass, which was measured.
+
+        Args:
+            most: of a microbatch of an uncut model.
+        """
+        executor = self.executor
+        if executor.count == 1:
+            return most
+        return int(self.peak_of(self.costs, executor.recomputed, executor.moved))
+
+    def peak_of(
+        self, costs: Mapping[int, StageCost], again: Collection[int], moved: Collection[int] = ()
+    ) -> float:
+        """Return the peak bytes of a pass like this one, for a choice of stages.
+
+        A stage's outputs are the next one's inputs if that is on this rank; the data are no
+        activations.
+
+        Args:
+            again: the stages that are recomputed.
+            moved: those whose saved arrays are moved to a store meanwhile.
+        """
+        waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
+        staying = {
+            number: waiting[number] + cost.outputs * (number + 1 not in costs)
+            for number, cost in costs.items()
+        }
+        saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
+        schedule, rank = self._program.schedule, self.executor.rank
+        if moved:  # not checked: many choices are tried
+            schedule = offload(schedule, rank, moved)
+        left = {number: waiting[number] for number in again}
+        return peak_saved(schedule, rank, saved, left, staying)
+
+    # ---- weights and gradients that replicas share out ----
+
+    def _gather(self, stage: int, microbatch: int) -> None:
+        self.executor.storage.start(COMMON)
+        self.executor.storage.start(self.executor.unit_of[stage])
+
+    def _wait_for_weights(self, stage: int) -> None:
+        self.executor.storage.acquire(COMMON)
+        self.executor.storage.acquire(self.executor.unit_of[stage])
+
+    def _free(self, stage: int, microbatch: int) -> None:
+        self.executor.storage.release(self.executor.unit_of[stage])
+
+    def _reduce(self, stage: int, microbatch: int | None) -> None:
+        if self.executor.zero > 1:
+            self.executor.storage.reduce(self.executor.unit_of[stage])
+        else:
+            self.reduce(stage, microbatch)
+
+    # ---- computing ----
+
+    def visit(self, microbatch: int) -> Visit:
+        """Return how stages compute a microbatch."""
+        mode, end = partial(self.mode, microbatch), partial(self._at_end, microbatch)
+        return Visit(mode, end, self.length, self.size)
+
+    def _at_end(self, microbatch: int, result: Tensor) -> Tensor:
+        return self.head(self.executor.whole(result, self.length), microbatch)
+
+    def outputs(self, microbatch: int) -> Sequence[Tensor]:
+        """Return the outputs of all stages for a microbatch in flight, if they are in memory."""
+        return [
+            output
+            for (_, number), flight in self._flights.items()
+            for output in flight.outputs
+            if number == microbatch
+        ]
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        if stage:
+            values = self._values.pop((stage, microbatch))
+        else:
+            data = self.do(recorded_input, Pass._input, microbatch)
+            values = BoundaryArrays((data,), (False,))
+        flight = Flight(self.executor.stages[stage], self.visit(microbatch))
+        outputs = flight.forward(values)
+        if self._program.trains:
+            self._flights[stage, microbatch] = flight
+        if stage < self.executor.count - 1:
+            self._values[stage + 1, microbatch] = outputs
+
+    def _input(self, microbatch: int) -> Array:
+        return self.inputs[microbatch]
+
+    def _seed(self, microbatch: int) -> Array:
+        return self._seeds[microbatch]
+
+    def _backward(self, stage: int, microbatch: int, halves: bool = False) -> None:
+        if stage == self.executor.count - 1:
+            if self.poll is not None:
+                record_call(self.poll)
+            self.do(record_note, type(self).begin_backward, microbatch)
+            grads: Sequence[Array] = [self.do(recorded_input, Pass._seed, microbatch)]
+        else:
+            grads = self._grads.pop((stage, microbatch))
+        flight = self._flights[stage, microbatch]
+        if not halves:
+            del self._flights[stage, microbatch]
+        grads_back = flight.backward(grads, halves, self.measures)
+        if self.measures:
+            self.costs[stage] = StageCost(*map(max, self.costs[stage], flight.cost))
+        if stage:
+            self._grads[stage - 1, microbatch] = grads_back
+
+    def _send_out(self, stage: int, microbatch: int) -> None:
+        executor = self.executor
+        assert executor.store is not None
+        self._flights[stage, microbatch].send_out(executor.store, executor.backend)
+
+    # ---- messages ----
+
+    def _drain(self) -> None:
+        """Wait until all messages have left."""
+        executor, waited = self.executor, clock.now()
+        assert executor.messages is not None
+        executor.messages.drain()
+        for boundary in executor.boundaries.values():
+            boundary.drop_sent()
+        if self._timeline is not None:
+            self._timeline.add("last sends", "waiting", timeline.WAITING, waited, clock.now())
+
+    def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
+        if kind is Kind.SEND_ACT:
+            values = self._values.pop((stage + 1, microbatch))
+        else:
+            stage -= 1
+            values = BoundaryArrays(tuple(self._grads.pop((stage, microbatch))), ())
+        self.do(
+            *(record_call, Pass._send_over, kind, stage, microbatch, active() is not None),
+            *values,
+        )
+
+    def _send_over(
+        self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
+    ) -> None:
+        """Send arrays over a boundary.
+
+        Args:
+            copy: send copies, since a replay reuses the arrays' memory while the message travels.
+        """
+        outgoing, end, inbox = (
+            BoundaryArrays(*values),
+            self.executor.boundaries[boundary],
+            self._inbox,
+        )
+        if copy:
+            outgoing = outgoing._replace(
+                arrays=tuple(item.copy(order="K") for item in outgoing.arrays)
+            )
+        if kind is Kind.SEND_ACT:
+            sent = end.send(inbox.keys[microbatch], outgoing, inbox.waits)
+        else:
+            sent = end.send_back(outgoing.arrays, inbox.waits)
+        instruction = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
+        self.report.sent.append((instruction, [array.nbytes for array in sent]))
+
+    def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        self._inbox.post(kind, stage, microbatch)
+
+    def _take(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Wait for a receive's arrays, unless they come from a stage of this rank.
+
+        Args:
+            kind: of the receive.
+        """
+        if (kind, stage) not in self._program.receives:
+            return
+        self.do(record_call, Pass._wait, kind, stage, microbatch)
+        arrays = tuple(
+            self.do(recorded_input, Pass._arrived, i) for i in range(len(self._received.arrays))
+        )
+        if kind is Kind.RECV_ACT:
+            self._values[stage, microbatch] = self._received._replace(arrays=arrays)
+        else:
+            self._grads[stage, microbatch] = arrays
+
+    def _arrived(self, number: int) -> Array:
+        return self._received.arrays[number]
+
+    def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
+        begin = clock.now()
+        self._received = self._inbox.take(kind, stage, microbatch)
+        end = clock.now()
+        self.report.wait_s += end - begin
+        self._show(kind.at(stage, microbatch), begin, end)
+
+    def _arrow(self, instruction: Instruction) -> tuple[str, str]:
+        """Return the trace's names of the messages that an instruction sends and receives."""
+        is_send = instruction.kind in SENDS
+        is_gradient = instruction.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
+        if not is_send and instruction.kind not in RECEIVES:
+            return "", ""
+        boundary = instruction.stage - (1 if is_gradient == is_send else 0)
+        kind, executor = "grad" if is_gradient else "act", self.executor
+        name = f"{executor.label}/{executor.passes}/{boundary}/{kind}/{instruction.microbatch}"
+        return (name, "") if is_send else ("", name)
+
+
+def _recorded(method: Callable[..., None], *args: Any) -> Callable[[Pass, int, Any], None]:
+    """Return the action that is one call of a recording."""
+    return lambda now, *where: now.do(record_call, method, *args, *where)
+
+
+# What each instruction does: (pass, stage, microbatch).
+_ACTIONS: dict[Kind, Callable[[Pass, int, Any], None]] = {
+    Kind.F: Pass._forward,
+    Kind.B: Pass._backward,
+    Kind.I: partial(Pass._backward, halves=True),
+    Kind.W: lambda now, *where: now._flights.pop(where).finish(),
+    Kind.SEND_ACT: lambda now, *where: now._send(Kind.SEND_ACT, *where),
+    Kind.RECV_ACT: _recorded(Pass._receive, Kind.RECV_ACT),
+    Kind.SEND_GRAD: lambda now, *where: now._send(Kind.SEND_GRAD, *where),
+    Kind.RECV_GRAD: _recorded(Pass._receive, Kind.RECV_GRAD),
+    Kind.OUT: Pass._send_out,
+    Kind.DROP: lambda now, *where: now._flights[where].drop(),
+    Kind.IN: lambda now, *where: now._flights[where].bring_in(),
+    Kind.GATHER: _recorded(Pass._gather),
+    Kind.FREE: _recorded(Pass._free),
+    Kind.REDUCE: _recorded(Pass._reduce),
+    Kind.STEP: lambda now, *where: now.do(record_call, type(now).step, *where),
+}
+_LAST = (Kind.B, Kind.I)
+_STYLES = {
+    Kind.F: ("forward", timeline.COMPUTE),
+    **dict.fromkeys((Kind.B, Kind.I, Kind.W), ("backward", timeline.COMPUTE)),
+    Kind.SEND_ACT: ("activation", timeline.SEND),
+    Kind.RECV_ACT: ("activation", timeline.RECEIVE),
+    Kind.SEND_GRAD: ("gradient", timeline.SEND),
+    Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.DROP: ("activations out", timeline.WAITING),
+    Kind.REDUCE: ("reduce", timeline.REDUCE),
+    Kind.STEP: ("update", timeline.COMPUTE),
+}
