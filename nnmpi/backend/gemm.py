@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array, Matrices, Shape, empty
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies

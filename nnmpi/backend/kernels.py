@@ -13,7 +13,7 @@ from it and override what they have faster, so an operation never asks which it 
     y, residuals = kernels.layer_norm(xp, x, scale, shift, eps)
 
 Backward uses the forward pass's kernels: only they know what they saved. Compiled functions run
-through `recording.record_launch`, which records each as one call.
+through `program.record.record_launch`, which records each as one call.
 """
 
 from collections.abc import Iterator

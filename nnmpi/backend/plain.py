@@ -6,6 +6,7 @@ It computes with NumPy, and with CuPy inside `jit(False)`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import lru_cache
 from math import pi, prod, sqrt
 from types import MappingProxyType
@@ -24,13 +25,15 @@ from nnmpi.backend.array import (
     ones,
     steps,
 )
+from nnmpi.backend.attend import attend, attend_grad
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened, rectify_grad
 from nnmpi.backend.precision import FLOAT32, is_low
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.backend.recording import record_launch, to_library
+from nnmpi.backend.recording import record_call, to_library
 from nnmpi.backend.sums import (
     LONG,
     WIDE,
@@ -44,7 +47,36 @@ from nnmpi.backend.sums import (
 from nnmpi.backend.windows import bordered
 
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
+TAPS = 9  # most pixels of a window whose sum is fastest pixel by pixel, measured
 PLANES_BYTES = 1 << 19  # of a block of planes: half of a typical L2 cache
+
+
+class _Form(Enum):
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Activation(_Form):
+    """The activations, by their numbers in activation.cu."""
+
+    RELU = 0
+    LEAKY_RELU = 1
+    SIGMOID = 2
+    TANH = 3
+    SILU = 4
+    GELU = 5
+    GELU_TANH = 6
+
+
+class Loss(_Form):
+    """The losses of an element; the first four by their numbers in sums.cu."""
+
+    MSE = 0
+    MAE = 1
+    HUBER = 2
+    BINARY_CROSS_ENTROPY = 3
+    BINARY_NLL = 4
+    KL_DIV = 5
 
 
 class PlainKernels:
@@ -54,9 +86,9 @@ class PlainKernels:
 
     Attributes:
         of_device: whether these are a device's: an operation is one pass, which reads half
-            precision and computes in float32 or more; integers out of range give NaN; an update
-            knows a guard; squares add up in float64.
-        convolves: whether they have convolutions of their own, as numba's.
+            precision and computes in float32 or more; an update knows a guard; squares add up in
+            float64.
+        convolves: whether they have convolutions of their own: numba's, a device's depthwise ones.
     """
 
     of_device: ClassVar[bool] = False
@@ -94,6 +126,10 @@ class PlainKernels:
         """Return a * b, likewise."""
         return self._pair("multiply", *args)
 
+    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
+        """Return a + b for float32 and half precision of one shape, in float32."""
+        return xp.add(a, self.cast(xp, b, FLOAT32))
+
     def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays joined along an axis."""
         return xp.concatenate(arrays, axis=axis)
@@ -118,9 +154,9 @@ class PlainKernels:
         return grad * saved
 
     def losses(
-        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
-        """Return the losses of one of LOSSES; or their sum times `share`, 0-d."""
+        """Return the losses; or their sum times `share`, 0-d."""
         losses, *slopes = LOSSES[form](xp, x, target, delta)
         if share is None:
             return losses, slopes
@@ -130,7 +166,7 @@ class PlainKernels:
     def losses_grad(
         self,
         xp: Any,
-        form: str,
+        form: Loss,
         grad: Array,
         saved: Any,
         needs: tuple[bool, ...],
@@ -221,12 +257,12 @@ class PlainKernels:
     # ---- activations
 
     def activate(
-        self, xp: Any, form: str, x: Array, number: float, keep: bool
+        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
     ) -> tuple[Array, Any]:
-        """Return an activation of x, one of `ACTIVATIONS` or `SMOOTH`.
+        """Return an activation of x.
 
         Args:
-            number: the slope of "leaky_relu" below 0.
+            number: the slope of a leaky ReLU below 0.
             keep: whether the gradient is needed.
         """
         if form in ACTIVATIONS:
@@ -236,7 +272,9 @@ class PlainKernels:
         y, slope = self.bias_activate(xp, self._own(rows), None, form, keep)
         return y.reshape(x.shape), slope
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
         """Return the gradient of x."""
         if form in ACTIVATIONS:
             return ACTIVATIONS[form][1](xp, grad, saved, number)
@@ -265,15 +303,15 @@ class PlainKernels:
             self.copy(xp, to_bias, row_sum(xp, grad))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         """Return an activation of y + bias, which may overwrite y.
 
         Args:
-            form: "relu", whose gradient needs the result; or one of `SMOOTH`, whose derivative is
+            form: ReLU, whose gradient needs the result; or one of `SMOOTH`, whose derivative is
                 saved if the gradient is needed.
         """
-        if form == "relu":
+        if form is Activation.RELU:
             if bias is not None:
                 self.add_bias(xp, y, bias)
             y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
@@ -285,10 +323,12 @@ class PlainKernels:
         return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
         """Return the gradient of y, and write its sum over the rows to `to_bias`."""
-        result = _relu_grad(xp, grad, saved, 0) if form == "relu" else xp.multiply(grad, saved)
+        result = (
+            _relu_grad(xp, grad, saved, 0) if form is Activation.RELU else xp.multiply(grad, saved)
+        )
         if to_bias is not None:
             self.bias_grad(xp, result, to_bias)
         return result
@@ -398,6 +438,10 @@ class PlainKernels:
                 part[...] = value
         to_h[...] = total * z
 
+    # ---- attention, see `backend.attend`
+
+    attend, attend_grad = staticmethod(attend), staticmethod(attend_grad)
+
     # ---- rows
 
     def softmax(self, xp: Any, x: Array, axis: int) -> Array:
@@ -458,42 +502,39 @@ class PlainKernels:
         return result
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
+        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
     ) -> tuple[Array, Residuals]:
-        """Return normalized rows times the scale plus the shift; without one the mean counts as 0.
+        """Return x normalized over the scale's axes, times the scale plus the shift.
 
-        Saved first and second: normalized rows, and the inverse deviations.
+        Without a shift the mean counts as 0. Saved first and second: normalized rows, and the
+        inverse deviations.
         """
-        n, centered = scale.size, shift is not None
+        n = scale.size
+        rows, scale = xp.reshape(x, (x.size // n, n)), xp.reshape(scale, (n,))
+        shift = None if shift is None else xp.reshape(shift, (n,))
 
         def normalize(x: Array) -> tuple[Array, ...]:
             # not a product with 1 / n: the mean of equal numbers must be that number exactly
-            away = x - x.sum(axis=1, keepdims=True) / n if centered else x
+            away = x if shift is None else x - x.sum(axis=1, keepdims=True) / n
             inverse = inverse_root(xp, row_dots(xp, away, away) * (1 / n), eps)
             normal = away * inverse
             y = normal * scale
-            return y + shift if centered else y, normal, inverse
+            return y if shift is None else y + shift, normal, inverse
 
-        y, *saved = in_blocks(normalize, x)
-        return y, (*saved, centered)
+        y, *saved = in_blocks(normalize, rows)
+        return y, (*saved, scale)
 
     def layer_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        scale: Array,
-        to_x: Array | None,
-        to_scale: Array | None,
-        to_shift: Array | None,
-    ) -> None:
-        """Write the gradients, each unless its target is None."""
-        normal, inverse, centered = saved
-        weights = scale * (1 / scale.size)
-        if to_shift is not None:
-            row_sum(xp, grad, out=to_shift)
-        if to_scale is not None:
-            row_sum(xp, grad * normal, out=to_scale)
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+    ) -> Array | None:
+        """Return the gradient of x, and write those of scale and shift; each if it is needed."""
+        normal, inverse, scale = saved
+        weights, grad = scale * (1 / scale.size), xp.reshape(grad, normal.shape)
+        centered = len(targets) == 2
+        if centered and needs[2]:
+            row_sum(xp, grad, out=targets[1].reshape(scale.shape))
+        if needs[1]:
+            row_sum(xp, grad * normal, out=targets[0].reshape(scale.shape))
 
         def derive(grad: Array, normal: Array, inverse: Array) -> tuple[Array, ...]:
             h = grad * scale
@@ -501,10 +542,17 @@ class PlainKernels:
                 h = h - row_dots(xp, grad, weights)
             return ((h - normal * row_dots(xp, grad * normal, weights)) * inverse,)
 
-        if to_x is not None:
-            to_x[...] = in_blocks(derive, grad, normal, inverse)[0]
+        return in_blocks(derive, grad, normal, inverse)[0] if needs[0] else None
 
-    # ---- tables
+    # ---- tables and labels
+
+    def check(self, function: Callable[..., None], integers: Array, *args: Any) -> None:
+        """Call a function that refuses integers out of range.
+
+        It is not called for those on a device, since the host would have to wait for them: there
+        the results are NaN.
+        """
+        record_call(function, integers, *args)
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Return rows of a table in this dtype."""
@@ -571,6 +619,12 @@ class PlainKernels:
 
     def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
         """Return each window's sum times `share`; the border counts as 0."""
+        (n, h, w, c), (kh, kw) = x.shape, over.kernel
+        if over.tiles(h, w) and kh * kw > TAPS:  # products with ones, first over a window's rows
+            rows = xp.reshape(x, (n * h // kh, kh, w * c))
+            columns = xp.matmul(ones(xp, kh, x.dtype)[None], rows).reshape(-1, kw, c)
+            sums = xp.matmul(ones(xp, kw, x.dtype)[None], columns)
+            return xp.multiply(sums, share, out=sums).reshape(n, h // kh, w // kw, c)
         first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
         y = xp.empty(first.shape, x.dtype)
         xp.copyto(y, first)
@@ -580,13 +634,20 @@ class PlainKernels:
 
     def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
         """Return for each pixel the sum of the windows that contain it, times `share`."""
+        (n, h, w, c), (kh, kw), each = shape, over.kernel, xp.multiply(grad, share)
+        if over.tiles(h, w):
+            windows = n, h // kh, kh, w // kw, kw, c
+            return xp.broadcast_to(each[:, :, None, :, None], windows).reshape(shape)
         result = xp.zeros(over.padded(shape), grad.dtype)
-        each = xp.multiply(grad, share)
         for tap in over.taps(result):
             xp.add(tap, each, out=tap)
         return over.inside(result)
 
     # ---- normalization
+
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        """Return x (..., channels) in rows of several pixels."""
+        return widened(xp, x, channels, LONG)
 
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """Return the channels' statistics of x (..., channels), and what is saved of x.
@@ -600,7 +661,7 @@ class PlainKernels:
             The differences, in rows of several pixels; the offset, to subtract from them for x
             minus the mean; the variance with divisor n; the mean.
         """
-        rows = widened(xp, x, channels, LONG)
+        rows = self.channel_rows(xp, x, channels)
         kept = xp.empty(rows.shape, x.dtype)
         results = [xp.empty((channels,), x.dtype) for _ in range(3)]
         record_launch(self._moments, rows, kept, *results)
@@ -629,9 +690,10 @@ class PlainKernels:
         """Return (x - mean) / sqrt(variance + eps) * scale + shift.
 
         Args:
-            moments: the first three of `batch_moments`, and eps.
+            moments: the first three of `batch_moments`, and eps; or the rows of x, given means and
+                variances, eps, and True.
         """
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         factor = inverse_root(xp, variance, eps) * scale
         factors, shifts = repeated_in(xp, kept, factor, shift - offset * factor)
         return in_blocks(lambda kept: (kept * factors + shifts,), kept)[0]
@@ -640,7 +702,7 @@ class PlainKernels:
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
     ) -> None:
         """Write the channels' sums of the gradient, and of its product with the normalized x."""
-        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
         self._sum_blocks(
             xp,
             grad,
@@ -659,9 +721,15 @@ class PlainKernels:
         sums: tuple[Array, Array],
         count: float,
     ) -> Array:
-        """Return the gradient of x; the sums of `norm_sums` are of `count` elements."""
-        kept, offset, variance, eps = moments
+        """Return the gradient of x; the sums of `norm_sums` are of `count` elements.
+
+        An infinite count stands for given means and variances, which are constant.
+        """
+        kept, offset, variance, eps, *fixed = moments
         inverse = inverse_root(xp, variance, eps)
+        if fixed:
+            (factors,) = repeated_in(xp, kept, scale * inverse)
+            return in_blocks(lambda grad: (grad * factors,), grad)[0]
         center, slope = (item / count for item in sums)
         slope = slope * inverse
         operands = slope, center - offset * slope, scale * inverse
@@ -686,6 +754,10 @@ class PlainKernels:
                 array like it for each of `outs`.
             outs: (channels,).
         """
+        if not rows.size:
+            for out in outs:
+                out[...] = 0
+            return
         blocks, channels = row_blocks(rows), outs[0].size
         repeats = rows.shape[1] // channels
         # rows short enough that a sum is of many of them, which is a faster product
@@ -702,7 +774,7 @@ class PlainKernels:
             fold(xp, sums, out)
 
     def group_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         """Return images normalized over groups of `count` channels; saved second are the inverse
         deviations.
@@ -710,8 +782,9 @@ class PlainKernels:
         Sums over pixels are products with ones, a number for each channel; a group's channels are
         then added.
         """
-        n, channels = len(x), scale.size
-        pixels = x.size // (n * channels)
+        if not x.size:  # also without channels, of a shard
+            return xp.empty(x.shape, x.dtype), (x, x, scale, 0, count)
+        n, channels, pixels = len(x), scale.size, prod(x.shape[1:-1])
         repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
 
         def normalize(images: Array) -> tuple[Array, ...]:
@@ -724,26 +797,23 @@ class PlainKernels:
             return y + _wide(xp, shift, images), away, inverse
 
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
-        y, away, inverse = in_blocks(normalize, images)
-        return y.reshape(x.shape), (away, inverse, scale, pixels)
+        y, *saved = in_blocks(normalize, images)
+        return y, (*saved, scale, pixels, count)
 
     def group_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        count: int,
-        need: bool,
-        to_scale: Array,
-        to_shift: Array,
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
-        """Return the gradient of x if there is a need, and write the others."""
-        away, inverse, scale, pixels = saved
+        """Return the gradient of x if it is needed, and write those of scale and shift."""
+        away, inverse, scale, pixels, count = saved
+        if not grad.size:
+            for target in targets:
+                target[...] = 0
+            return grad
 
         def derive(grad: Array, away: Array, inverse: Array) -> tuple[Array, ...]:
             sums = _image_sums(xp, grad, scale.size).astype(grad.dtype)
             products = (_image_sums(xp, grad * away, scale.size) * inverse).astype(grad.dtype)
-            if not need:
+            if not needs[0]:
                 return sums, products
             center, slope = (
                 _group_means(xp, item * scale, pixels, count) * inverse for item in (sums, products)
@@ -752,9 +822,9 @@ class PlainKernels:
             return sums, products, grad * _wide(xp, inverse * scale, away) - moved
 
         sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
-        row_sum(xp, products, out=to_scale)
-        row_sum(xp, sums, out=to_shift)
-        return to_x[0].reshape(grad.shape) if need else None
+        for item, target in zip((products, sums), targets, strict=True):
+            row_sum(xp, item, out=target)
+        return to_x[0] if needs[0] else None
 
 
 def all_gates(xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
@@ -835,8 +905,8 @@ def inverse_root(xp: Any, variance: Array, eps: float) -> Array:
 
 def widened(xp: Any, x: Array, channels: int, width: int) -> Array:
     """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
-    count = x.size // channels
-    repeats = _repeats(count, channels, width) if isinstance(x, np.ndarray) else 1
+    count = x.size // max(channels, 1)  # a rank's shard may have none
+    repeats = _repeats(count, max(channels, 1), width) if isinstance(x, np.ndarray) else 1
     return xp.reshape(x, (count // repeats, repeats * channels))
 
 
@@ -853,7 +923,7 @@ def _repeats(count: int, channels: int, width: int) -> int:
 
 def repeated_in(xp: Any, rows: Array, *values: Array) -> list[Array]:
     """Return values (channels,) as operands of rows (count, repeats * channels)."""
-    return [repeated(xp, item, rows.shape[1] // item.size) for item in values]
+    return [repeated(xp, item, rows.shape[1] // max(item.size, 1)) for item in values]
 
 
 def fold(xp: Any, parts: Array, out: Array) -> None:
@@ -938,15 +1008,15 @@ def _relative_entropy(xp: Any, x: Array, target: Array, log_target: float) -> tu
 
 
 # (xp, x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
-# which are left out if they are the negative of those in x. The first four in the order of sums.cu.
+# which are left out if they are the negative of those in x.
 LOSSES = MappingProxyType(
     {
-        "mse": _squared,
-        "mae": _absolute,
-        "huber": _huber,
-        "binary_cross_entropy": _from_logits,
-        "binary_nll": _from_probabilities,
-        "kl_div": _relative_entropy,
+        Loss.MSE: _squared,
+        Loss.MAE: _absolute,
+        Loss.HUBER: _huber,
+        Loss.BINARY_CROSS_ENTROPY: _from_logits,
+        Loss.BINARY_NLL: _from_probabilities,
+        Loss.KL_DIV: _relative_entropy,
     }
 )
 
@@ -990,10 +1060,10 @@ def _tanh(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
 #        (xp, gradient, saved, number) -> the gradient of x}
 ACTIVATIONS = MappingProxyType(
     {
-        "relu": (_relu, _relu_grad),
-        "leaky_relu": (_leaky, _leaky_grad),
-        "sigmoid": (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
-        "tanh": (
+        Activation.RELU: (_relu, _relu_grad),
+        Activation.LEAKY_RELU: (_leaky, _leaky_grad),
+        Activation.SIGMOID: (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
+        Activation.TANH: (
             _tanh,
             lambda xp, grad, y, _: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),
         ),
@@ -1071,4 +1141,6 @@ def _silu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
 
 
 # Functions of a block that return values and derivatives.
-SMOOTH = MappingProxyType({"gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu})
+SMOOTH = MappingProxyType(
+    {Activation.GELU: _gelu, Activation.GELU_TANH: _gelu_tanh, Activation.SILU: _silu}
+)

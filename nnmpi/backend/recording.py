@@ -5,7 +5,7 @@
 
 What operations do to arrays is noted by itself. Work outside the array library (an optimizer's
 step, an exchange between ranks) is recorded as one call by `record_call`, a compiled kernel by
-`record_launch`. Both get their arrays as arguments: a replay has others in their place.
+`program.record.record_launch`. Both get their arrays as arguments: a replay has others in their place.
 """
 
 from __future__ import annotations
@@ -37,16 +37,6 @@ def record_call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function and return its result; a recording repeats it as one call."""
     recorder = active_calls.get()
     return function(*args) if recorder is None else recorder.record_call(function, *args)
-
-
-def record_launch(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that only computes on its arrays.
-
-    In a graph of a device it is a part of that. It keeps none of its arrays, so their memory serves
-    others after their last use.
-    """
-    recorder = active_calls.get()
-    return function(*args) if recorder is None else recorder.launch(function, *args)
 
 
 def record_note(function: Callable[..., Any], *args: Any) -> Any:
@@ -248,7 +238,7 @@ class Recorder(CallList):
         return result
 
     def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same for a function that only computes on arrays, see `record_launch`."""
+        """Do the same for a function that only computes on arrays, see `program.record.record_launch`."""
         result = self.run_eagerly(function, *args)
         self.append(function, bare(args))
         return result

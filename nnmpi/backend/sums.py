@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, empty, ones
-from nnmpi.backend.program.record import active_calls
+from nnmpi.backend.program.record import active_calls, record_launch
 from nnmpi.backend.program.tile import ELEMENTS
-from nnmpi.backend.recording import record_launch
 
 ROWS = 512  # in a block
 WIDE = 512  # elements of a row; NumPy is slower on shorter rows

@@ -33,10 +33,10 @@ import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.precision import low_dtype
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.recording import (
     active,
     record_call,
-    record_launch,
     record_note,
     recorded_input,
 )

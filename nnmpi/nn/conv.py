@@ -13,9 +13,9 @@ from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.pool import (
     avg_pool2d,
     max_pool2d,
-    on_device,
     pool_windows,
     upsample,
+    window_means,
 )
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
@@ -286,10 +286,10 @@ class GlobalAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
-        means = _on_device(x, (1, 1)) if x.ndim == 4 and x.size else None
-        if means is not None:
-            return means.reshape(x.shape[0], x.shape[3])
-        return x.mean(axis=(1, 2))
+        if x.ndim != 4 or not x.size:
+            return x.mean(axis=(1, 2))
+        n, h, w, c = x.shape
+        return window_means(x, (h, w)).reshape(n, c)
 
 
 class AdaptiveAvgPool2d(Module):
@@ -309,20 +309,12 @@ class AdaptiveAvgPool2d(Module):
         """Return the means."""
         _images("AdaptiveAvgPool2d", x)
         require_floating("AdaptiveAvgPool2d", x)
-        means = _on_device(x, self.output_size)
-        if means is not None:
-            return means
+        (h, w), (rows, columns) = x.shape[1:3], self.output_size
+        if h % rows == w % columns == 0:
+            return window_means(x, (h // rows, w // columns))
         for axis, count in enumerate(self.output_size, start=1):
             x = _averaged(x, axis, count)
         return x
-
-
-def _on_device(x: Tensor, out: RowsAndColumns) -> Tensor | None:
-    """Return the means of windows side by side by a device's kernel; None where it cannot."""
-    (h, w), (rows, columns) = x.shape[1:3], out
-    if x.shard is not None or h % rows or w % columns:
-        return None
-    return on_device(x, (h // rows, w // columns))
 
 
 def _averaged(x: Tensor, axis: int, count: int) -> Tensor:

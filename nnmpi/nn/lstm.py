@@ -3,7 +3,8 @@
 from typing import Any
 
 from nnmpi.backend.array import namespace
-from nnmpi.backend.recording import active, record_launch
+from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import active
 from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current

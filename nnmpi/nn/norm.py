@@ -11,7 +11,6 @@ from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import (
     AllReduce,
     Count,
-    at_least_one,
     batch_norm,
     fixed_norm,
     group_norm,
@@ -77,14 +76,7 @@ class BatchNorm(Module):
             )
         if not current().training:
             running = self.running_mean.data, self.running_variance.data
-            fixed = fixed_norm(x, weight, bias, *running, self.eps)
-            if fixed is not None:
-                warn_later(fixed)
-                return fixed
-            # as operations on tensors: replays then read the current running statistics
-            scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
-            shift = bias - scale * self.running_mean.data
-            result = (x * scale + shift).astype(x.dtype)  # float32 in mixed precision
+            result = fixed_norm(x, weight, bias, *running, self.eps)
             warn_later(result)
             return result
         return batch_norm(x, weight, bias, self.eps, all_reduce, self._observe)[0]
@@ -98,8 +90,8 @@ class BatchNorm(Module):
                 "batch normalization has one value per channel, so its output would always be 0;"
                 " give a batch size that leaves no last batch of one sample, or use LayerNorm"
             )
-        factor = count / at_least_one(count - 1)
-        if isinstance(factor, int | float):
+        if isinstance(count, int | float):
+            factor = count / max(count - 1, 1)
             if self.observe is None:
                 self.update_running(mean, variance, factor)
                 return
@@ -107,7 +99,8 @@ class BatchNorm(Module):
         else:
             # a count on the device, which the host does not wait for: so an empty batch is
             # replaced by the running statistics, which then stay unchanged
-            xp, some = namespace(factor), count > 0
+            xp, some = namespace(count), count > 0
+            factor = count / xp.maximum(count - 1, 1)
             mean = xp.where(some, mean, self.running_mean.data)
             unbiased = xp.where(
                 some, variance * factor.astype(variance.dtype), self.running_variance.data

@@ -10,6 +10,7 @@ from typing import Any, Never
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.plain import Activation
 from nnmpi.base.errors import ShapeError
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.elementwise import activated, gelu_form
@@ -27,7 +28,7 @@ def relu(x: Tensor, **words: Never) -> Tensor:
     """Return max(x, 0), elementwise."""
     if words:
         refuse_words("relu", words)
-    return activated("relu", x)
+    return activated(Activation.RELU, x)
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tensor:
@@ -36,12 +37,12 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tenso
         refuse_words("leaky_relu", words)
     require_floating("leaky_relu", x)
     slope = float(operands("leaky_relu", x, negative_slope)[1])
-    return activated("leaky_relu", x, slope)
+    return activated(Activation.LEAKY_RELU, x, slope)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
-    y = activated("sigmoid", x)
+    y = activated(Activation.SIGMOID, x)
     y.made_by = "sigmoid"
     return y
 
@@ -50,7 +51,7 @@ def silu(x: Tensor, **words: Never) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
     if words:
         refuse_words("silu", words)
-    return activated("silu", x)
+    return activated(Activation.SILU, x)
 
 
 tanh = Tensor.tanh

@@ -11,26 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Never
 
-import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.attend import AttentionDropout, Heads
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
 from nnmpi.backend.recording import record_call, recorded_numbers
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
-from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import MaskKey
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads, converted
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
-
-
-def attention_for(array: Array) -> Any:
-    """Return the implementation for these arrays: a device's kernels, or the module `attend`."""
-    kernels = kernels_of(array)
-    return kernels if kernels.of_device else plain
 
 
 def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
@@ -50,7 +43,7 @@ class Attention(Function):
 
     Args:
         causal: whether each query sees only the keys up to its own position.
-        kernels: from `attention_for` the inputs.
+        kernels: from `kernels_of` the inputs.
     """
 
     __slots__ = ("causal", "kernels")
@@ -302,7 +295,7 @@ def attention(
         )
     kind = DroppedAttention if dropout else PackedAttention
     function = kind(
-        heads, causal, attention_for(packed.data), before, dropout, mask_key if dropout else None
+        heads, causal, kernels_of(packed.data), before, dropout, mask_key if dropout else None
     )
     return function(packed)
 
@@ -350,4 +343,4 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     q, k, v = (converted(item, reads) for item in (q, k, v))
-    return Attention(causal, attention_for(q.data))(q, k, v)
+    return Attention(causal, kernels_of(q.data))(q, k, v)

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from nnmpi.backend.array import Array, Dtype, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import record_call, to_library
+from nnmpi.backend.recording import to_library
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads
@@ -90,9 +88,9 @@ def embedding(
             f"embedding needs a table (entries, features), not one of shape {table.shape}"
         )
     rows = values_of(table)
-    if isinstance(values, np.ndarray) or not kernels_of(rows).of_device:
-        record_call(_check_indices, values, table.shape[0] if entries is None else entries)
-        values = to_library(namespace(rows), values)
+    entries = table.shape[0] if entries is None else entries
+    kernels_of(rows).check(_check_indices, values, entries)
+    values = to_library(namespace(rows), values)
     return make()(table, indices if is_sharded(indices) else values)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.plain import Activation
 from nnmpi.base.shard import split
 from nnmpi.ops.embedding import TableRows
 from nnmpi.ops.linear import WideLinear
@@ -177,7 +178,7 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = WideLinear("gelu_tanh")(rows[start : start + entry], w1, b1)
+                inner = WideLinear(Activation.GELU_TANH)(rows[start : start + entry], w1, b1)
                 results.append(WideLinear()(inner, w2, b2))
             start += entry
         out = concatenate(results)

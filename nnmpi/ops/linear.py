@@ -6,6 +6,7 @@ from typing import Any
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import cast, kernels_of
+from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import ShapeError
 from nnmpi.tensor.dtypes import product_dtype
@@ -27,14 +28,14 @@ class LinearFunction(Function):
     writes dW, or adds it, in the flat gradients.
 
     Args:
-        form: of the activation that follows: "relu", "gelu" or "gelu_tanh", or "" for none.
+        form: the activation that follows, ReLU or a form of GELU; None for none.
     """
 
     __slots__ = ("form",)
 
     computes = "product"
 
-    def __init__(self, form: str = "") -> None:
+    def __init__(self, form: Activation | None = None) -> None:
         self.form = form
 
     def placed(self, *inputs: Any) -> Placement:
@@ -55,11 +56,11 @@ class LinearFunction(Function):
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, dtype), cast(xp, weight, dtype)
             out, dtype = None, FLOAT32 if self.returns and is_low(dtype) else dtype
-            if bias is None and not self.form:  # whose kernels need contiguous arrays
+            if bias is None and self.form is None:  # whose kernels need contiguous arrays
                 out = empty_rows(xp, len(rows), weight.shape[1], dtype)
             y = gemm(xp, rows, weight, out, dtype=dtype)
         kernels, activated = kernels_of(y), None
-        if self.form:
+        if self.form is not None:
             y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
         elif bias is not None:
             kernels.add_bias(xp, y, bias)
@@ -81,7 +82,7 @@ class LinearFunction(Function):
             to_bias = place_for(
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
-        if self.form:
+        if self.form is not None:
             grad = kernels.bias_activate_grad(xp, grad, activated, self.form, to_bias)
         elif to_bias is not None:
             kernels.bias_grad(xp, grad, to_bias)
@@ -194,7 +195,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Compiled kernels sum the bias's gradient in another order: its last bits may differ. Same
     arguments and errors as `linear`.
     """
-    return _activated("linear_relu", "relu", x, weight, bias)
+    return _activated("linear_relu", Activation.RELU, x, weight, bias)
 
 
 def linear_gelu(
@@ -207,7 +208,9 @@ def linear_gelu(
     return _activated("linear_gelu", gelu_form(approximate), x, weight, bias)
 
 
-def _activated(name: str, form: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _activated(
+    name: str, form: Activation, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     check_linear(name, x, weight, bias)
     require_floating(name, x)
     return LinearFunction(form)(x, weight, bias)

@@ -14,6 +14,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels import PLAIN, kernels_of
+from nnmpi.backend.plain import Loss
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import record_call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
@@ -91,8 +92,8 @@ class ElementwiseLoss(Function):
 
     Args:
         reduction: one of REDUCTIONS.
-        form: one of `LOSSES` (`backend.plain`).
-        delta: of "huber"; of "kl_div" 1 if the target is logarithms.
+        form: which one.
+        delta: of Huber's; of `KL_DIV` 1 if the target is logarithms.
     """
 
     __slots__ = ("delta", "form", "reduction")
@@ -100,7 +101,7 @@ class ElementwiseLoss(Function):
     computes = "kernels"
     returns = "float32"
 
-    def __init__(self, reduction: str, form: str, delta: float) -> None:
+    def __init__(self, reduction: str, form: Loss, delta: float) -> None:
         self.reduction, self.form, self.delta = reduction, form, delta
 
     @property
@@ -250,7 +251,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
         refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x).data, np.ndarray):
         record_call(_check_probabilities, x.data)
-    return _error("binary_nll", x, target, reduction, make=ProbabilityLoss)
+    return _error(Loss.BINARY_NLL, x, target, reduction, make=ProbabilityLoss)
 
 
 def kl_div(
@@ -270,7 +271,7 @@ def kl_div(
         refuse_words("kl_div", words)
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
-    terms = _error("kl_div", x, target, taken, float(bool(log_target)), ProbabilityLoss)
+    terms = _error(Loss.KL_DIV, x, target, taken, float(bool(log_target)), ProbabilityLoss)
     return terms / max(len(x), 1) if by_rows else terms
 
 
@@ -321,9 +322,7 @@ def checked_labels(
         raise ShapeError(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
         )
-    # labels on a device are not checked: the host would have to wait for them
-    if not kernels_of(logits.data).of_device:
-        record_call(_check_labels, values, classes, ignore_index)
+    kernels_of(logits.data).check(_check_labels, values, classes, ignore_index)
     return values
 
 
@@ -342,7 +341,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
     """
     if words:
         refuse_words("mse", words)
-    return _error("mse", x, target, reduction)
+    return _error(Loss.MSE, x, target, reduction)
 
 
 def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tensor:
@@ -352,7 +351,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
     """
     if words:
         refuse_words("mae", words)
-    return _error("mae", x, target, reduction)
+    return _error(Loss.MAE, x, target, reduction)
 
 
 def huber(
@@ -373,7 +372,7 @@ def huber(
         refuse_words("huber", words)
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
-    return _error("huber", x, target, reduction, float(delta))
+    return _error(Loss.HUBER, x, target, reduction, float(delta))
 
 
 def binary_cross_entropy(
@@ -400,7 +399,7 @@ def binary_cross_entropy(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"
             " before it, or use binary_nll (nn.BCELoss)"
         )
-    return _error("binary_cross_entropy", logits, target, reduction)
+    return _error(Loss.BINARY_CROSS_ENTROPY, logits, target, reduction)
 
 
 def check_reduction(reduction: str) -> None:
@@ -442,7 +441,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
 
 
 def _error(
-    name: str,
+    form: Loss,
     x: Tensor,
     target: Any,
     reduction: str,
@@ -450,7 +449,7 @@ def _error(
     make: type[ElementwiseLoss] = ElementwiseLoss,
 ) -> Tensor:
     check_reduction(reduction)
-    require_floating(name, x)
+    require_floating(name := f"{form}", x)
     refuse_parts(name, x, target)
     if not isinstance(target, Variable):
         target = to_library(namespace(x.data), target)
@@ -459,7 +458,7 @@ def _error(
     may_meet(name, x, target)
     if x.dtype != target.dtype:
         x, target = converted(x, FLOAT32), converted(target, FLOAT32)
-    return (make)(reduction, name, delta)(x, target)
+    return make(reduction, form, delta)(x, target)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:

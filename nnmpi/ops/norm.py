@@ -8,20 +8,22 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 1979).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from functools import partial
 from math import inf, prod
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Residuals, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import record_call, record_launch
+from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import record_call
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, elementwise_placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
@@ -32,121 +34,123 @@ Count: TypeAlias = "float | Array"  # a 0-d array over ranks on a device: the ho
 Observe: TypeAlias = Callable[[Array, Array, Count], None]
 
 
+_quiet = np.errstate(all="ignore")  # an overflow shows in the statistics
+
+
+class Norm(Function):
+    """(x - mean) / sqrt(variance + eps) * scale + shift: statistics, then a function of them.
+
+    The squares of numbers of 1.8e19 and more overflow in float32. So a pass whose statistics are
+    not finite is computed again in float64. On a device the host would have to wait for the
+    statistics: such a pass stays NaN there.
+
+    Attributes:
+        again: the operation in float64, if the pass was computed again.
+        settings: eps, which is added to the variance, and the subclass's own.
+    """
+
+    __slots__ = ("again", "settings")
+
+    again: Any
+
+    def __init__(self, eps: float, *others: Any) -> None:
+        self.settings, self.again = (number("eps", eps), *others), None
+
+    def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """Return kernels' normalization, and its derivative.
+
+        The first returns the result and what the second reads, of which the statistic number 1
+        shows an overflow; it is None if none can. The second returns the gradient of x if it is
+        needed, and writes those of scale and shift.
+        """
+        raise NotImplementedError
+
+    @_quiet
+    def forward(self, x: Array, *parameters: Array) -> Array:
+        kernels = kernels_of(x)
+        y, saved = self.pair(kernels)[0](self.xp, x, *self.settings, *parameters)
+        y, self.saved = y.reshape(x.shape), (kernels, parameters[0], saved)
+        if isinstance(saved[1], np.ndarray):
+            record_call(self._repeat, y, saved[1], x, *parameters)
+        return y
+
+    @_quiet
+    def backward(self, grad: Array) -> Grads:
+        (kernels, scale, saved), indices = self.saved, range(1, len(self.needs))[:2]
+        targets = [place_for(self, i, scale.shape, scale.dtype) for i in indices]
+        to_x = self.pair(kernels)[1](self.xp, grad, saved, self.needs, *targets)
+        grads = (None if to_x is None else to_x.reshape(grad.shape), *targets)
+        if isinstance(saved[1], np.ndarray):
+            record_call(self._repeat_backward, grad, *grads)
+        return *grads, *[None] * (len(self.needs) - len(grads))
+
+    def _repeat(self, y: Array, statistic: Array, *inputs: Array) -> None:
+        self.again = None
+        if overflows(statistic):
+            again = self.again = type(self)(*self.settings)
+            again.xp, again.needs, again.edges = np, self.needs, None
+            y[...] = again.forward(*(item.astype(np.float64) for item in inputs))
+
+    def _repeat_backward(self, grad: Array, *targets: Array | None) -> None:
+        grads = () if self.again is None else self.again.backward(grad.astype(np.float64))
+        for target, item in zip(targets, grads, strict=False):
+            if target is not None:
+                target[...] = item
+
+
 def overflows(values: Array) -> bool:
     """Return whether narrow numbers are not all finite: float64's might be."""
     return values.dtype != np.float64 and not np.isfinite(values).all()
 
 
-class Again:
-    """A pass whose statistics overflow, computed again in float64: the result may be finite.
-
-    The squares of numbers of 1.8e19 and more do in float32. On a device the host would have to wait
-    for the statistics, so such a pass stays NaN there.
-
-    Args:
-        make: returns the operation.
-    """
-
-    def __init__(self, make: Callable[[], Function]) -> None:
-        self._make = make
-        self.function: Function | None = None
-
-    def forward(self, y: Array, inverse: Array, needs: tuple[bool, ...], *inputs: Array) -> None:
-        """Write the result again, unless the inverse deviations are finite."""
-        self.function = None
-        if not overflows(inverse):
-            return
-        function = self.function = self._make()
-        function.xp, function.needs, function.edges = np, needs, None
-        with np.errstate(all="ignore"):
-            y[...] = function.forward(*(item.astype(np.float64) for item in inputs)).reshape(
-                y.shape
-            )
-
-    def backward(self, grad: Array, *targets: Array | None) -> None:
-        """Write the gradients again, if the result was."""
-        if self.function is None:
-            return
-        with np.errstate(all="ignore"):
-            grads = self.function.backward(grad.astype(np.float64))
-        for target, item in zip(targets, grads, strict=True):
-            if target is not None and item is not None:
-                target[...] = item.reshape(target.shape)
-
-
-def at_least_one(count: Count) -> Count:
-    """Return the larger of a count and 1; of an array on its device."""
-    if isinstance(count, int | float):
-        return max(count, 1)
-    return namespace(count).maximum(count, 1)
-
-
-# an overflow shows in the statistics
-_quiet = np.errstate(over="ignore", invalid="ignore")
-
-
-class BatchNormFunction(Function):
-    """(x - mean) / sqrt(variance + eps) * scale + shift, with the statistics of the batch.
+class BatchNormFunction(Norm):
+    """Normalization with the statistics of the batch.
 
     After `forward`, `statistics` is (mean, variance with divisor n, n) of the global batch; the
     caller deletes it. In half precision x, the result and their gradients alone have 16 bits.
     Backward, for the normalized x^ and the gradient g:
 
         dx = scale / sqrt(variance + eps) * (g - mean(g) - x^ mean(g x^))      means over the batch
+
+    Args:
+        settings: eps, `all_reduce` and `observe` of `batch_norm`.
     """
 
-    __slots__ = ("all_reduce", "eps", "observe", "statistics")
+    __slots__ = ("statistics",)
 
     computes = "parameters"
 
-    def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
-        self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
+    def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
+        return self._normalize, self._derive
 
-    @_quiet
-    def forward(self, x: Array, scale: Array, shift: Array) -> Array:
-        xp, kernels, again = self.xp, kernels_of(x), None
+    def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
+        kernels, (eps, all_reduce, observe, scale, shift) = kernels_of(x), values
         kept, offset, variance, mean = kernels.batch_moments(xp, x, scale.size)
         count: Count = x.size // scale.size
-        n = None
-        if self.all_reduce is not None:
+        seen, divisor, record = count, max(count, 1), record_launch
+        if all_reduce is not None:
             # an array: in a replay other ranks may have other numbers of rows
-            n = xp.empty((), np.float64)
-            results = mean, variance, offset
-            count = record_call(_count_ranks, self.all_reduce, count, results, n)
-        if self.observe is not None:
-            record = record_launch if n is None else record_call
-            record(_report, self.observe, mean, variance, count if n is None else n)
-        self.statistics = (mean, variance, count)
-        moments = kept, offset, variance, self.eps
-        scale, shift = map(xp.ascontiguousarray, (scale, shift))
-        y = kernels.normalize(xp, moments, scale, shift).reshape(x.shape)
-        if isinstance(x, np.ndarray):
-            again = Again(partial(BatchNormFunction, self.eps, self.all_reduce, self.observe))
-            record_call(again.forward, y, variance, self.needs, x, scale, shift)
-            if again.function is not None:
-                self.statistics = again.function.statistics  # type: ignore[attr-defined]
-        self.saved = (moments, scale, n, kernels, again)
-        return y
+            seen, record = xp.empty((), np.float64), record_call
+            divisor = seen
+            count = record_call(_over_ranks, all_reduce, count, mean, variance, offset, divisor)
+        if observe is not None:
+            record(_report, observe, mean, variance, seen)
+        self.statistics = mean, variance, count
+        moments = kept, offset, variance, eps
+        return kernels.normalize(xp, moments, scale, shift), (moments, variance, divisor)
 
-    @_quiet
-    def backward(self, grad: Array) -> Grads:
-        (moments, scale, n, kernels, again), xp = self.saved, self.xp
-        given = kernels.contiguous(xp, grad).reshape(moments[0].shape)
-        sums = tuple(place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
+    def _derive(self, xp: Any, grad: Array, *values: Any) -> Array | None:
+        (kernels, scale, _), ((moments, _, divisor), needs, to_scale, to_shift) = self.saved, values
+        given, sums = kernels.contiguous(xp, grad).reshape(moments[0].shape), (to_shift, to_scale)
         kernels.norm_sums(xp, given, moments, sums)
-        to_x, (to_shift, to_scale) = None, sums
-        if self.needs[0]:
-            count = inf if moments[4:] else grad.size // scale.size  # constant means
-            if n is not None:
-                both, count = xp.concatenate(sums), 1
-                record_call(_all_reduce, self.all_reduce, both)
-                xp.divide(both, at_least_one(n), out=both)
-                sums = both[: scale.size], both[scale.size :]
-            to_x = kernels.norm_grad(xp, given, moments, scale, sums, max(count, 1))
-            to_x = to_x.reshape(grad.shape)
-        if again is not None:
-            record_call(again.backward, grad, to_x, to_scale, to_shift)
-        return to_x, to_scale, to_shift
+        if not needs[0]:
+            return None
+        if is_array(divisor):
+            both = xp.concatenate(sums)
+            record_call(_average, self.settings[1], both, divisor)
+            sums, divisor = (both[: scale.size], both[scale.size :]), 1
+        return kernels.norm_grad(xp, given, moments, scale, sums, divisor)
 
 
 def _report(observe: Observe, mean: Array, variance: Array, count: Count) -> None:
@@ -155,70 +159,58 @@ def _report(observe: Observe, mean: Array, variance: Array, count: Count) -> Non
         observe(mean, variance, float(count) if isinstance(count, np.ndarray) else count)
 
 
-def _count_ranks(
-    all_reduce: AllReduce, local: int, results: tuple[Array, Array, Array], n: Array
-) -> Count:
-    count = _over_ranks(all_reduce, local, *results)
-    n[...] = count
-    return count
-
-
-class FixedNormFunction(BatchNormFunction):
-    """Normalization by given means and variances, by a device's kernels, for `fixed_norm`."""
-
-    __slots__ = ()
-
-    def forward(self, x: Array, *inputs: Array) -> Array:
-        kernels, (scale, shift, mean, variance) = kernels_of(x), inputs
-        rows = kernels.samples(self.xp, x, 1, scale.size)
-        scale, shift = map(self.xp.ascontiguousarray, (scale, shift))
-        moments = rows, mean, variance, self.eps, True
-        self.saved = (moments, scale, None, kernels, None)
-        return kernels.normalize(self.xp, moments, scale, shift).reshape(x.shape)
-
-    def backward(self, grad: Array) -> Grads:
-        return *super().backward(grad), None, None
-
-
 def _over_ranks(
-    all_reduce: AllReduce, local: int, mean: Array, variance: Array, offset: Array
+    all_reduce: AllReduce, local: int, mean: Array, variance: Array, offset: Array, seen: Array
 ) -> Count:
     """Turn a rank's statistics of `local` elements into those of all ranks; return their number."""
     xp = namespace(mean)
     ours = mean.astype(xp.float64)
     total = all_reduce(xp.concatenate([xp.full(1, local, xp.float64), local * ours]))
-    count: Count = float(total[0]) if xp.__name__ == "numpy" else total[0]
-    wide_mean = total[1:] / at_least_one(count)
-    squares = local * (variance + (ours - wide_mean) ** 2)
-    variance[...] = all_reduce(squares) / at_least_one(count)
+    seen[...] = total[0]
+    divisor = xp.maximum(total[0], 1)
+    wide_mean = total[1:] / divisor
+    variance[...] = all_reduce(local * (variance + (ours - wide_mean) ** 2)) / divisor
     mean[...] = wide_mean
     offset += wide_mean - ours
-    return count
+    return total[0]
 
 
-def _all_reduce(all_reduce: AllReduce, sums: Array) -> None:
-    sums[...] = all_reduce(sums.astype(np.float64))
+def _average(all_reduce: AllReduce, sums: Array, seen: Array) -> None:
+    sums[...] = all_reduce(sums.astype(np.float64)) / namespace(sums).maximum(seen, 1)
 
 
-class LayerNormFunction(Function):
-    """(x - mean) / sqrt(variance + eps) * scale + shift, over the last axes of each row.
+class FixedNormFunction(BatchNormFunction, Elementwise):
+    """Normalization with given means and variances, which are constant; for `fixed_norm`.
+
+    Of sharded channels, each rank uses its slice of the other inputs.
+    """
+
+    __slots__ = ()
+
+    def placed(self, *inputs: Any) -> Placement:
+        """Return the input's placement."""
+        refuse_parts(self, *inputs[1:], why="needs a whole scale and shift")
+        return Elementwise.placed(self, *inputs)
+
+    def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
+        kernels, (eps, scale, shift, mean, variance) = kernels_of(x), values
+        moments = kernels.channel_rows(xp, x, scale.size), mean, variance, eps, True
+        return kernels.normalize(xp, moments, scale, shift), (moments, None, inf)
+
+
+class LayerNormFunction(Norm):
+    """Normalization over the last axes of each row.
 
     Backward, for the normalized x^ and h = scale times the gradient:
 
         dx = (h - mean(h) - x^ mean(h x^)) / sqrt(variance + eps)              means over the row
 
     Without a shift mean and shift are left out, for `rms_norm`.
-
-    Args:
-        eps: added to the variance.
     """
 
-    __slots__ = ("eps",)
+    __slots__ = ()
 
     computes = "kernels"
-
-    def __init__(self, eps: float) -> None:
-        self.eps = eps
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; sharded rows are refused."""
@@ -228,58 +220,26 @@ class LayerNormFunction(Function):
             self, x, range(-parameters[0].ndim, 0), "averages over whole rows"
         )
 
-    @_quiet
-    def forward(self, x: Array, scale: Array, *shift: Array) -> Array:
-        xp, n = self.xp, scale.size
-        rows = xp.reshape(x, (x.size // n, n))
-        scale_row = xp.reshape(scale, (n,))
-        shift_row = xp.reshape(shift[0], (n,)) if shift else None
-        kernels = kernels_of(x)
-        y, residuals = kernels.layer_norm(xp, rows, scale_row, shift_row, self.eps)
-        again = None
-        if isinstance(x, np.ndarray):
-            again = Again(partial(LayerNormFunction, self.eps))
-            record_call(again.forward, y, residuals[1], self.needs, x, scale, *shift)
-        self.saved = (scale, residuals, kernels, again)
-        return y.reshape(x.shape)
-
-    @_quiet
-    def backward(self, grad: Array) -> Grads:
-        scale, residuals, kernels, again = self.saved
-        xp, n = self.xp, scale.size
-        rows = xp.reshape(grad, (grad.size // n, n))
-        to_x = xp.empty(rows.shape, grad.dtype) if self.needs[0] else None
-        to_scale, to_shift = (
-            place_for(self, i, scale.shape, scale.dtype) if True in self.needs[i : i + 1] else None
-            for i in (1, 2)
-        )
-        sums = [None if item is None else item.reshape(n) for item in (to_scale, to_shift)]
-        kernels.layer_norm_grad(xp, rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
-        if again is not None:
-            record_call(again.backward, grad, *(to_x, to_scale, to_shift)[: len(self.needs)])
-        to_x = None if to_x is None else to_x.reshape(grad.shape)
-        return (to_x, to_scale, to_shift)[: len(self.needs)]
+    def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
+        return kernels.layer_norm, kernels.layer_norm_grad
 
 
-class GroupNormFunction(Function):
-    """(x - mean) / sqrt(variance + eps) * scale + shift, over each image's groups of channels.
+class GroupNormFunction(Norm):
+    """Normalization over each image's groups of channels.
 
     Backward, for the normalized x^ and h = scale times the gradient:
 
         dx = (h - mean(h) - x^ mean(h x^)) / sqrt(variance + eps)         means over the group
 
     Args:
-        count: channels of a group.
-        eps: added to the variance.
+        settings: eps, and the number of a group's channels.
     """
 
-    __slots__ = ("count", "eps")
+    __slots__ = ()
 
     computes = "parameters"
     broadcasts = True  # of sharded channels, each rank uses its slice of scale and shift
-
-    def __init__(self, count: int, eps: float) -> None:
-        self.count, self.eps = count, eps
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the input's placement; refuse a part of an image or of a group."""
@@ -288,35 +248,13 @@ class GroupNormFunction(Function):
         placement_if_uncut(self, x, range(1, x.ndim - 1), "averages over whole images")
         placement, ranks = elementwise_placement(self, inputs, scatters=True), x.shard.group.size
         widths = {placement.width(ranks, rank) for rank in range(ranks)}
-        if x.shard.axis and (placement.repeats != 1 or any(n % self.count for n in widths)):
+        if x.shard.axis and (placement.repeats != 1 or any(n % self.settings[1] for n in widths)):
             raise x.shard.error(self, "averages over whole groups of channels")
         return placement
 
-    @_quiet
-    def forward(self, x: Array, scale: Array, shift: Array) -> Array:
-        if not x.size:
-            return self.xp.empty(x.shape, x.dtype)
-        kernels, settings = kernels_of(x), (self.count, self.eps)
-        y, saved = kernels.group_norm(self.xp, x, scale, shift, *settings)
-        again = None
-        if isinstance(x, np.ndarray):
-            again = Again(partial(GroupNormFunction, *settings))
-            record_call(again.forward, y, saved[1], self.needs, x, scale, shift)
-        self.saved = (saved, scale, kernels, again)
-        return y
-
-    @_quiet
-    def backward(self, grad: Array) -> Grads:
-        xp = self.xp
-        if not grad.size:
-            return grad, *(xp.zeros(grad.shape[-1:], grad.dtype) for _ in range(2))
-        saved, scale, kernels, again = self.saved
-        sums = [place_for(self, i, scale.shape, scale.dtype) for i in (1, 2)]
-        settings = self.count, self.needs[0]
-        to_x = kernels.group_norm_grad(xp, grad, saved, *settings, *sums)
-        if again is not None:
-            record_call(again.backward, grad, to_x, *sums)
-        return to_x, *sums
+    def pair(self, kernels: Any) -> tuple[Any, Any]:
+        """See `Norm.pair`."""
+        return kernels.group_norm, kernels.group_norm_grad
 
 
 def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
@@ -336,7 +274,7 @@ def group_norm(x: Tensor, scale: Tensor, shift: Tensor, groups: int, eps: float 
     groups = check_int("group_norm's groups", groups)
     if x.ndim < 2 or scale.size % groups:
         raise ShapeError(f"group_norm of {groups} groups does not fit shape {x.shape}")
-    return GroupNormFunction(scale.size // groups, number("eps", eps))(x, scale, shift)
+    return GroupNormFunction(eps, scale.size // groups)(x, scale, shift)
 
 
 def batch_norm(
@@ -370,28 +308,28 @@ def batch_norm(
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("batch_norm", x, scale, shift)
-    function = BatchNormFunction(number("eps", eps), all_reduce, observe)
+    function = BatchNormFunction(eps, all_reduce, observe)
     turns = getattr(all_reduce, "turns", None) if x.requires_grad else None
     y = in_turn(turns, function, x, scale, shift)
-    statistics = function.statistics
+    statistics = (function.again or function).statistics
     del function.statistics  # the tape should hold only what backward needs
     return y, *statistics
 
 
 def fixed_norm(
     x: Tensor, scale: Tensor, shift: Tensor, mean: Array, variance: Array, eps: float
-) -> Tensor | None:
-    """Normalize each channel by a given mean and variance in one pass; None without kernels for x.
+) -> Tensor:
+    """Normalize each channel by a given mean and variance.
 
     Args:
         x: (..., channels).
         scale, shift, mean, variance: (channels,).
         eps: added to the variance.
+
+    Same errors as `batch_norm`.
     """
-    if x.shard is not None or not kernels_of(x.data).of_device:
-        return None
-    may_meet("batch_norm", x, scale, shift)
-    return FixedNormFunction(eps, None, None)(x, scale, shift, mean, variance)
+    _check("batch_norm", x, scale, shift)
+    return FixedNormFunction(eps)(x, scale, shift, Tensor(mean), Tensor(variance))
 
 
 def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Tensor:
@@ -409,7 +347,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("layer_norm", x, scale, shift, None)
-    return LayerNormFunction(number("eps", eps))(x, scale, shift)
+    return LayerNormFunction(eps)(x, scale, shift)
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
@@ -425,7 +363,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
         DtypeError: when x and scale differ in dtype.
     """
     _check("rms_norm", x, scale, scale)
-    return LayerNormFunction(number("eps", eps))(x, scale)
+    return LayerNormFunction(eps)(x, scale)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, axes: int | None = 1) -> None:

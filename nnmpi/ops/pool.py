@@ -6,7 +6,8 @@
 
 NumPy's max-pooling copies the windows of a few images at a time into planes, one per position in
 the window, and then computes on long contiguous arrays (see `backend.planes`). Its mean sums strided
-views ("taps") without copies; a tap is one position of all windows. Windows may overlap.
+views ("taps") without copies; a tap is one position of all windows. Windows may overlap. Large
+windows that do not are summed by products with ones.
 """
 
 from math import prod
@@ -40,6 +41,11 @@ class PoolWindows(NamedTuple):
     def overlap(self) -> bool:
         """Whether windows share pixels."""
         return self.kernel[0] > self.stride[0] or self.kernel[1] > self.stride[1]
+
+    def tiles(self, h: int, w: int) -> bool:
+        """Return whether the windows cover images of h x w, each pixel once."""
+        fits = h % self.kernel[0] == w % self.kernel[1] == 0
+        return fits and self.kernel == self.stride and self.padding == (0, 0)
 
     def positions(self, x: Array) -> Array:
         """Return padded images as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
@@ -125,21 +131,19 @@ class Upsample2dFunction(Pool2dFunction):
         kernels = kernels_of(x)
         self.saved = (kernels,)
         shape = n, h * rows, w * columns, c
-        return kernels.avg_pool_grad(self.xp, x, shape, self.over, 1)
+        return self.xp.ascontiguousarray(kernels.avg_pool_grad(self.xp, x, shape, self.over, 1))
 
     def backward(self, grad: Array) -> Grads:
         return (self.saved[0].avg_pool(self.xp, grad, self.over, 1),)
 
 
-def on_device(x: Tensor, kernel: RowsAndColumns) -> Tensor | None:
-    """Return the means of windows side by side; None without a device's kernels for x.
+def window_means(x: Tensor, kernel: RowsAndColumns) -> Tensor:
+    """Return the means of windows side by side.
 
     Args:
         x: images.
         kernel: the size of the windows.
     """
-    if not kernels_of(x.data).of_device:
-        return None
     return AvgPool2dFunction(PoolWindows(kernel, kernel, (0, 0)))(x)
 
 

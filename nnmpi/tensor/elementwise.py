@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
+from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import is_low
 from nnmpi.base.errors import UsageError
 from nnmpi.tensor.dtypes import mixes
@@ -96,10 +97,7 @@ class Pointwise(Elementwise):
 
 
 class AddLow(Elementwise):
-    """a + b of float32 and half precision, of one shape, by a device's kernel.
-
-    Without it b would be converted by a pass of its own.
-    """
+    """a + b of float32 and half precision, of one shape, which a device's kernel reads as they are."""
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
@@ -115,24 +113,22 @@ def add_low(a: Any, b: Any) -> Any:
         return None
     if is_low(a.data.dtype):
         a, b = b, a
-    if not mixes(a.data.dtype, b.data.dtype) or not kernels_of(b.data).of_device:
-        return None
-    return AddLow()(a, b)
+    return AddLow()(a, b) if mixes(a.data.dtype, b.data.dtype) else None
 
 
-class Activation(Elementwise):
+class ActivationFunction(Elementwise):
     """An activation.
 
     Args:
-        form: a key of `ACTIVATIONS` or `SMOOTH` (`backend.plain`).
-        slope: of "leaky_relu" below 0.
+        form: which one.
+        slope: of a leaky ReLU below 0.
     """
 
     __slots__ = ("form", "slope")
 
     computes = "kernels"
 
-    def __init__(self, form: str, slope: float = 0.0) -> None:
+    def __init__(self, form: Activation, slope: float = 0.0) -> None:
         self.form, self.slope = form, slope
 
     def forward(self, x: Array) -> Array:
@@ -146,16 +142,16 @@ class Activation(Elementwise):
         return (kernels.activate_grad(self.xp, self.form, grad, saved, self.slope),)
 
 
-def activated(form: str, x: Any, slope: float = 0.0) -> Any:
+def activated(form: Activation, x: Any, slope: float = 0.0) -> Any:
     """Apply an activation."""
-    return Activation(form, slope)(require_floating(form, x))
+    return ActivationFunction(form, slope)(require_floating(f"{form}", x))
 
 
-def gelu_form(approximate: str) -> str:
-    """Return the name of a form of GELU, or refuse it (see `gelu`)."""
+def gelu_form(approximate: str) -> Activation:
+    """Return a form of GELU, or refuse it (see `gelu`)."""
     if approximate not in ("none", "tanh"):
         raise UsageError(f"gelu's approximate is 'none' or 'tanh', not {approximate!r}")
-    return "gelu_tanh" if approximate == "tanh" else "gelu"
+    return Activation.GELU_TANH if approximate == "tanh" else Activation.GELU
 
 
 class Power(Elementwise):

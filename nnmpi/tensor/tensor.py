@@ -36,6 +36,7 @@ from nnmpi.backend.array import (
     plain,
 )
 from nnmpi.backend.kernels import to_float32
+from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low
 from nnmpi.backend.recording import refuse, to_library
 from nnmpi.base.errors import (
@@ -457,7 +458,7 @@ class Tensor(Variable):
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return activated("tanh", self)
+        return activated(Activation.TANH, self)
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements clipped to two bounds; None stands for no bound.

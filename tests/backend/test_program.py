@@ -11,12 +11,11 @@ import pytest
 from nnmpi.backend.program import tile
 from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
-from nnmpi.backend.program.record import RecordedArray, bare
+from nnmpi.backend.program.record import RecordedArray, bare, record_launch
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import (
     Recorder,
     record_call,
-    record_launch,
     recorded_input,
     refuse,
 )
@@ -410,6 +409,18 @@ def test_a_program_reads_like_its_source():
         "3 calls, 128 bytes for results",
     ]
     assert str(Call(print, (1, "x"))) == "print(1, x)"
+
+
+def test_a_program_is_drawn(tmp_path):
+    """Its results by their places, each from its first call to its last; none if none has one."""
+    recorder, y = recorded(lambda xp, x: (x + 1) * (x * 2) - 3, np.ones(8))
+    picture = StepProgram(recorder.calls, Arena()).picture()
+    spans = [(bar.row, bar.begin, bar.end, bar.text) for bar in picture.bars]
+    assert spans == [("  0", 0, 3, "%0"), (" 64", 1, 3, "%1"), ("128", 2, 4, "%2")]
+    assert picture.title.startswith("192 bytes") and y.tolist() == [1] * 8
+    picture.save(tmp_path / "step.svg")
+    with pytest.raises(UsageError, match="no results of their own"):
+        StepProgram([], Arena()).picture()
 
 
 def test_a_callback_is_called_in_each_replay():

@@ -2,6 +2,7 @@
 views, over simulated ranks, and by running statistics.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import nnmpi
 from nnmpi import nn, ops
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.ops.norm import fixed_norm
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise
 from tests.gpu.table import Sample
@@ -71,6 +73,25 @@ def test_few_rows(device: Backend, rows: int, mode: str) -> None:
         found = call(sample, device, kinds)
     # the gradient of x is 0 but for rounding
     assert not differences(found, right, TOLERANCES[mode], 1.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (0, 4)])
+@pytest.mark.parametrize("name", ["batch", "fixed", "group", "layer"])
+def test_nothing_to_normalize(device: Backend, shape: Any, name: str) -> None:
+    """Without images or pixels all gradients are zeros."""
+    statistics = device.asarray(np.ones((2, 4), "f4"))
+    function: Any = {
+        "batch": lambda *x: ops.batch_norm(*x)[0],
+        "fixed": lambda *x: fixed_norm(*x, *statistics, 1e-5),
+        "group": partial(ops.group_norm, groups=2),
+        "layer": ops.layer_norm,
+    }[name]
+    leaves = [
+        Tensor(device.asarray(np.ones(item, "f4")), requires_grad=True) for item in (shape, 4, 4)
+    ]
+    function(*leaves).backward(device.asarray(np.ones(shape, "f4")))
+    for leaf in leaves:
+        assert not leaf.grad.any() and leaf.grad.shape == leaf.shape
 
 
 @pytest.mark.parametrize("name", ["batch", "group", "rms"])

@@ -7,8 +7,11 @@ from functools import partial
 import numpy as np
 from hypothesis import strategies as st
 
+import nnmpi.ops.norm as norm
 from nnmpi import ops
+from nnmpi.backend.array import namespace
 from nnmpi.ops.loss import REDUCTIONS
+from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, rows
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary
@@ -200,6 +203,19 @@ def batch_norm(draw: Draw) -> Case:
     return Case(lambda x, scale, shift: ops.batch_norm(x, scale, shift, 0.1)[0], inputs)
 
 
+def fixed_norm(draw: Draw) -> Case:
+    """By running statistics."""
+    leading, channels = draw_shape(draw, least=1, most=2), draw(st.integers(1, 3))
+    inputs = arrays(draw, anywhere, [(*leading, channels), (channels,), (channels,)])
+
+    def function(*operands):
+        like = next(item.data for item in reversed(operands) if isinstance(item, Tensor))
+        ramp = namespace(like).linspace(0.5, 2, channels).astype(like.dtype)
+        return norm.fixed_norm(*operands, ramp - 1, ramp, 0.1)
+
+    return Case(function, inputs)
+
+
 def rms_norm(draw: Draw) -> Case:
     leading, features = draw_shape(draw, most=2), draw_shape(draw, least=1, most=1, side=1)
     inputs = arrays(draw, anywhere, [(*leading, *features), features])
@@ -362,7 +378,7 @@ OPS: list[Row] = [
     *rows("ops.conv_relu_pool", any=conv_relu_pool),
     *rows("ops.max_pool2d", any=pooling(ops.max_pool2d)),
     *rows("ops.avg_pool2d", any=pooling(ops.avg_pool2d)),
-    *rows("ops.batch_norm", one_rank=batch_norm),
+    *rows("ops.batch_norm", one_rank=batch_norm, fixed=fixed_norm),
     *rows("ops.layer_norm", any=layer_norm),
     *rows("ops.rms_norm", any=rms_norm),
     *rows("ops.group_norm", any=group_norm),

@@ -7,8 +7,8 @@ import pytest
 
 import nnmpi
 from nnmpi import ops
+from nnmpi.backend import attend as module
 from nnmpi.backend.random import random_bits
-from nnmpi.ops import attend as module
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 

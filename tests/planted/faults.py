@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "plan: a lifetime one call short",
         "nnmpi/backend/program/plan.py",
-        "last[allocation] = max(i, end, last.get(allocation, i))",
-        "last[allocation] = max(i - 1, end - 1, last.get(allocation, i))",
+        "lives[allocation] = first, max(i, end, last)",
+        "lives[allocation] = first, max(i - 1, end - 1, last)",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(
@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "plan: what somebody holds gives up its memory",
         "nnmpi/backend/program/plan.py",
-        "for allocation in first if allocation.owner is None]",
-        "for allocation in first]",
+        "for allocation in lives if allocation.owner is None]",
+        "for allocation in lives]",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),
     Fault(
@@ -403,6 +403,13 @@ FAULTS = (
         "tests/ops/test_norm.py",
     ),
     Fault(
+        "BatchNorm: running statistics beside a part of the scale",
+        "nnmpi/ops/norm.py",
+        'refuse_parts(self, *inputs[1:], why="needs a whole scale and shift")',
+        "pass",
+        "tests/parallel/sharded/test_operations.py",
+    ),
+    Fault(
         "products: half precision is computed as it comes",
         "nnmpi/tensor/function.py",
         "return tuple(map(_wide, inputs)), None if self.returns else dtype",
@@ -419,8 +426,8 @@ FAULTS = (
     Fault(
         "BatchNorm: running variance with divisor n",
         "nnmpi/nn/norm.py",
-        "factor = count / at_least_one(count - 1)",
-        "factor = count / at_least_one(count)",
+        "factor = count / max(count - 1, 1)",
+        "factor = count / max(count, 1)",
         "tests/nn",
     ),
     Fault(

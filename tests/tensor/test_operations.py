@@ -207,10 +207,10 @@ def test_every_function_class_is_run_by_the_table():
         collect()
 
     # many channels, compiled, in half precision, or on a device: see test_winograd_numpy,
-    # test_compiled_3x3, test_half and tests/gpu; Elementwise and Pool2dFunction are what others
-    # are built on
-    elsewhere = {"Product", "Elementwise", "Pool2dFunction", "CommonRoot"}
-    elsewhere |= {"FixedNormFunction", "AddLow", "Upsample2dFunction"}
+    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm and Pool2dFunction are what
+    # others are built on
+    elsewhere = {"Product", "Elementwise", "Norm", "Pool2dFunction", "CommonRoot"}
+    elsewhere |= {"AddLow", "Upsample2dFunction"}
     # tests/ops/test_collectives, tests/nn/test_experts
     elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts", "TableRows"}
     # of other dtypes: tests/ops/test_half, tests/nn/test_experts

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, Matrices
 from nnmpi.backend.precision import is_low, precision
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.windows import RowsAndColumns
 from nnmpi.base.errors import DeviceError
 

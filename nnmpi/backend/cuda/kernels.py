@@ -3,7 +3,7 @@
 They override `PlainKernels`, whose docstrings explain arguments and results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
@@ -20,14 +20,11 @@ from nnmpi.backend.cuda.launch import (
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.plain import LOSSES, PlainKernels, all_gates, compiled_gates
+from nnmpi.backend.plain import Activation, Loss, PlainKernels, all_gates, compiled_gates
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
-FORMS = list(LOSSES)  # in the order of sums.cu
 COPY_AXES = 6  # as in copy.cu
-# In the order of activation.cu.
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 # Each kernel's source, and the roles of its first arguments, a letter each:
 #
@@ -111,7 +108,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    of_device = True
+    of_device = convolves = True
     table = KERNELS
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
@@ -174,27 +171,28 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return result
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
-        """Return a + b for float32 and half precision of one shape, in float32."""
         result = xp.empty(a.shape, a.dtype)
         given = self.contiguous(xp, a), self.contiguous(xp, b)
         self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
         return result
 
-    # ---- activations, one of ACTIVATIONS; the number is the slope of a leaky ReLU below 0
+    # ---- activations; the number is the slope of a leaky ReLU below 0
 
     def activate(
-        self, xp: Any, form: str, x: Array, number: float, keep: bool
+        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
     ) -> tuple[Array, Any]:
-        y, code = xp.empty(x.shape, x.dtype), ACTIVATIONS.index(form)
+        y, code = xp.empty(x.shape, x.dtype), form.value
         numbers = (code, float(number), x.size)
         self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
         # the result, where it suffices, is mostly kept by the next operation, too
-        return y, y if form in ("relu", "sigmoid", "tanh") else x
+        return y, y if form in (Activation.RELU, Activation.SIGMOID, Activation.TANH) else x
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
         to_x: Array = xp.empty(saved.shape, saved.dtype)
         arrays = (self.contiguous(xp, grad), self.contiguous(xp, saved), to_x)
-        numbers = (ACTIVATIONS.index(form), float(number), to_x.size)
+        numbers = (form.value, float(number), to_x.size)
         self.flat("activate_grad", to_x.size, to_x.dtype.itemsize, *arrays, *numbers)
         return to_x
 
@@ -209,11 +207,11 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.total_of("squares", (grad,), to, None)
 
     def losses(
-        self, xp: Any, form: str, x: Array, target: Array, delta: float, share: float | None
+        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
         """See `PlainKernels.losses`; in float32 or more."""
         x, target = self.contiguous(xp, x), self.contiguous(xp, target)
-        numbers = (FORMS.index(form), float(delta))
+        numbers = (form.value, float(delta))
         if share is None:
             result = xp.empty(x.shape, _accumulated(x))
             size = x.dtype.itemsize
@@ -226,7 +224,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def losses_grad(
         self,
         xp: Any,
-        form: str,
+        form: Loss,
         grad: Array,
         saved: Any,
         needs: tuple[bool, ...],
@@ -235,7 +233,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     ) -> tuple[Array | None, ...]:
         (x, target), shape, size = saved, saved[0].shape, saved[0].size
         results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
-        numbers = (FORMS.index(form), float(delta), float(share), int(grad.ndim > 0), size)
+        numbers = (form.value, float(delta), float(share), int(grad.ndim > 0), size)
         arrays = (x, target, self.contiguous(xp, grad), *results)
         self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
         return results
@@ -271,10 +269,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         shift = xp.zeros(y.shape[-1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form == "relu":
+        if form is Activation.RELU:
             self.over_columns("bias_relu", y, y.shape[-1], shift)
             return y, y
         slope = xp.empty(y.shape, y.dtype)
@@ -282,9 +280,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return y, slope
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
-        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
+        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
         grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, saved, result), (to_bias,))
@@ -451,39 +449,34 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return to_logits
 
     def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array | None, eps: float
+        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
     ) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is saved instead of the normalized rows.
 
         Without a shift the mean counts as 0.
         """
-        x, scale = (self.contiguous(xp, item) for item in (x, scale))
+        rows = self.contiguous(xp, x).reshape(x.size // scale.size, scale.size)
+        scale = self.contiguous(xp, scale)
         shift = None if shift is None else self.contiguous(xp, shift)
-        y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
-        inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
-        self.over_rows(
-            "layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape
-        )
-        return y, (x, inverse, mean, scale, shift is not None)
+        y, wide = xp.empty(rows.shape, x.dtype), _accumulated(x)
+        inverse, mean = (xp.empty((len(rows),), wide) for _ in range(2))
+        arrays = rows, scale, shift, float(eps), y, inverse, mean
+        self.over_rows("layer_norm", *rows.shape, *arrays, *rows.shape)
+        return y, (rows, inverse, mean, scale)
 
     def layer_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        scale: Array,
-        to_x: Array | None,
-        to_scale: Array | None,
-        to_shift: Array | None,
-    ) -> None:
-        # this scale is contiguous, the argument may not be
-        x, inverse, mean, scale, centered = saved
-        saved = (self.contiguous(xp, grad), x, inverse, mean)
-        if to_x is not None:
-            numbers = (int(centered), *x.shape)
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+    ) -> Array | None:
+        x, inverse, mean, scale = saved
+        saved, to_x = (self.contiguous(xp, grad), x, inverse, mean), None
+        if needs[0]:
+            to_x = xp.empty(x.shape, grad.dtype)
+            numbers = (int(len(targets) == 2), *x.shape)
             self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
-        if to_scale is not None or to_shift is not None:
-            self.sums("layer_norm_sums", "layer_norm_total", saved, (to_scale, to_shift))
+        outs = [item if need else None for item, need in zip(targets, needs[1:], strict=True)]
+        if any(needs[1:]):
+            self.sums("layer_norm_sums", "layer_norm_total", saved, (*outs, None)[:2])
+        return to_x
 
     # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
     # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
@@ -511,7 +504,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
         """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
         x, offset, variance, eps, *fixed = moments
-        y = xp.empty(x.shape, x.dtype)
+        y, (scale, shift) = xp.empty(x.shape, x.dtype), map(xp.ascontiguousarray, (scale, shift))
         numbers = (float(eps), int(not fixed))
         self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
         return y
@@ -543,7 +536,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         center, slope = (xp.empty((samples, n), scale.dtype) for _ in range(2))
         blocks = (min(1 + (samples * n // count - 1) // 8, 2**31 - 1),)
         numbers = (n, samples, count)
-        self.run("group_sums", blocks, (32, 8), *sums, scale, center, slope, *numbers, like=like)
+        if center.size:
+            arrays = *sums, scale, center, slope
+            self.run("group_sums", blocks, (32, 8), *arrays, *numbers, like=like)
         return center, slope
 
     def norm_grad(
@@ -559,12 +554,15 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         """See `PlainKernels.norm_grad`, and the kernel."""
         (x, offset, variance, eps, *_), share = moments, 1 / max(count, 1)
         to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
-        arrays = (x, offset, variance, scale, *sums, to_x)
+        arrays = (x, offset, variance, xp.ascontiguousarray(scale), *sums, to_x)
         self.over_samples("norm_grad", grad, *arrays, *numbers)
         return to_x
 
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        return self.samples(xp, x, 1, channels)
+
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
-        rows = self.samples(xp, x, 1, channels)
+        rows = self.channel_rows(xp, x, channels)
         return rows, *(item[0] for item in self.moments(xp, rows))
 
     def samples(self, xp: Any, x: Array, count: int, channels: int) -> Array:
@@ -573,37 +571,37 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         return self.contiguous(xp, x).reshape(count, rows, channels)
 
     def group_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, count: int, eps: float
+        self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
         images = self.samples(xp, x, len(x), scale.size)
-        scale, shift = map(xp.ascontiguousarray, (scale, shift))
-        moments = images, *self.moments(xp, images, count)[:2], eps
-        return self.normalize(xp, moments, scale, shift).reshape(x.shape), (moments, scale)
+        moments, scale = (
+            (images, *self.moments(xp, images, count)[:2], eps),
+            self.contiguous(xp, scale),
+        )
+        return self.normalize(xp, moments, scale, shift), (moments, scale, count)
 
     def group_norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        saved: Residuals,
-        count: int,
-        need: bool,
-        to_scale: Array,
-        to_shift: Array,
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
-        (moments, scale), images, shape = saved, saved[0][0], grad.shape
+        moments, scale, count = saved
+        images = moments[0]
         grad = self.contiguous(xp, grad).reshape(images.shape)
-        below, products = (xp.empty((len(images), scale.size), scale.dtype) for _ in range(2))
-        sums = below, products
+        below, products = sums = tuple(
+            xp.empty((len(images), scale.size), scale.dtype) for _ in range(2)
+        )
         self.norm_sums(xp, grad, moments, sums)
-        for item, target in zip(sums, (to_shift, to_scale), strict=True):
+        for item, target in zip((products, below), targets, strict=True):
             self.bias_grad(xp, item, target)
-        if not need:
+        if not needs[0]:
             return None
         means = self.group_sums(xp, sums, scale, count, images)
-        result = self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
-        return result.reshape(shape)
+        return self.norm_grad(xp, grad, moments, scale, means, images.shape[1], True)
 
-    # ---- tables
+    # ---- tables and labels
+
+    def check(self, function: Callable[..., None], integers: Array, *args: Any) -> None:
+        if isinstance(integers, np.ndarray):
+            super().check(function, integers, *args)
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.

@@ -16,6 +16,7 @@ from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.plain import (
+    Activation,
     PlainKernels,
     compiled_gates,
     fold,
@@ -23,8 +24,7 @@ from nnmpi.backend.plain import (
     repeated_in,
     widened,
 )
-from nnmpi.backend.planes import flattened
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.sums import WIDE
 
 Kernel: TypeAlias = Callable[..., None]
@@ -41,7 +41,6 @@ LOOPS = {
     "bias_silu": ACTIVATION,
     "relu_grad_bias": ACTIVATION_GRAD,
     "slope_grad_bias": ACTIVATION_GRAD,
-    "relu_grad": (read(1), read(1), write(1)),
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
@@ -129,21 +128,14 @@ class NumbaKernels(PlainKernels):
 
     # ---- activations and dense layers
 
-    def activate_grad(self, xp: Any, form: str, grad: Array, saved: Any, number: float) -> Array:
-        if form != "relu":
-            return super().activate_grad(xp, form, grad, saved, number)
-        grad, to_x = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
-        record_launch(loop("relu_grad"), *map(flattened, (grad, saved, to_x)))
-        return to_x
-
     def _own(self, rows: Array) -> Array:
         return rows.copy()
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: str, keep: bool
+        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
     ) -> tuple[Array, Array | None]:
         shift = xp.zeros(y.shape[1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form == "relu":
+        if form is Activation.RELU:
             record_launch(loop("bias_relu"), y, shift)
             return y, y
         slope = xp.empty(y.shape, y.dtype)
@@ -151,11 +143,11 @@ class NumbaKernels(PlainKernels):
         return y, slope
 
     def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: str, to_bias: Array | None
+        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-        name = "relu_grad_bias" if form == "relu" else "slope_grad_bias"
+        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
         record_launch(loop(name), xp.ascontiguousarray(grad), saved, result, sums)
         return result
 
@@ -193,9 +185,12 @@ class NumbaKernels(PlainKernels):
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 
+    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+        return xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+
     def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """See `PlainKernels.batch_moments`; x itself is saved."""
-        kept = xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+        kept = self.channel_rows(xp, x, channels)
         mean, variance = (xp.empty((channels,), x.dtype) for _ in range(2))
         self._sum_blocks(xp, kept, lambda part, _: (kept[part],), mean)
         mean /= max(x.size // channels, 1)
@@ -205,7 +200,7 @@ class NumbaKernels(PlainKernels):
         return kept, mean.copy(), variance, mean
 
     def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         factor, y = inverse_root(xp, variance, eps) * scale, xp.empty(kept.shape, kept.dtype)
         record_launch(loop("norm"), kept, *repeated_in(xp, kept, offset, factor, shift), y)
         return y
@@ -213,7 +208,7 @@ class NumbaKernels(PlainKernels):
     def norm_sums(
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
     ) -> None:
-        (kept, offset, variance, eps), (to_shift, to_scale) = moments, targets
+        (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
         (offsets,) = repeated_in(xp, kept, offset)
         _sum_products(xp, kept, offsets, grad, xp.zeros_like(offsets), to_scale)
         self._sum_blocks(xp, grad, lambda part, _: (grad[part],), to_shift)
@@ -228,7 +223,7 @@ class NumbaKernels(PlainKernels):
         sums: tuple[Array, Array],
         count: float,
     ) -> Array:
-        kept, offset, variance, eps = moments
+        kept, offset, variance, eps, *_ = moments
         inverse, to_x = inverse_root(xp, variance, eps), xp.empty(kept.shape, kept.dtype)
         center, slope = (item / count for item in sums)
         numbers = repeated_in(xp, kept, offset, slope * inverse, center, scale * inverse)

@@ -206,12 +206,6 @@ def slope_grad_bias(grad, slope, out, to_bias):
     _times(grad, slope, out, to_bias, False)
 
 
-def relu_grad(grad, y, out):
-    """out = grad where y > 0, else 0."""
-    for i in range(out.size):
-        out[i] = grad[i] if y[i] > _ZERO else _ZERO
-
-
 # Batch normalization, see `ops.norm`: rows (count, n), and n statistics.
 
 

@@ -74,6 +74,16 @@ _VIEWS = _names("""
 _ATTRIBUTES = _names("shape dtype ndim size nbytes itemsize strides flags base")
 
 
+def record_launch(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that only computes on its arrays.
+
+    In a graph of a device it is a part of that. It keeps none of its arrays, so their memory serves
+    others after their last use.
+    """
+    recorder = active_calls.get()
+    return function(*args) if recorder is None else recorder.launch(function, *args)
+
+
 def bare(x: Any, deep: bool = True) -> Any:
     """Return a value with plain arrays in place of recorded ones; `deep` as for `rebuilt`."""
     return rebuilt(x, lambda item: item._array, RecordedArray, deep)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, empty
 from nnmpi.backend.program.call import ArrayRef, Call
-from nnmpi.backend.program.plan import plan
+from nnmpi.backend.program.plan import lifetimes, plan
 from nnmpi.backend.program.tile import tile
+from nnmpi.base.errors import UsageError
+from nnmpi.base.pages.picture import Bar, Picture
 
 # mapped memory begins at a page; small blocks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024
@@ -76,6 +79,28 @@ class StepProgram:
         with np.errstate(**self._errors) if self._errors else nullcontext():
             for call in self._bound:
                 call()
+
+    def picture(self) -> Picture:
+        """Return the picture of the results' memory.
+
+        A row is a place, by its first byte. A bar is a result, from its first call to its last.
+
+        Raises:
+            UsageError: for a program whose results have no place.
+        """
+        if not self._places:
+            raise UsageError(
+                "this program's calls write no results of their own: none can be drawn"
+            )
+        lives = lifetimes(self.calls)
+        edge = len(str(self.size_bytes))
+        bars = [
+            Bar(f"{start:{edge}}", begin, end + 1, "a result", f"%{allocation.number}")
+            for allocation, start in sorted(self._places.items(), key=itemgetter(1))
+            for begin, end in (lives[allocation],)
+        ]
+        title = f"{self.size_bytes} bytes: the results from each byte on, while they live"
+        return Picture(title, "calls", bars)
 
     def _bind(self) -> None:
         self._bound = ()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.planes import flattened
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.windows import RowsAndColumns, out_size
 
 NO_POOL: RowsAndColumns = (1, 1)
@@ -65,7 +65,7 @@ class ConvAlgorithm(ABC):
 
     `xp` is the array library, or its stand-in while a step is recorded: the calls on it are
     replayed one by one (see `tensor.function`). Compiled kernels are called through
-    `backend.recording.record_launch`, so that they are recorded, too.
+    `backend.program.record.record_launch`, so that they are recorded, too.
 
     Args:
         spec: the convolution.

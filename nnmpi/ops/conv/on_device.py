@@ -30,8 +30,10 @@ def on_device(x: Array, spec: ConvSpec, outputs: int) -> ConvAlgorithm:
     """Return the algorithm for a device's images x (n, h, w, c), without ReLU and pooling."""
     each = 1 < spec.groups == x.shape[3] == outputs
     kernels = kernels_of(x)
-    if each and (x.dtype.kind == "f" or kernels.of_device):
-        return DeviceDepthwise(spec, kernels) if kernels.of_device else Depthwise(spec)
+    if each and kernels.convolves:
+        return DeviceDepthwise(spec, kernels)
+    if each and x.dtype.kind == "f":
+        return Depthwise(spec)
     library = cudnn_for(x)
     if library is None or spec == PIXELS:
         return Im2col(spec)

@@ -46,8 +46,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, constant, ones
 from nnmpi.backend.planes import Planes, flattened
-from nnmpi.backend.program.record import viewed
-from nnmpi.backend.recording import record_launch
+from nnmpi.backend.program.record import record_launch, viewed
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients

@@ -52,6 +52,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.attend import (
+    AttentionDropout,
+    Heads,
+    KeyBlock,
+    Trio,
+    attend_more,
+    attend_more_grad,
+)
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import record_call
@@ -60,7 +68,6 @@ from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import start_exchange
-from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.ops.collectives import CATEGORY
 
 KeysAndValues = tuple[Array, Array]  # of keys and values, or of their gradients
@@ -87,7 +94,7 @@ class RingAttention:
         keep: bool,
         drop: AttentionDropout | None = None,
     ) -> Residuals:
-        """See `ops.attend.attend`, for this rank's positions."""
+        """See `backend.attend.attend`, for this rank's positions."""
         q = inputs[0]
         top, total = (
             xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2)
@@ -104,7 +111,7 @@ class RingAttention:
         causal: bool,
         drop: AttentionDropout | None = None,
     ) -> None:
-        """See `ops.attend.attend_grad`, for this rank's positions."""
+        """See `backend.attend.attend_grad`, for this rank's positions."""
         record_call(self._backward, grad, residuals, grads, causal, drop)
 
     def _forward(
@@ -272,7 +279,7 @@ class UlyssesAttention:
         keep: bool,
         drop: AttentionDropout | None = None,
     ) -> Residuals:
-        """See `ops.attend.attend`, for this rank's positions."""
+        """See `backend.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
         saved: list[Residuals] = []  # filled again whenever a compiled step replays this call
         record_call(self._forward, inputs, y, (causal, keep, *self._local_drop(drop, y)), saved)
@@ -287,7 +294,7 @@ class UlyssesAttention:
         causal: bool,
         drop: AttentionDropout | None = None,
     ) -> None:
-        """See `ops.attend.attend_grad`, for this rank's positions."""
+        """See `backend.attend.attend_grad`, for this rank's positions."""
         record_call(
             self._backward, grad, residuals[0], grads, (causal, *self._local_drop(drop, grad))
         )

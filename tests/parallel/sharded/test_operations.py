@@ -30,7 +30,7 @@ REFUSED = {
     "tensor.getitem-masked",
     "tensor.getitem-picked",
     "tensor.matmul-square",
-    "ops.batch_norm",
+    "ops.batch_norm-one_rank",
     "ops.binary_cross_entropy",
     "ops.conv2d",
     "ops.conv_relu",
