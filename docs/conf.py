@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import zipfile
 from contextlib import redirect_stdout, suppress
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ IN_BROWSERS = ("base", "comm", "schedule")  # of nnmpi: what needs no NumPy, and
 
 TABLE = re.compile(r"\S {3,}\S")  # columns
 ARRAY = re.compile(r"[~\w.]*ndarray\[tuple\[[~\w.]*Any, \.\.\.\], [~\w.]*dtype\[[~\w.]*Any\]\]")
+OPTIONS = {
+    item.name
+    for section in (nnmpi.Layout, nnmpi.GradientExchange, nnmpi.Numerics, nnmpi.Sync)
+    for item in fields(section)
+}
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
 
@@ -135,6 +141,11 @@ def before_napoleon(
     lines[:] = show_pictures(lines)
     if what in ("data", "attribute"):
         lines.insert(0, "")  # else Napoleon takes what stands before a colon for the type
+
+
+def skip_fields(app: Any, what: str, name: str, object: Any, skip: bool, options: Any) -> bool:
+    """Skip an option of the library as a member: its class's docstring lists it."""
+    return skip or (name in OPTIONS and not callable(object) and not isinstance(object, property))
 
 
 def shorten(
@@ -311,3 +322,4 @@ def setup(app: Any) -> None:
     app.connect("doctree-read", name_files)
     app.connect("autodoc-process-docstring", before_napoleon, priority=1)
     app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-skip-member", skip_fields)

@@ -66,7 +66,9 @@ class ScheduledWorker(StepContestant):
         cut[0] += 1  # flatten
         cut[-1] += 1  # the last linear layer, which is small
         schedule = "1f1b" if name == SERIAL else name
-        layout = Layout(1, ranks.size, 1, schedule, self.virtual, split=tuple(cut))
+        layout = Layout(
+            1, ranks.size, 1, pipeline=schedule, virtual_stages=self.virtual, split=tuple(cut)
+        )
         self.where = arrange(mlp((features,), CLASSES, (width,) * layers), ranks, layout)
         self.where.model.initialize(seed=1)
         self.optimizer = optim.build("sgd", self.where.model.storage, lr=1e-3)

@@ -14,6 +14,10 @@ The options of a command are the fields of dataclasses, one dataclass per group 
 
 `options_of` lists them, `read_words` parses a command line, `convert` checks a value from a file.
 `read_command` also reads the paths of a command, and makes its dataclasses.
+
+Options of the library, such as `nnmpi.Layout`, are `settings`: a command's section is a subclass,
+which adds what the command alone has. `name` in a docstring is --name in the help, and in errors an
+option is spelled as its user writes it.
 """
 
 import ast
@@ -27,11 +31,13 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
-from textwrap import dedent, wrap
+from shlex import join
+from textwrap import dedent, fill, wrap
 from typing import (
     Any,
     Literal,
@@ -45,7 +51,7 @@ from typing import (
 )
 from unicodedata import category
 
-from nnmpi.base.custom import Custom
+from nnmpi.base.custom import Custom, is_custom, name_of
 from nnmpi.base.errors import HelpAsked, NnmpiError, UsageError, shortened, translated
 from nnmpi.base.files import opened_to_write
 from nnmpi.base.launcher import read_launch
@@ -91,6 +97,7 @@ SYNONYMS = {
         ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"
     ),
     "message_ms": "network",
+    "mode": "sync",
     "optim": "optimizer",
     "workers": "dp",
     "device": "backend",
@@ -147,7 +154,7 @@ class Option:
     name: str
     type: Any
     default: Any
-    section: type
+    section: type[Any]
     help: str | None = None
 
     @property
@@ -169,6 +176,13 @@ def flag_of(name: str) -> str:
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
+def as_words(name: str, value: Any) -> str:
+    """Return an option and its value as words of a shell: --hidden 50 20, --jit or --no-jit."""
+    if isinstance(value, bool):
+        return flag_of(name if value else f"no_{name}")
+    return join([flag_of(name), *map(str, value if isinstance(value, list | tuple) else [value])])
+
+
 def require(holds: bool, sentence: str) -> None:
     """Raise a UsageError with this sentence unless the condition holds."""
     if not holds:
@@ -179,6 +193,8 @@ def check_numbers(
     section: Any, names: str, least: float, below: float = inf, above: bool = False
 ) -> None:
     """Refuse options below `least`, or not below `below`; text and None pass, NaN does not.
+
+    Of a list each number counts.
 
     Args:
         section: of the options.
@@ -191,20 +207,145 @@ def check_numbers(
     """
     for name in names.split():
         value = getattr(section, name)
-        if isinstance(value, int | float):
-            kind = "whole number" if isinstance(value, int) else "finite number"
-            bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
-            limit = "" if below == inf else f", and below {below:g}"
-            require(
-                (least < value if above else least <= value) and value < below,
-                f"{flag_of(name)} is {value}; give a {bound}{limit}",
-            )
+        many = isinstance(value, list | tuple)
+        for item in value if many else [value]:
+            is_number = isinstance(item, Real)
+            if is_number:
+                kind = f"{'whole' if isinstance(item, Integral) else 'finite'} number"
+                kind = f"{kind}s" if many else f"a {kind}"
+                bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
+                limit = "" if below == inf else f", and below {below:g}"
+                require(
+                    (least < item if above else least <= item) and item < below,
+                    f"{spelled(section, name)} is {','.join(map(str, value)) if many else value};"
+                    f" give {bound}{limit}",
+                )
 
 
-def options_of(section: type) -> list[Option]:
-    """Return the fields of a dataclass as options, in order."""
+def options_of(section: type[Any]) -> list[Option]:
+    """Return the fields of a dataclass as options, in order.
+
+    Fields behind KW_ONLY are for Python alone.
+    """
     hints = get_type_hints(section)
-    return [Option(item.name, hints[item.name], item.default, section) for item in fields(section)]
+    return [
+        Option(item.name, _in_words(hints[item.name]), item.default, section)
+        for item in fields(section)
+        if not item.kw_only
+    ]
+
+
+def _in_words(hint: Any) -> Any:
+    """Return a type for words: functions are named, FILE.py:NAME, and lists are of numbers."""
+    return Union[  # noqa: UP007
+        tuple(
+            Custom if get_origin(kind) is Callable else kind
+            for kind in kinds(hint)
+            if get_origin(kind) is not Sequence or is_list(kind)
+        )
+    ]
+
+
+def non_defaults(section: Any) -> dict[str, Any]:
+    """Return {name: value} of a section's options that differ from their defaults."""
+    return {
+        item.name: value
+        for item in fields(section)
+        if (value := getattr(section, item.name)) != item.default
+    }
+
+
+def check_idle(section: Any, option: str, needs: Mapping[str, Sequence[str]]) -> None:
+    """Refuse sub-options that have no meaning with this option's value.
+
+    Args:
+        section: of the options.
+        option: the option.
+        needs: {sub-option: the values of the option with which it has a meaning}; FILE.py:NAME for
+            any of the user's.
+    """
+    has, given = getattr(section, option), non_defaults(section)
+    for name, values in needs.items():
+        require(
+            not given.get(name) or has in values or (is_custom(has) and PLAIN[Custom][0] in values),
+            f"{spelled(section, name)} is for {spelled(section, option)} {' or '.join(values)}, not"
+            f" for {has}; leave it out",
+        )
+
+
+def as_given(section: Any, name: str) -> str:
+    """Return an option with its value as its user writes them: zero 1, or --zero 1."""
+    value = getattr(section, name)
+    text = name_of(value) if callable(value) else value
+    return spelled(section, name) + f" {text}" * (value is not True)
+
+
+# ---- options of the library ----
+
+
+class _Documented:
+    """A class's docstring, ending in those of its fields, which are read when asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.text = inspect.cleandoc(text)
+
+    def __get__(self, instance: object, owner: type) -> str:
+        entries = (
+            fill(
+                f"{name}: {' '.join(text.split())}",
+                96,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 8,
+            )
+            for name, text in _field_docstrings(owner).items()
+        )
+        return "\n".join([self.text, "", "Attributes:", *entries])
+
+
+def settings(section: type[T]) -> type[T]:
+    """Make a dataclass one of the library's options: `help` shows its fields.
+
+    Its constructor refuses unknown names with a suggestion, and values of other types.
+    """
+    make, hints = section.__init__, cache(lambda: get_type_hints(section))
+
+    @wraps(make)
+    def __init__(self: T, *values: Any, **named: Any) -> None:
+        known = hints()
+        for name, value in (*zip(known, values, strict=False), *named.items()):
+            if name not in known:
+                near = suggest(name, known).replace("-", "_")
+                raise TypeError(f"{section.__name__} has no option {name!r}{near}")
+            require(
+                any(_fits(value, kind) for kind in kinds(known[name])),
+                f"{name} is {shortened(repr(value))}; it must be {describe(known[name])}",
+            )
+        make(self, *values, **named)
+
+    section.__init__ = __init__  # type: ignore[method-assign,assignment]
+    section.__doc__ = _Documented(section.__doc__ or "")  # type: ignore[assignment]
+    return section
+
+
+def spelled(section: Any, name: str) -> str:
+    """Return an option as its user writes it: `local_steps` in Python, --local-steps to a command.
+
+    The library's `settings` are made in Python; their subclasses and other sections, by commands.
+    """
+    in_python = isinstance(vars(type(section))["__doc__"], _Documented)
+    return name if in_python else flag_of(name)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type, one of those of options."""
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if not isinstance(value, {int: Integral, Bytes: Integral, float: Real}.get(origin, origin)):
+        return False
+    return origin is not Sequence or all(
+        any(_fits(item, one) for one in kinds(get_args(kind)[0])) for item in value
+    )
 
 
 def read_words(
@@ -386,7 +527,14 @@ def describe(hint: Any) -> str:
             if len(get_args(hint)) > 1
             else f'"{get_args(hint)[0]}"'
         )
-    return "a list of whole numbers" if get_origin(hint) is tuple else PLAIN[hint][1]
+    if is_list(hint):
+        return "a list of whole numbers"
+    return PLAIN[hint][1] if hint in PLAIN else f"a {get_origin(hint).__name__.lower()}"
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether the values of a type are lists of whole numbers."""
+    return get_args(kind)[:1] == (int,)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -490,17 +638,17 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
 
 
 @dataclass(frozen=True)
-class ProgramConfig:
-    """The ranks of an example program."""
+class SimulatedConfig:
+    """The ranks of a program."""
 
     simulate: int | None = None
-    """Run this many ranks in this process."""
+    """Run this many ranks in one process, without MPI."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "simulate", 1)
 
 
-def program_words(description: str, section: type[Any] = ProgramConfig) -> Any:
+def program_words(description: str, section: type[Any] = SimulatedConfig) -> Any:
     """Return the options of an example program. Help and wrong words end the program.
 
     Args:
@@ -621,7 +769,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a type in PLAIN, a Literal or a tuple; else ValueError."""
-    if get_origin(kind) is tuple:
+    if is_list(kind):
         return tuple(_read_as(int, [item]) for word in words for item in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
     choices = ("None",) if kind is type(None) else get_args(kind)
@@ -673,6 +821,11 @@ def _help_on(
         for option in shown:
             if option.section is section:
                 text = " ".join((option.help or texts[option.name]).split())
+                text = re.sub(
+                    r"`([^`]+)`",
+                    lambda part: flag_of(part[1]) if part[1] in by_name else part[1],
+                    text,
+                )
                 default = _show_default(option, text)
                 lines += entry(_form(option), f"{text.rstrip('.')}{default}." if default else text)
     return "\n".join([*lines, *more])
@@ -704,7 +857,7 @@ def _form(option: Option) -> str:
         if get_origin(kind) is Literal:
             shapes.append("|".join(get_args(kind)))
         elif kind is not type(None):
-            shapes.append("[INT ...]" if get_origin(kind) is tuple else PLAIN[kind][0])
+            shapes.append("[INT ...]" if is_list(kind) else PLAIN[kind][0])
     if option.type == Switch:
         return f"{option.flag} [{shapes[0]}], {option.negation}"
     return f"{option.flag} {'|'.join(shapes)}"
@@ -723,14 +876,21 @@ def _show_default(option: Option, text: str) -> str:
 
 
 def _field_docstrings(section: type) -> dict[str, str]:
-    """Return {field: docstring} of a dataclass, from its source: Python does not store them."""
-    (body,) = ast.parse(dedent(inspect.getsource(section))).body
-    assert isinstance(body, ast.ClassDef)
+    """Return {field: docstring} of a dataclass, from its source: Python does not store them.
+
+    A field's docstring may stand in a class from which the dataclass inherits.
+    """
+    bodies = [
+        ast.parse(dedent(inspect.getsource(kind))).body[0]
+        for kind in reversed(section.__mro__)
+        if "__dataclass_fields__" in vars(kind)
+    ]
     return {
-        ast.unparse(field.target): text.value.value
-        for field, text in pairwise(body.body)
-        if isinstance(field, ast.AnnAssign)
+        ast.unparse(item.target): str(ast.literal_eval(text.value))
+        for body in bodies
+        if isinstance(body, ast.ClassDef)
+        for item, text in pairwise(body.body)
+        if isinstance(item, ast.AnnAssign)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
     }

@@ -6,6 +6,7 @@
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import TYPE_CHECKING, TypeAlias
 
 from nnmpi.base.errors import UsageError
 
@@ -34,12 +35,16 @@ def parse_bytes(text: str) -> int:
     return int(Decimal(result[1]) * _UNITS[result[2].upper()])
 
 
-class Bytes(int):
-    """A number of bytes, made of a text for `parse_bytes`."""
+if TYPE_CHECKING:
+    Bytes: TypeAlias = int  # which Python code may give
+else:
 
-    def __new__(cls, text: str) -> "Bytes":
-        """Parse the text."""
-        return super().__new__(cls, parse_bytes(text))
+    class Bytes(int):
+        """A number of bytes, made of a text for `parse_bytes`."""
+
+        def __new__(cls, text: str) -> "Bytes":
+            """Parse the text."""
+            return super().__new__(cls, parse_bytes(text))
 
 
 class Every(str):

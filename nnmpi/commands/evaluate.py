@@ -72,7 +72,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
         if is_classes
         else SumError(name if name in ERRORS else "mse", signature.target_std)
     )
-    inference = Inference(run.arrangement, run.backend, run.config.run.precision)
+    inference = Inference(run.arrangement, run.backend, run.config.numerics.precision)
     result = Totals()
     confusion = np.zeros((size, size) if is_classes and samples.targets is None else 0, np.int64)
     wrong = 0

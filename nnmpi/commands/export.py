@@ -12,7 +12,7 @@ from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
-from nnmpi.commands.start import launch_command
+from nnmpi.commands.start import WeightsConfig, launch_command
 from nnmpi.models.torch_weights import last_linear, write_torch
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.run import load
@@ -27,17 +27,11 @@ Hugging Face's transformers, RUN/model.)"""
 
 
 @dataclass(frozen=True)
-class ExportConfig:
-    """Output."""
+class ExportConfig(WeightsConfig):
+    """Output, and the weights."""
 
     out: Path | None = None
     """The file, .safetensors (default: RUN/torch.safetensors)."""
-    best: bool = False
-    """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
-    weights: Path | None = None
-    """Use the weights of a PyTorch state_dict instead (default: the run's)."""
-    trust: bool = False
-    """Execute your code, FILE.py:NAME, that the run names."""
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))

@@ -75,7 +75,7 @@ def main(words: Sequence[str], group: Group) -> None:
         model in SEQUENCE_MODELS,
         f"{folder} is a run of model {model}; only {known} can generate text",
     )
-    generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
+    generator = TokenGenerator(run.arrangement, run.backend, run.config.numerics.precision)
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from shlex import quote
+from itertools import starmap
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from nnmpi.base.command import check_numbers, flag_of, require
+from nnmpi.base.command import as_words, check_numbers, require
 from nnmpi.base.errors import counted
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.agreement import agreed, on_root
@@ -24,6 +24,7 @@ from nnmpi.train.config import (
     Config,
     DataConfig,
     ModelConfig,
+    NumericsConfig,
     OptimizationConfig,
     RunConfig,
 )
@@ -74,8 +75,9 @@ class PlanConfig:
 SHARED: Mapping[type[Any], str] = {
     ModelConfig: "",
     DataConfig: "",
-    OptimizationConfig: "batch_size optimizer loss momentum weight_decay clip",
-    RunConfig: "backend dtype precision jit seed",
+    OptimizationConfig: "batch_size optimizer loss momentum weight_decay",
+    NumericsConfig: "",
+    RunConfig: "backend dtype jit seed",
 }
 
 
@@ -133,7 +135,7 @@ def main(words: Sequence[str], group: Group) -> None:
         if asked.samples.shape is not None:
             drawn = asked.samples.draw(int(config.optimization.batch_size), config)
             samples = match_loss(config.optimization.loss, drawn)
-        check_backend(config.run, backend)
+        check_backend(config, backend)
     model = build_full_model(config, samples, backend, group)
     config, _ = choose_computing(config, model, samples, backend, group)
     with computing(config):
@@ -198,18 +200,7 @@ def describe(search: LayoutSearch) -> Iterator[str]:
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
     """Return the shell command that trains with a layout."""
     words = [f"mpirun -n {ranks} nnmpi train"]
-    for name, value in {**asked.given, **layout}.items():
-        flag = flag_of(name)
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [
-                flag,
-                *(
-                    quote(str(item))
-                    for item in (value if isinstance(value, list | tuple) else [value])
-                ),
-            ]
+    words += starmap(as_words, {**asked.given, **layout}.items())
     if asked.samples.shape is not None:
         words.append("--dataset DATA")
     return " ".join(words)

@@ -17,12 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nnmpi.base.command import read_command, say
+from nnmpi.base.command import as_words, read_command, say
 from nnmpi.base.errors import UsageError, raised_as
 from nnmpi.base.files import foreign, read_json, rebuilt
 from nnmpi.base.pages.page import write_page
 from nnmpi.compose.stats import PARTS, ROUNDING
-from nnmpi.train.config import all_options, shown
+from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -195,7 +195,7 @@ def _options(options: Mapping[str, Any]) -> list[list[str]]:
     """Return the run's options that differ from their defaults, given or chosen."""
     known = all_options()
     return [
-        [known[name].flag, shown(value)]
+        [*as_words(name, value).partition(" ")[::2]]
         for name, value in options.items()
         if value != known[name].default
     ]

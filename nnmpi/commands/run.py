@@ -466,7 +466,7 @@ def main(words: Sequence[str]) -> str:
         )
     layout = config.parallel
     folder = config.run.resume or config.run.out or default_folder(config)
-    replica = prod(ranks for ranks in (layout.pp, layout.tp, layout.sp) if isinstance(ranks, int))
+    replica = prod(layout.shape[1:])
     if isinstance(layout.dp, int):  # pp, tp or sp may be "auto" and fill up to the ranks
         replica = max(replica, options.ranks // layout.dp)
     if options.ranks % replica:

@@ -7,18 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from nnmpi.base.command import check_numbers, make_section, options_of, read_words
+from nnmpi.base.command import SimulatedConfig, make_section, options_of, read_words
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import Degrees, Layout
 from nnmpi.train.computing import make_backend
 from nnmpi.train.config import Config
 from nnmpi.train.run import Run, open_run
 
 
 @dataclass(frozen=True)
-class OpeningConfig:
-    """Weights and layout."""
+class WeightsConfig:
+    """The weights of a run."""
 
     best: bool = False
     """Use the best evaluation's weights, which --keep-best saved, instead of the last ones."""
@@ -26,24 +26,20 @@ class OpeningConfig:
     """Use the weights of a PyTorch state_dict instead: a .safetensors file with the names of nnmpi
     export (default: the run's).
     """
-    dp: int | None = None
-    """Data-parallel replicas, which share the samples (default: as many as the ranks allow)."""
-    pp: int = 1
-    """Pipeline stages, one per rank."""
-    tp: int = 1
-    """Ranks that share each layer."""
-    sp: int = 1
-    """Ranks that share the positions of each sequence, for gpt."""
-    backend: Literal["auto", "numpy", "cupy"] = "auto"
-    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     trust: bool = False
     """Execute your code, FILE.py:NAME, that the run names."""
-    simulate: int = 0
-    """Run this many ranks in one process, without MPI."""
+
+
+@dataclass(frozen=True)
+class OpeningConfig(SimulatedConfig, Degrees, WeightsConfig):
+    """Weights and layout."""
+
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "dp pp tp sp", 1)
-        check_numbers(self, "simulate", 0)
+        SimulatedConfig.__post_init__(self)
+        Degrees.__post_init__(self)
 
     def open(self, folder: Path, group: Group) -> Run:
         """Open the run, with its model distributed over the ranks. Collective.
@@ -52,7 +48,7 @@ class OpeningConfig:
             NnmpiError: on all ranks; see `open_run`.
         """
         backend = make_backend(self.backend, group)
-        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
+        layout = Layout(self.dp, self.pp, self.tp, self.sp)
         return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
 
 
@@ -73,7 +69,7 @@ def launch_command(
     return run_on_ranks(
         words,
         main,
-        lambda: {"ranks": sum(getattr(item, "simulate", 0) for item in parse(words))},
+        lambda: {"ranks": sum(getattr(item, "simulate", None) or 0 for item in parse(words))},
     )
 
 

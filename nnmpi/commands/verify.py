@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.base.command import check_numbers, require
+from nnmpi.base.command import SimulatedConfig, check_numbers, require
 from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.units import aligned
 from nnmpi.comm.agreement import agreed
@@ -37,6 +37,7 @@ from nnmpi.train.config import (
     Config,
     DataConfig,
     ModelConfig,
+    NumericsConfig,
     OptimizationConfig,
     ParallelConfig,
     RunConfig,
@@ -64,7 +65,8 @@ MICROBATCHES = 4  # does not divide the batch; fewer than the stages of some pip
 SHARED: Mapping[type[Any], str] = {
     ModelConfig: "model hidden dropout layers features heads context",
     DataConfig: "dataset",
-    OptimizationConfig: "batch_size optimizer lr weight_decay clip",
+    OptimizationConfig: "batch_size optimizer lr weight_decay",
+    NumericsConfig: "clip",
     ParallelConfig: """dp pp tp sp pipeline virtual_stages microbatches split reduction
     memory_limit activation_memory offload offload_state allreduce zero""",
     RunConfig: "dtype seed backend",
@@ -99,20 +101,18 @@ MOST = 2e-3  # the largest tolerance: above it, rounding could not be told from 
 
 
 @dataclass(frozen=True)
-class TrialConfig:
+class TrialConfig(SimulatedConfig):
     """The two runs."""
 
     samples: int = 90
     """Samples."""
     steps: int = 5
     """Updates."""
-    simulate: int = 0
-    """Run this many ranks in one process, without MPI."""
 
     def __post_init__(self) -> None:
         """Check the values."""
+        super().__post_init__()
         check_numbers(self, "samples steps", 1)
-        check_numbers(self, "simulate", 0)
 
 
 Asked = tuple[TrialConfig, SampleConfig, Config]

@@ -29,7 +29,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.base.custom import name_of
+from nnmpi.base.command import as_given
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError, expect
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed, require_equal
@@ -355,7 +355,8 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
     nodes = group.nodes()
     with agreed(group):
         on_several = nodes if len(set(nodes)) > 1 else None
-        mesh = Mesh.of(group.size, layout.dp, layout.pp, layout.tp, on_several, layout.sp)
+        dp, pp, tp = (None if n == AUTO else n for n in (layout.dp, layout.pp, layout.tp))
+        mesh = Mesh.of(group.size, dp, pp, tp, on_several, layout.sp)
     # Layout's constructor checks the options against the degrees, which are all known only now
     replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
     return mesh
@@ -364,13 +365,13 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
 def _cut(full_model: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
     """Cut the model's chain into the pipeline's stages, and return this rank's."""
     model, mesh, layout = full_model.model, full_model.mesh, full_model.layout
-    ranks, count = mesh.pp.size, mesh.pp.size * layout.virtual_stages
+    ranks, count = mesh.pp.size, mesh.pp.size * layout.stages_per_rank
     with agreed(mesh.world):
         layers = open_chain(model)
         if len(layers) < count:
             raise LayoutError(
                 f"the model has {len(layers)} layers to cut between, fewer than {count} stages"
-                f" ({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or"
+                f" ({ranks} ranks x {layout.stages_per_rank}); give at most {len(layers)} stages, or"
                 f" a deeper model{_why_closed(layers)}"
             )
     costs, cuts = _choose(full_model, layers, count, sample, dtype)
@@ -458,7 +459,7 @@ def _choose(
         bytes_ = [cost.elements * copies for cost in costs]
         # with several stages per rank, each gets its share of the limit
         limit = (
-            None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
+            None if layout.memory_limit is None else layout.memory_limit // layout.stages_per_rank
         )
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
 
@@ -507,7 +508,7 @@ def _shared_parameters(arrangement: Arrangement) -> dict[str, list[int]]:
             )
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
-        asked = f"the pipeline schedule {name_of(layout.schedule)}"
+        asked = as_given(layout, "pipeline")
         raise LayoutError(
             f"{name} is in stages {', '.join(map(str, numbers))}, which cannot be combined with"
             f" {asked}; cut the model so that all layers that have it share a stage, or leave"

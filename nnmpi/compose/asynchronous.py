@@ -244,8 +244,8 @@ class AveragingCoupling(Coupling):
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
         shared = (self.group, trainer.model.storage, trainer.optimizer)
-        self._is_local = sync.mode == "local"
-        options = sync.local_steps, sync.outer_lr, sync.outer_momentum
+        self._is_local = sync.sync == "local"
+        options = sync.period, sync.outer_lr, sync.outer_momentum
         self._averaging = LocalSGD(*shared, *options) if self._is_local else Gossip(*shared)
         self._check = PeriodicCheck(self.group)
 
@@ -397,12 +397,12 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         if self.precision == "fp16":
             raise UsageError(
                 "with fp16 all ranks skip an update that overflows on one of them, but with"
-                f" {sync.mode} they do not synchronize in every step; use bf16, which needs no"
+                f" {sync.sync} they do not synchronize in every step; use bf16, which needs no"
                 " loss scaling, or a synchronous run without servers"
             )
         if sync.has_server and not optimizer.elementwise:
             raise UsageError(
-                f"with {sync.mode} a server updates flat arrays, but {type(optimizer).__name__}"
+                f"with {sync.sync} a server updates flat arrays, but {type(optimizer).__name__}"
                 " takes whole matrices; give sync bsp, local or gossip, or adamw"
             )
         sync.check(group.size)
@@ -410,7 +410,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             check_free(model, group)
         check_same_model(group, model.storage)
         broadcast_state(model, group)
-        self.coupling = COUPLINGS[sync.mode](self, sync)
+        self.coupling = COUPLINGS[sync.sync](self, sync)
         self.reporters = self.coupling.reporters
         self._passes = Passes(self)
         self._passes.poll = self.coupling.serve

@@ -157,7 +157,7 @@ class Executor:
         self._schedule: Generator = SERIAL
         self.stages = {0: Stage(self._run_uncut)}
         if segments:
-            self._schedule = layout.schedule if self.ranks > 1 else SERIAL
+            self._schedule = layout.pipeline if self.ranks > 1 else SERIAL
             self.stages = {
                 number: self._make_stage(arrangement, number, segments[number].start)
                 for number in arrangement.own_segments

@@ -1,212 +1,221 @@
 """Layout, GradientExchange and Numerics: the options of a worker.
 
-Incompatible options are refused when they are given; see `compose.refusals`.
+Incompatible options are refused when they are given; see `compose.refusals`. The commands offer
+the same fields as options: a field's docstring is its help.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import chain
-from operator import index
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from nnmpi.base.custom import name_of
-from nnmpi.base.errors import NnmpiError, UsageError, check_int
+from nnmpi.base.command import as_given, check_numbers, non_defaults, require, settings, spelled
+from nnmpi.base.custom import is_custom, name_of
+from nnmpi.base.errors import NnmpiError
+from nnmpi.base.units import Bytes
 from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
+from nnmpi.comm.collective import Algorithm
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
-from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, ShardingTable
-from nnmpi.schedule.schedule import Home, Kind, Schedule
-from nnmpi.schedule.schedules import (
-    INFERENCE,
-    INTERLEAVED,
-    SCHEDULES,
-    Generator,
-    home_of,
-    make,
-    named,
-    usual_stages,
-)
+from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
+from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule
+from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, home_of, make, named, usual_stages
 
-FAST, FIXED = "fast", "fixed"
-LEAST = "least"
+FAST: Final = "fast"
+FIXED: Final = "fixed"
+LEAST: Final = "least"
 PIPEDREAM = "pipedream"
-TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != INFERENCE)
 
-Split: TypeAlias = Literal["auto"] | Sequence[int]
+Degree: TypeAlias = int | Literal["auto"]
+PipelineName: TypeAlias = Literal[
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "pipedream",
+]
+AllReduceName: TypeAlias = Literal[
+    "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"
+]
+Precision: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Degrees of parallelism, the pipeline's schedule, and memory savings.
+class Degrees:
+    """The ranks on each axis of a layout."""
 
-    Attributes:
-        dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; None derives the degree
-            from the number of ranks.
-        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v",
-            "v-half", "v-min" or "pipedream"; or a function (rank, ranks, microbatches) -> the
-            rank's instructions, which is checked before it runs. Its instructions alone say whether
-            it updates per microbatch, and which stages a rank has.
-        virtual_stages: stages per rank, for "interleaved" (2 if left at 1); "zb-v", "v-half" and
-            "v-min" have 2.
-        split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each
-            stage.
-        reduction: "fast", or "fixed" to sum in an order that does not depend on dp (see
-            `parallel.fixed_reduction`).
-        table: how layers are sharded over tp; by default the model's table.
-        memory_limit: most bytes per rank of parameters (including pipedream's older versions),
-            gradients and optimizer state; None for no limit. Activations and the sums of reduction
-            "fixed" are not counted.
-        state_arrays: optimizer arrays per parameter, for the limit (Adam 2, SGD 0).
-        activation_memory: most bytes of activations per rank; the rest is recomputed (see
-            `memory.recompute`). A pipeline recomputes segments of its stages (see
-            `memory.fitting`), in the first step all of them, and measures them. "least" saves as
-            little as possible: each pipeline stage saves only its input. None saves everything.
-        offload: the destination of activations if that is faster than recomputing them: a folder
-            (for a file), or "host" for a device's arrays (see `memory.store`); None for none.
-        offload_state: the arrays that stay there and are read in when needed: "optimizer" (its
-            state) or "all" (also the weights, but for a rank's own experts; requires `zero` 3);
-            None for none.
-        sp: ranks that share the positions of each sequence.
-        sp_attention: attention over sharded positions: "ulysses" or "ring" (see
-            `parallel.sequence`).
-        zero: what the replicas shard (see `parallel.zero`): 0: nothing; 1: optimizer state; 2: also
-            gradients; 3: also parameters.
-        expert_parallel: shard the experts of a mixture over the replicas (see `parallel.experts`).
-        unit_bytes: bytes that ZeRO gathers and sums at once, see `parallel.zero.storage`; None to
-            choose.
+    dp: Degree = AUTO
+    """Data-parallel replicas, which share each batch. dp x pp x tp x sp must be the number of MPI
+    ranks. auto: fill up to that.
+    """
+    pp: Degree = AUTO
+    """Pipeline stages, one per rank. auto: fill up to the number of ranks, or 1 if another axis
+    does.
+    """
+    tp: Degree = AUTO
+    """Ranks that share each layer (tensor parallelism). auto: as for `pp`."""
+    sp: int = 1
+    """Ranks that share the positions of each sequence, for models such as gpt whose layers, except
+    attention, work position by position. Attention gives each rank all positions of some heads
+    (Ulysses), or with fewer heads than ranks passes keys and values around (ring attention).
+    """
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "dp pp tp sp", 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """dp, pp, tp and sp, with 1 for auto."""
+        return tuple(1 if n == AUTO else n for n in (self.dp, self.pp, self.tp, self.sp))
+
+
+@settings
+@dataclass(frozen=True)
+class Layout(Degrees):
+    """Degrees of parallelism, the pipeline's schedule, and memory savings.
 
     Raises:
         UsageError: for unknown values and incompatible options.
 
     Example:
-        >>> nnmpi.Layout(pp=2, schedule="gpipe")
-        Layout(pp=2, schedule='gpipe')
+        >>> nnmpi.Layout(pp=2, pipeline="gpipe")
+        Layout(pp=2, pipeline='gpipe')
         >>> nnmpi.Layout(reduction="fixed", zero=1)
         Traceback (most recent call last):
         nnmpi.base.errors.LayoutError: reduction fixed cannot be combined with zero 1: ZeRO's ...
     """
 
-    dp: int | None = None
-    pp: int | None = None
-    tp: int | None = None
-    schedule: Generator = "1f1b"
+    pipeline: PipelineName | Callable[[int, int, int], Sequence[Instruction]] = "1f1b"
+    """Pipeline schedule. zb-v, v-half and v-min have two stages per rank. pipedream updates after
+    every microbatch, with stale weights. Or a function (rank, ranks, microbatches) of your own that
+    returns the rank's instructions, which are checked before they run; they alone say which stages
+    a rank has and when it updates.
+    """
     virtual_stages: int = 1
-    split: Split = "auto"
-    reduction: str = FAST
-    table: ShardingTable | None = None
-    memory_limit: int | None = None
-    state_arrays: int = 2
-    sp: int = 1
-    sp_attention: str = ULYSSES
+    """With `pipeline` interleaved: stages per rank; 2 if left at 1."""
+    split: Literal["auto"] | Sequence[int] = AUTO
+    """Layers in each pipeline stage, such as 5,4,3, which makes the bits repeatable. auto: balance
+    measured times.
+    """
+    reduction: Literal["fast", "fixed"] = FAST
+    """fixed: sum the gradients of whole microbatches in an order that does not depend on `dp`. Any
+    number of replicas then gives the same bits for the same number of microbatches.
+    """
     zero: int = 0
+    """ZeRO stage, the state that replicas shard. 1: optimizer state. 2: gradients, too. 3: weights,
+    too, gathered block by block for each pass.
+    """
     expert_parallel: bool = False
-    unit_bytes: int | None = None
-    activation_memory: int | Literal["least"] | None = None
+    """Shard the experts of a mixture over the replicas. Tokens travel to their experts and back."""
+    memory_limit: Bytes | None = None
+    """Bytes a rank may use for parameters (pipedream's older versions, too), gradients and
+    optimizer state, such as 512MiB; for `nnmpi train` on a CUDA device, for everything there.
+    """
+    activation_memory: Bytes | Literal["least"] | None = None
+    """Bytes a rank may use for activations, such as 64MiB. The rest is recomputed in the backward
+    pass, cheapest first. least: as few as possible; a pipeline's stage keeps only its input.
+    """
     offload: str | None = None
-    offload_state: str | None = None
+    """Where `activation_memory` and `offload_state` put arrays: a folder for a file, or host, the
+    memory beside a CUDA device. Activations go there if that is faster than recomputing them.
+    """
+    offload_state: Literal["optimizer", "all"] | None = None
+    """State kept in the file (or host memory) of `offload` and loaded for each use. optimizer: the
+    optimizer's state. all: also the weights, but for a rank's own experts, with `zero` 3.
+    """
+    _: KW_ONLY
+    table: ShardingTable | None = None
+    """How layers are sharded over `tp`; by default the model's table."""
+    state_arrays: int = 2
+    """Optimizer arrays per parameter, for `memory_limit` (Adam 2, SGD 0)."""
+    sp_attention: Literal["ulysses", "ring"] = ULYSSES
+    """Attention over positions sharded by `sp`."""
+    unit_bytes: int | None = None
+    """Bytes that ZeRO gathers and sums at once; None to choose."""
 
     def __post_init__(self) -> None:
         """Check the options, as far as that needs no model and no ranks."""
-        object.__setattr__(self, "schedule", named(self.schedule))
-        if not callable(self.schedule):
-            _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
-        if self.activation_memory not in (None, LEAST):
-            check_int(f"activation_memory (bytes, or {LEAST!r})", self.activation_memory)
-        _one_of("reduction", self.reduction, (FAST, FIXED))
-        _one_of("sp attention", self.sp_attention, WAYS)
-        for name in ("dp", "pp", "tp", "sp", "virtual_stages", "memory_limit", "unit_bytes"):
-            if getattr(self, name) != getattr(Layout, name):
-                check_int(name, getattr(self, name))
-        check_int("state_arrays", self.state_arrays, 0)
-        if self._example is not None and not self._example.trains:
-            raise UsageError(
-                f"the schedule {name_of(self.schedule)} has no backward passes, so it would train"
-                " nothing; give each F its B, or I and W"
-            )
-        usual = usual_stages(self.schedule) if self._example is None else self._example.virtual
-        if self.virtual_stages == 1:
-            object.__setattr__(self, "virtual_stages", usual)
-        if self.schedule != INTERLEAVED and self.virtual_stages != usual:
-            raise UsageError(
-                f"{self.virtual_stages} virtual stages are for the pipeline schedule interleaved;"
-                f" {name_of(self.schedule)} has {'one' if usual == 1 else 'two'} per rank"
-            )
-        if self.split != AUTO:
-            try:
-                least = min(map(index, self.split), default=0)  # type: ignore[arg-type]
-            except TypeError:
-                raise UsageError(
-                    f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5,"
-                    " 4, 3)"
-                ) from None
-            if least < 1:
-                raise UsageError(
-                    f"split {self.split} has a stage without layers; give each at least 1, or auto"
-                )
-        if self.zero not in (0, *STAGES):
-            raise UsageError(
-                f"ZeRO has no stage {self.zero!r}; choose one of {', '.join(map(str, STAGES))}"
-            )
+        if named(self.pipeline) != INFERENCE:
+            object.__setattr__(self, "pipeline", named(self.pipeline))
+        super().__post_init__()
+        check_numbers(self, "virtual_stages split memory_limit activation_memory unit_bytes", 1)
+        check_numbers(self, "state_arrays", 0)
+        require(
+            self._example is None or self._example.trains,
+            f"{as_given(self, 'pipeline')} has no backward passes, so it would train nothing; give"
+            " each F its B, or I and W",
+        )
+        usual = self._usual_stages
+        require(
+            self.pipeline == INTERLEAVED
+            or is_custom(self.pipeline)
+            or self.virtual_stages in (1, usual),
+            f"{as_given(self, 'virtual_stages')} is for {spelled(self, 'pipeline')} {INTERLEAVED};"
+            f" {name_of(self.pipeline)} has {'one' if usual == 1 else 'two'} per rank",
+        )
+        require(
+            self.zero in (0, *STAGES),
+            f"{spelled(self, 'zero')} is {self.zero!r}; ZeRO has stages"
+            f" {', '.join(map(str, STAGES))}, and 0 is without",
+        )
         self._check_offload()
         refuse(self.features())
 
     def _check_offload(self) -> None:
-        if self.offload is not None and self.activation_memory is self.offload_state is None:
-            raise UsageError(
-                f"offload {self.offload} needs a limit of activations, or optimizer state to"
-                " offload; give activation_memory or offload_state, or leave offload out"
-            )
+        require(
+            self.offload != "",
+            f"{spelled(self, 'offload')} is empty; give a folder or host, or leave it out",
+        )
+        require(
+            self.offload is None or (self.activation_memory, self.offload_state) != (None, None),
+            f"{as_given(self, 'offload')} needs a limit of activations, or optimizer state to"
+            f" offload; give {spelled(self, 'activation_memory')} or"
+            f" {spelled(self, 'offload_state')}, or leave {spelled(self, 'offload')} out",
+        )
         if self.offload_state is None:
-            in_segments = self.pp not in (None, 1) or self.zero > 1
-            if self.offload is not None and self.activation_memory == LEAST and in_segments:
-                raise UsageError(
-                    f"with activation_memory {LEAST} a pipeline, as ZeRO 2 and 3, recomputes all"
-                    " but its segments' inputs, so nothing is left to offload; give a number of"
-                    " bytes, or leave offload out"
-                )
+            in_segments = self.pp not in (AUTO, 1) or self.zero > 1
+            require(
+                self.offload is None or self.activation_memory != LEAST or not in_segments,
+                f"with {as_given(self, 'activation_memory')} a pipeline, as ZeRO 2 and 3,"
+                " recomputes all but its segments' inputs, so nothing is left to offload; give a"
+                f" number of bytes, or leave {spelled(self, 'offload')} out",
+            )
             return
-        _one_of("offload_state", self.offload_state, (OPTIMIZER, ALL))
-        if self.offload is None:
-            raise UsageError(
-                f"offload_state {self.offload_state} needs a target; give offload, too"
-            )
-        if self.offload_state == ALL and self.zero != STAGES[-1]:
-            raise UsageError(
-                "weights are offloaded in the units of ZeRO 3, also on one rank; give zero 3, or"
-                f" offload_state {OPTIMIZER}"
-            )
+        require(
+            self.offload is not None,
+            f"{as_given(self, 'offload_state')} needs a target; give {spelled(self, 'offload')},"
+            " too",
+        )
+        require(
+            self.offload_state != ALL or self.zero == STAGES[-1],
+            f"{as_given(self, 'offload_state')} takes the units of ZeRO 3, also on one rank; give"
+            f" {spelled(self, 'zero')} 3, or {spelled(self, 'offload_state')} {OPTIMIZER}",
+        )
 
     def features(self) -> dict[str, str]:
         """Return the features in use: their names in `refusals`, and the options as given."""
-        sizes = {refusals.PIPELINE: self.pp, refusals.TENSOR: self.tp, refusals.SEQUENCE: self.sp}
-        used = {name: f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)}
-        zero, memory = f"zero {self.zero}", f"activation_memory {self.activation_memory}"
-        for name, is_used, text in (
-            (
-                refusals.PIPEDREAM,
-                self.asynchronous and self.pp != 1,
-                "the pipeline schedule pipedream",
-            ),
-            (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
-            (refusals.EXPERTS, self.expert_parallel, "expert_parallel"),
-            (refusals.ZERO, self.zero > 0, zero),
-            (refusals.LEAST, self.activation_memory == LEAST, memory),
-            (refusals.LIMIT, self.limits_activations, memory),
-            (
-                refusals.STATE_OUT,
-                self.offload_state is not None,
-                f"offload_state {self.offload_state}",
-            ),
-        ):
-            if is_used:
-                used[name] = text
-        return used
+        used = {
+            refusals.PIPELINE: "pp" * (self.shape[1] > 1),
+            refusals.TENSOR: "tp" * (self.shape[2] > 1),
+            refusals.SEQUENCE: "sp" * (self.sp > 1),
+            refusals.PIPEDREAM: "pipeline" * (self.asynchronous and self.pp != 1),
+            refusals.FIXED: "reduction" * self.fixed,
+            refusals.EXPERTS: "expert_parallel" * self.expert_parallel,
+            refusals.ZERO: "zero" * (self.zero > 0),
+            refusals.LEAST: "activation_memory" * (self.activation_memory == LEAST),
+            refusals.LIMIT: "activation_memory" * self.limits_activations,
+            refusals.STATE_OUT: "offload_state" * (self.offload_state is not None),
+        }
+        return {feature: as_given(self, name) for feature, name in used.items() if name}
 
     def __repr__(self) -> str:
         """Name the options that differ from the default."""
-        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        changed = (f"{name}={value!r}" for name, value, default in values if value != default)
+        changed = (f"{name}={value!r}" for name, value in non_defaults(self).items())
         return f"Layout({', '.join(changed)})"
 
     @property
@@ -217,25 +226,35 @@ class Layout:
     @cached_property
     def _example(self) -> Schedule | None:
         """A user's schedule for these ranks; None for a name, or if it does not suit them."""
-        if not callable(self.schedule) or self.pp == 1:
+        if not callable(self.pipeline) or self.pp == 1:
             return None
+        ranks = 2 if self.pp == AUTO else self.pp
         try:
-            return make(self.schedule, self.pp or 2, 2 * (self.pp or 2))
+            return make(self.pipeline, ranks, 2 * ranks)
         except NnmpiError:  # the pass that runs it raises it
             return None
+
+    @property
+    def _usual_stages(self) -> int:
+        return usual_stages(self.pipeline) if self._example is None else self._example.virtual
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The pipeline's stages on each of its ranks."""
+        return self._usual_stages if self.virtual_stages == 1 else self.virtual_stages
 
     @property
     def asynchronous(self) -> bool:
         """True if weights are updated after every microbatch, without a flush (pipedream)."""
         if self._example is None:
-            return self.schedule == PIPEDREAM
+            return self.pipeline == PIPEDREAM
         items = chain.from_iterable(map(self._example.instructions, range(self._example.ranks)))
         return any(item.kind is Kind.STEP and item.microbatch is not None for item in items)
 
     @property
     def home(self) -> Home:
         """The function (stage, ranks) -> pipeline rank that holds the stage."""
-        return home_of(self.schedule) if self._example is None else self._example.home
+        return home_of(self.pipeline) if self._example is None else self._example.home
 
     @property
     def limits_activations(self) -> bool:
@@ -243,23 +262,10 @@ class Layout:
         return self.activation_memory not in (None, LEAST)
 
 
+@settings
 @dataclass(frozen=True)
 class GradientExchange:
     """How the replicas of a `Worker` sum their gradients and update their weights.
-
-    Attributes:
-        allreduce: the algorithm of all buckets, a name or a function; or a sequence with one per
-            bucket; "auto" chooses by predicted time. See `parallel.data.DataParallel`, also for the
-            next two.
-        bucket_bytes: largest size of a bucket of gradients; None for the algorithm's default.
-        overlap: sum buckets during the backward pass; None to choose.
-        fused_update: each rank of a node sums and updates a slice of the parameters, which exist
-            once per node (see `parallel.fused`). Change such parameters by hand on one rank only.
-            Where that is impossible (no shared memory, or a rank has only parts of the model), the
-            sum and the update are separate, with the same numbers, and `Worker.notice` says why.
-            None fuses them on one node, if every rank has the full model and the three options
-            above are the default.
-        check: compare the ranks' weights after every step, by hash.
 
     Example:
         >>> def program(group):
@@ -272,11 +278,25 @@ class GradientExchange:
         [4, 4]
     """
 
-    allreduce: AlgorithmLike | Sequence[AlgorithmLike] = AUTO
+    allreduce: AllReduceName | Algorithm | Sequence[AlgorithmLike] = AUTO
+    """All-reduce of the gradients: native is MPI's own, ps a parameter server. auto: the fastest
+    one by the fitted cost model, or by size without a fit. Or a function (rank, size) of your own,
+    proved before it runs; in Python also a list with one for each bucket.
+    """
+    _: KW_ONLY
     bucket_bytes: int | None = None
+    """Largest size of a bucket of gradients; None for the algorithm's default."""
     overlap: bool | None = None
+    """Sum buckets during the backward pass; None to choose. See `DataParallel`."""
     fused_update: bool | None = None
+    """Each rank of a node sums and updates a slice of the parameters, which exist once per node
+    (see `parallel.fused`). Change such parameters by hand on one rank only. Where that is
+    impossible (no shared memory, or a rank has only parts of the model), the sum and the update are
+    separate, with the same numbers, and `Worker.notice` says why. None fuses them on one node, if
+    every rank has the full model and the three options above are the default.
+    """
     check: bool = False
+    """Compare the ranks' weights after every step, by hash."""
 
     @property
     def algorithm(self) -> str:
@@ -289,17 +309,10 @@ class GradientExchange:
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
 
 
+@settings
 @dataclass(frozen=True)
 class Numerics:
-    """Precision and gradient clipping of a worker.
-
-    Attributes:
-        precision: of products, see `backend.precision`; None for the precision of the context in
-            which the worker is made. With fp16 losses are scaled, and all ranks skip an update
-            whose gradient overflows on any rank. fp16 is for synchronous runs.
-        clip: largest gradient norm; None for no limit. A synchronous run without servers clips the
-            gradient of the global batch; an asynchronous run clips the gradient of each worker's
-            part.
+    """Precision and gradient clipping.
 
     Example:
         >>> model = models.mlp((4,), 3, hidden=[16]).initialize(seed=0)
@@ -311,13 +324,19 @@ class Numerics:
         True
     """
 
-    precision: str | None = None
+    precision: Precision | None = None
+    """Input type of matrix products and convolutions; None for that of `nnmpi.use_precision`.
+    Commands need a CUDA device for all but float32. tf32: float32 with a 10-bit mantissa. bf16,
+    fp16: half precision, also for activations; weights and gradients stay float32. With fp16 losses
+    are scaled, and all ranks skip an update whose gradient overflows on any.
+    """
     clip: float | None = None
+    """Gradient clipping: the largest global gradient norm. Where ranks do not wait in each step, it
+    applies to each worker's gradient.
+    """
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "clip", 0, above=True)
 
 
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
-
-
-def _one_of(option: str, value: str, names: Sequence[str]) -> None:
-    if value not in names:
-        raise UsageError(f"{option} {value!r} is unknown; choose one of {', '.join(names)}")

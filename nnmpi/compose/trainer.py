@@ -26,7 +26,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.precision import MODES, low_dtype
+from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, expect
 from nnmpi.comm.group import Group
@@ -339,8 +339,6 @@ def check_numerics(trainer: Trainer) -> None:
             *_update(trainer),
         ],
     )
-    if mode not in MODES:
-        raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
     low_dtype(mode)
     if mode == "tf32" and not backend.is_device:
         raise UsageError(

@@ -35,6 +35,7 @@ from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.command import as_given, spelled
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
@@ -681,19 +682,20 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
         UsageError: naming them.
     """
     model, mesh = worker.model, worker.arrangement.mesh.sizes
-    used = replace(worker.arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    layout = worker.arrangement.layout
+    used = replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     for feature, is_used, text in (
         (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
-        (refusals.FP16, worker.scaling is not None, "fp16"),
-        (refusals.CLIP, worker.clip is not None, "clip"),
+        (refusals.FP16, worker.scaling is not None, f"{spelled(layout, 'precision')} fp16"),
+        (refusals.CLIP, worker.clip is not None, f"{spelled(layout, 'clip')} {worker.clip}"),
     ):
         if is_used:
             used[feature] = text
     refusals.refuse(used)
-    if worker.arrangement.layout.asynchronous and not worker.arrangement.is_pipeline:
+    if layout.asynchronous and not worker.arrangement.is_pipeline:
         raise UsageError(  # no stage would ever update
-            "the pipeline schedule pipedream needs two stages or more; give pp 2 or more, or leave"
-            " the schedule out"
+            f"{as_given(layout, 'pipeline')} needs two stages or more; give"
+            f" {spelled(layout, 'pp')} 2 or more, or leave it out"
         )
     if arrangement is None:
         if isinstance(model, ModelPart) or any(

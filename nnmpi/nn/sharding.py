@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 # algorithms of attention over positions of several ranks, see `parallel.sequence`
-RING, ULYSSES = "ring", "ulysses"
-WAYS = (ULYSSES, RING)
+RING: Final = "ring"
+ULYSSES: Final = "ulysses"
 STAGES = (1, 2, 3)  # of ZeRO
 OPTIMIZER, ALL = "optimizer", "all"  # values of `offload_state`
 

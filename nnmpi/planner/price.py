@@ -16,7 +16,7 @@ impossible ones are counted by reason:
 
     ranks = dp x pp x tp x sp
         x  ZeRO 0..3
-        x  schedule, virtual stages, microbatches
+        x  pipeline, virtual stages, microbatches
         x  all activations, or as few as possible
 
 Gradients are summed as by `--allreduce auto`. Two schedules are left out. Naive is never faster
@@ -44,7 +44,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import Layout, PipelineName
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost, saved_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
@@ -71,7 +71,7 @@ END_S = 25e-6  # processor time of a pipeline's message at each end
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
-PIPELINES = (
+PIPELINES: tuple[tuple[PipelineName, int], ...] = (
     *(("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)),
     *((name, 2) for name in TURNING),
 )
@@ -87,7 +87,7 @@ class Candidate:
     Attributes:
         dp, pp, tp, sp: ranks on each axis.
         zero: ZeRO stage of the replicas.
-        schedule, virtual_stages, microbatches: of the pipeline.
+        pipeline, virtual_stages, microbatches: its schedule, stages per rank, parts of a batch.
         recompute: True saves as few activations as possible and recomputes the others.
     """
 
@@ -96,7 +96,7 @@ class Candidate:
     tp: int = 1
     sp: int = 1
     zero: int = 0
-    schedule: str = "1f1b"
+    pipeline: PipelineName = "1f1b"
     virtual_stages: int = 1
     microbatches: int = 1
     recompute: bool = False
@@ -119,7 +119,7 @@ class Candidate:
     @property
     def division(self) -> tuple[int, int, int, Home]:
         """How the ranks of a replica divide the model: tp, pp, stages per rank, their home."""
-        return self.tp, self.pp, self.virtual_stages, home_of(self.schedule)
+        return self.tp, self.pp, self.virtual_stages, home_of(self.pipeline)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ class Candidate:
         if self.zero:
             result["zero"] = self.zero
         if self.pp > 1:
-            result |= {"pipeline": self.schedule, "microbatches": self.microbatches}
+            result |= {"pipeline": self.pipeline, "microbatches": self.microbatches}
             if self.virtual_stages > 1:
                 result["virtual_stages"] = self.virtual_stages
         if self.recompute:
@@ -192,7 +192,7 @@ def _pipelines(
     if plain.pp == 1:
         yield plain
         return
-    for (schedule, virtual), times in product(PIPELINES, MICROBATCHES):
+    for (pipeline, virtual), times in product(PIPELINES, MICROBATCHES):
         microbatches = times * plain.pp
         if microbatches * plain.dp > batch_size:
             refused["more microbatches than the replicas have rows"] += 1
@@ -200,22 +200,15 @@ def _pipelines(
             refused["more stages than the model has layers to cut between"] += 1
         else:
             yield replace(
-                plain, schedule=schedule, virtual_stages=virtual, microbatches=microbatches
+                plain, pipeline=pipeline, virtual_stages=virtual, microbatches=microbatches
             )
 
 
 def _checked(candidate: Candidate, refused: Refusals) -> Iterator[Candidate]:
+    options = candidate.options()
+    options.pop("microbatches", None)
     try:
-        Layout(
-            candidate.dp,
-            candidate.pp,
-            candidate.tp,
-            candidate.schedule,
-            candidate.virtual_stages,
-            sp=candidate.sp,
-            zero=candidate.zero,
-            activation_memory="least" if candidate.recompute else None,
-        )
+        Layout(**options)
     except UsageError as error:
         refused[str(error).partition(",")[0].partition(";")[0]] += 1
     else:
@@ -516,7 +509,7 @@ class Pricer:
 
     def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
         pp, virtual = candidate.pp, candidate.virtual_stages
-        schedule = self._lowered(candidate.schedule, pp, candidate.microbatches, virtual)
+        schedule = self._lowered(candidate.pipeline, pp, candidate.microbatches, virtual)
         return schedule, self.shapes.cuts(pp, virtual)
 
     def _update_s(self, candidate: Candidate) -> float:

@@ -7,7 +7,7 @@ here and add its name to `SCHEDULES`.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError, UsageError, check_int
@@ -238,7 +238,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Instructions:
 
 # schedules for any number of stages on a rank; this number is their further argument
 INTERLEAVED, INFERENCE = "interleaved", "inference"
-TURNING = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
+TURNING: Final = ("zb-v", "v-half", "v-min")  # schedules for two stages on a rank, there and back
 
 SCHEDULES: Mapping[str, Callable[..., Instructions]] = {
     "naive": naive,

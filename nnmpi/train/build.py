@@ -13,7 +13,7 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.base.command import flag_of, require
+from nnmpi.base.command import flag_of, non_defaults, require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.agreement import agreed
@@ -21,7 +21,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
@@ -47,7 +47,6 @@ from nnmpi.train.config import (
     Config,
     ModelConfig,
     OptimizationConfig,
-    non_defaults,
 )
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
@@ -56,11 +55,6 @@ from nnmpi.train.signature import ModelSignature
 # gradient that is 0 up to rounding would become a full update, and two equal runs would differ.
 # With this eps such an update is as small as the rounding.
 VERIFIED_EPS = 1e-3
-# Fields of both ParallelConfig and Layout.
-SHARED = (
-    "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state"
-    " expert_parallel"
-)
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -263,11 +257,12 @@ def build_layout(config: Config) -> Layout:
     Raises:
         UsageError: for values that exclude each other.
     """
-    given, arrays = config.parallel, config.optimization.state_arrays
-    dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (given.dp, given.pp, given.tp))
-    schedule = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
-    shared = {name: getattr(given, name) for name in SHARED.split()}
-    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=arrays, **shared)
+    pipeline: Any = config.parallel.pipeline
+    layout = replace(
+        config.parallel,
+        pipeline=load_custom(pipeline, "--pipeline", "(rank, ranks, microbatches)"),
+        state_arrays=config.optimization.state_arrays,
+    )
     return choose_attention(layout, config.model)
 
 
@@ -275,7 +270,7 @@ def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
     """Return the layout with ring attention if sequences have more ranks than heads, or Ulysses."""
     if layout.sp == 1 or model.model != "gpt":
         return layout
-    rings = heads_of(model) < layout.sp * (layout.tp or 1)
+    rings = heads_of(model) < layout.sp * layout.shape[2]
     return replace(layout, sp_attention=RING if rings else ULYSSES)
 
 
@@ -323,10 +318,10 @@ def build_trainer(
     """
     options, sync = config.optimization, config.sync
     where = None
-    if layout is not None and not sync.rule.asynchronous:
+    if layout is not None and not sync.asynchronous:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
-        with use_precision(config.run.precision), explain_errors(backend, TOO_LARGE):
+        with use_precision(config.numerics.precision), explain_errors(backend, TOO_LARGE):
             # `sample`: arrange measures each layer's time and memory with it
             where = arrange(model, group, layout, sample, config.run.dtype, backend)
         model = where.model
@@ -339,7 +334,7 @@ def build_trainer(
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
     common: dict[str, Any] = {
-        "numerics": Numerics(config.run.precision, options.clip),
+        "numerics": config.numerics,
         "seed": config.run.seed,
         "backend": backend,
         "slow": sync.slowness(config.run.seed),
@@ -351,15 +346,21 @@ def build_trainer(
     else:
         common["loss"] = SumCrossEntropy(where, options.label_smoothing)
         common["evaluation_loss"] = SumCrossEntropy(where)
-    if sync.rule.asynchronous:
-        return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
+    if sync.asynchronous:
+        return AsynchronousWorker(model, optimizer, group, sync, **common)
     fused = False if verified else None  # the fused update leaves no gradients
-    allreduce = load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)")
+    allreduce: Any = config.parallel.allreduce
+    exchange = replace(
+        config.parallel,
+        allreduce=load_custom(allreduce, "--allreduce", "(rank, size)"),
+        fused_update=fused,
+        check=verified,
+    )
     return Worker(
         model,
         optimizer,
         group,
-        exchange=GradientExchange(allreduce, fused_update=fused, check=verified),
+        exchange=exchange,
         arrangement=where,
         synchronous_sends=verified,
         **common,

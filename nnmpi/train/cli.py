@@ -14,25 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nnmpi.base.command import (
-    Console,
-    read_words,
-)
+from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_text
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import run_on_ranks
+from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
 from nnmpi.train.config import (
-    ONLY_WITH,
     Config,
     all_options,
     assemble,
     check,
     flatten,
     plain,
-    shown,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals, begin
@@ -138,7 +134,7 @@ def parse(words: Sequence[str]) -> Config:
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
     # a new --sync drops the options that belong to the run's old one
-    outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()
+    outdated = NEEDS.keys() if "sync" in given else ()
     saved = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(saved | given)
     _refuse_changes(config, resumed)
@@ -178,15 +174,7 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
             and not paths & {*NAMES}
         )
         if before != given[name] and not has_moved:
-            option = all_options()[name]
-            was, now = (
-                f"{option.flag} {shown(value)}"
-                if not isinstance(value, bool)
-                else option.flag
-                if value
-                else option.negation
-                for value in (before, given[name])
-            )
+            was, now = as_words(name, before), as_words(name, given[name])
             raise UsageError(
                 f"--resume {given['resume']}: the run has {was}, which cannot change to {now};"
                 " leave it out, or start a new run with another --out"

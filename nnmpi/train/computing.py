@@ -24,7 +24,7 @@ from nnmpi.comm.buffers import cuda_aware
 from nnmpi.comm.group import Group
 from nnmpi.data.dataset import Samples
 from nnmpi.nn.module import Module
-from nnmpi.train.config import Config, OptimizationConfig, RunConfig
+from nnmpi.train.config import Config, OptimizationConfig
 
 # numba's kernels are used from this number of multiplications on, counted over all forward passes
 # of a run. Training then takes some seconds, and loading numba 0.2 s. A CNN on digits regains the
@@ -51,7 +51,7 @@ def choose_computing(
     run = config.run
     if run.jit != "auto":
         return config, ""
-    plain = not backend.is_device and run.dtype == run.precision == "float32"
+    plain = not backend.is_device and run.dtype == config.numerics.precision == "float32"
     versions = set(group.gather(installed_numba() if plain else ""))
     chosen: Switch = "off"
     line = ""
@@ -155,18 +155,19 @@ def make_backend(name: str, group: Group, limit_bytes: int | None = None) -> Bac
     return backend
 
 
-def check_backend(options: RunConfig, backend: Backend) -> None:
+def check_backend(config: Config, backend: Backend) -> None:
     """Refuse --jit on a device or without numba, and a device's precisions on the CPU."""
-    if options.jit == "on":
+    if config.run.jit == "on":
         load()
         if backend.is_device:
             raise UsageError(
                 f"--jit compiles for the CPU, and this run is on {backend.device}, which has"
                 " kernels of its own; leave it out, or give --backend numpy"
             )
-    if options.precision != "float32" and not backend.is_device:
+    precision = config.numerics.precision
+    if precision != "float32" and not backend.is_device:
         raise UsageError(
-            f"--precision {options.precision} needs a CUDA device, and this run is on the CPU"
+            f"--precision {precision} needs a CUDA device, and this run is on the CPU"
             f" ({backend.reason}); leave it out"
         )
 

@@ -10,7 +10,7 @@ name:
 
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -18,36 +18,30 @@ from typing import Any, Literal, get_type_hints
 from nnmpi.base.command import (
     Option,
     Switch,
+    check_idle,
     check_numbers,
     convert,
     flag_of,
     make_section,
+    non_defaults,
     options_of,
     require,
     suggest,
 )
 from nnmpi.base.custom import Custom, is_custom
 from nnmpi.base.errors import UsageError
-from nnmpi.base.units import Bytes, Every
+from nnmpi.base.units import Every
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
+from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision
 from nnmpi.data.transform import AUGMENTATIONS
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
-
-
-def non_defaults(section: Any) -> dict[str, Any]:
-    """Return {name: value} of a section's options that differ from their defaults."""
-    return {
-        item.name: value
-        for item in fields(section)
-        if (value := getattr(section, item.name)) != item.default
-    }
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
@@ -57,168 +51,43 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "hidden": ("mlp", "cnn"),
         "activation": ("mlp",),
         "dropout": ("mlp", "cnn", "lstm", "gpt"),
-        **dict.fromkeys(("layers", "features", "context"), SEQUENCE_MODELS),
+        "context": (*SEQUENCE_MODELS, "FILE.py:NAME"),
+        **dict.fromkeys(("layers", "features"), SEQUENCE_MODELS),
         **dict.fromkeys(
             ("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)
         ),
-    },
-    "sync": {
-        "staleness": ("ssp",),
-        "local_steps": ("local",),
-        "outer_lr": ("local",),
-        "outer_momentum": ("local",),
     },
     "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
 
 
-def check_idle(section: Any, option: str) -> None:
-    """Refuse sub-options that have no meaning with this option's value; see ONLY_WITH."""
-    has = getattr(section, option)
-    for name, values in ONLY_WITH[option].items():
-        require(
-            not getattr(section, name)
-            or name not in non_defaults(section)
-            or has in values
-            or (name == "context" and is_custom(has)),
-            f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out",
-        )
-
-
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(GradientExchange, Layout):
     """The parallel layout."""
 
     layout: Literal["given", "auto"] = "given"
     """auto: the layout with the shortest predicted step within --memory-limit, as nnmpi plan
-    finds it. The layout options below are then left out.
+    finds it. The other options of this group are then left out.
     """
-    dp: int | Literal["auto"] = "auto"
-    """Data-parallel replicas, which share each batch. dp x pp x tp x sp must be the number of MPI
-    ranks. auto: fill up to that.
-    """
-    pp: int | Literal["auto"] = "auto"
-    """Pipeline stages, one per rank. auto: fill up to the number of ranks, or 1 if another axis
-    does.
-    """
-    tp: int | Literal["auto"] = "auto"
-    """Ranks that share each layer (tensor parallelism). auto: as for --pp."""
-    sp: int = 1
-    """Ranks that share the positions of each sequence, for models such as gpt whose layers, except
-    attention, work position by position. Attention gives each rank all positions of some heads
-    (Ulysses), or with fewer heads than ranks passes keys and values around (ring attention).
-    """
-    pipeline: (
-        Literal[
-            "naive",
-            "gpipe",
-            "1f1b",
-            "interleaved",
-            "zero-bubble",
-            "zb-v",
-            "v-half",
-            "v-min",
-            "pipedream",
-        ]
-        | Custom
-    ) = "1f1b"
-    """Pipeline schedule. zb-v, v-half and v-min have two stages per rank. pipedream updates after
-    every microbatch, with stale weights. FILE.py:NAME: a function (rank, ranks, microbatches) of
-    your own.
-    """
-    virtual_stages: int = 1
-    """For --pipeline interleaved: stages per rank; 2 if left at 1."""
     microbatches: int | None = None
     """Microbatches per batch: they pass through the pipeline one after another, and without a
     pipeline they save memory (default: 1; 4 per pipeline rank; with --reduction fixed 16 for any
     layout).
     """
-    split: Literal["auto"] | tuple[int, ...] = "auto"
-    """Layers in each pipeline stage, such as 5,4,3, which makes the bits repeatable. auto: balance
-    measured times.
-    """
-    reduction: Literal["fast", "fixed"] = "fast"
-    """fixed: sum the gradients of whole microbatches in an order that does not depend on --dp. Any
-    number of replicas then gives the same bits for the same --microbatches.
-    """
-    zero: int = 0
-    """ZeRO stage, the state that replicas shard. 1: optimizer state. 2: gradients, too. 3: weights,
-    too, gathered block by block for each pass.
-    """
-    expert_parallel: bool = False
-    """Shard the experts of --experts over the replicas. Tokens travel to their experts and back."""
-    memory_limit: Bytes | None = None
-    """Bytes a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA
-    device, for everything there.
-    """
-    activation_memory: Bytes | Literal["least"] | None = None
-    """Bytes a rank may use for activations, such as 64MiB. The rest is recomputed in the backward
-    pass, cheapest first. least: as few as possible; with --pp each stage keeps only its input.
-    """
-    offload: str | None = None
-    """Where --activation-memory and --offload-state put arrays: a folder for a file, or host, the
-    memory beside a CUDA device. Activations go there if that is faster than recomputing them.
-    """
-    offload_state: Literal["optimizer", "all"] | None = None
-    """State kept in --offload's file (or host memory) and loaded for each use. optimizer: the
-    optimizer's state. all: also the weights, with --zero 3.
-    """
-    allreduce: (
-        Literal[
-            "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"
-        ]
-        | Custom
-    ) = "auto"
-    """All-reduce of the gradients: native is MPI's own, ps a parameter server. auto: the fastest
-    one by the fitted cost model, or by size without a fit. FILE.py:NAME: a function (rank, size) of
-    your own, proved before it runs.
-    """
 
     def __post_init__(self) -> None:
-        check_numbers(
-            self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1
-        )
-        require(
-            self.split == "auto" or min(self.split, default=0) > 0,
-            f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3",
-        )
-        require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
-        sums = ("auto", "shared", "native", "ring", "tree")
-        why = (
-            f"scatters sums and gathers parts, which {self.allreduce} does not; give"
-            f" {', '.join(sums)}"
-        )
-        require(
-            not self.zero or self.allreduce in sums,
-            f"--allreduce {self.allreduce} cannot be combined with --zero {self.zero}, which {why}",
-        )
+        super().__post_init__()
+        check_numbers(self, "microbatches", 1)
 
 
 MOST_SIMULATED_RANKS = 1024
 
 
 @dataclass(frozen=True)
-class SyncConfig:
+class SyncConfig(Sync):
     """Synchrony: whether ranks wait for one another."""
 
-    sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
-    """When ranks wait for one another. bsp: in every step. asp: never. ssp: when more than
-    --staleness steps ahead of the slowest. local: every --local-steps steps, to average weights.
-    gossip: each rank for its neighbours, to average weights with them.
-    """
-    staleness: int | None = None
-    """For --sync ssp: steps a worker may be ahead of the slowest (default: 4). 0 is bsp, except
-    that --clip clips each worker's gradient instead of their sum.
-    """
-    local_steps: int | None = None
-    """For --sync local: local steps between two averages (default: 8)."""
-    outer_lr: float = 1.0
-    """For --sync local: DiLoCo's outer learning rate, for a step along the mean displacement. 0.7
-    with --outer-momentum 0.5 allows more --local-steps.
-    """
-    outer_momentum: float = 0.0
-    """For --sync local: Nesterov momentum of that step. 0.9 amplifies steps up to 10 times."""
     slow: str = ""
     """Stragglers on purpose. "ms=20": every step takes at least 20 ms (exactly, with --simulate).
     "rank=2,factor=3": rank 2 takes 3 times as long. "probability=0.25,factor=3": any rank, at
@@ -236,25 +105,12 @@ class SyncConfig:
     """
 
     def __post_init__(self) -> None:
-        check_idle(self, "sync")
-        _ = (self.rule, self.slowness(0), self.machine)  # each raises UsageError for bad words
+        super().__post_init__()
+        _ = (self.slowness(0), self.machine)  # each raises UsageError for bad words
         check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
-        check_numbers(self, "outer_lr", 0, above=True)
-        check_numbers(self, "outer_momentum", 0, 1)
         require(
             self.simulate > 0 or not self.network,
             "--network is for --simulate; real messages take real time: leave it out",
-        )
-
-    @property
-    def rule(self) -> Sync:
-        """The synchronization rule of these options."""
-        return Sync(
-            self.sync,
-            DEFAULT_STALENESS if self.staleness is None else self.staleness,
-            DEFAULT_LOCAL_STEPS if self.local_steps is None else self.local_steps,
-            self.outer_lr,
-            self.outer_momentum,
         )
 
     @property
@@ -266,9 +122,9 @@ class SyncConfig:
         """Return the slowdown of each rank; `seed` draws the random ones."""
         return Slow.parse(self.slow, seed)
 
-    def check(self, parallel: ParallelConfig) -> None:
-        """With an asynchronous rule, refuse parallel options that need synchronous replicas."""
-        if not self.rule.asynchronous:
+    def check_parallel(self, parallel: ParallelConfig) -> None:
+        """With an asynchronous mode, refuse parallel options that need synchronous replicas."""
+        if not self.asynchronous:
             return
         for name, value in non_defaults(parallel).items():
             what = f"{flag_of(name)} cannot be combined with --sync {self.sync}"
@@ -330,13 +186,9 @@ class ModelConfig:
             f"choose {', '.join(MODELS)}, or give your own as FILE.py:NAME or package.module:NAME"
         )
         require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
-        for width in self.hidden:
-            require(
-                1 <= width <= LONG,
-                f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}",
-            )
+        check_numbers(self, "hidden", 1, LONG)
         check_numbers(self, "dropout", 0, 1)
-        check_idle(self, "model")
+        check_idle(self, "model", ONLY_WITH["model"])
         check_numbers(self, "layers features heads context experts experts_top", 1)
         check_numbers(self, "experts_capacity", 0, above=True)
         top, experts = self.experts_top, self.experts
@@ -435,10 +287,7 @@ class DataConfig:
             f"--text-columns {self.text_columns!r} has an empty name; give names separated by"
             " commas, or leave it out",
         )
-        require(
-            min(self.sample_shape or (), default=1) > 0,
-            f"--sample-shape is {self.sample_shape}; give the lengths of its axes, such as 28,28,1",
-        )
+        check_numbers(self, "sample_shape", 1)
         require(
             self.tokenizer != "",
             "--tokenizer is empty; give characters, bytes, or the path of a saved one",
@@ -498,22 +347,18 @@ class OptimizationConfig:
     """
     warmup_epochs: float | None = None
     """Epochs of linear warm-up from near 0 (default: 1, at most a tenth of the run)."""
-    clip: float | None = None
-    """Gradient clipping: the largest global gradient norm. With --sync asp and ssp it applies to
-    each worker's gradient.
-    """
     label_smoothing: float = 0.0
     """Probability moved from the right class to all classes, in the training loss."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "epochs max_steps stop_after batch_size", 1)
-        check_numbers(self, "lr clip", 0, above=True)
+        check_numbers(self, "lr", 0, above=True)
         check_numbers(self, "momentum label_smoothing", 0, 1)
         check_numbers(self, "warmup_epochs", 0, LONG)
         check_numbers(self, "weight_decay", 0)
         _ = self.drops  # raises UsageError for a bad --lr-schedule
-        check_idle(self, "loss")
-        check_idle(self, "optimizer")
+        for option in ("loss", "optimizer"):
+            check_idle(self, option, ONLY_WITH[option])
         require(
             not is_custom(self.optimizer) or self.weight_decay is None,
             f"--weight-decay cannot be combined with --optimizer {self.optimizer}, which sets its"
@@ -554,6 +399,13 @@ class OptimizationConfig:
 
 
 @dataclass(frozen=True)
+class NumericsConfig(Numerics):
+    """Precision and gradient clipping."""
+
+    precision: Precision = "float32"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The run: where it computes and what it saves."""
 
@@ -561,11 +413,6 @@ class RunConfig:
     """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, inputs and gradients."""
-    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
-    """Input type of matrix products and convolutions; all but float32 need a CUDA device. tf32:
-    float32 with a 10-bit mantissa. bf16, fp16: half precision, also for activations; weights and
-    gradients stay float32.
-    """
     jit: Switch = "auto"
     """Use compiled kernels (float32 on the CPU; needs pip install numba). auto: if numba is
     installed and the run is long enough to repay loading them.
@@ -617,21 +464,6 @@ class RunConfig:
             f"--stall-limit {self.stall_limit:g} is below the warning's {WARNING_S:g} s; give more",
         )
         require(
-            self.dtype != "float64" or self.precision == "float32",
-            f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of"
-            " them out",
-        )
-        require(
-            self.precision == "float32" or self.backend != "numpy",
-            f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave"
-            " it out",
-        )
-        compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
-        require(
-            compiled or self.jit != "on",
-            "--jit compiles only for float32 on the CPU; leave it out",
-        )
-        require(
             None in (self.out, self.resume) or self.out == self.resume,
             f"--resume continues in the run's folder {self.resume}; leave --out {self.out} out",
         )
@@ -641,18 +473,19 @@ class RunConfig:
 class Config:
     """Every option of a run, by section."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimization: OptimizationConfig = OptimizationConfig()
+    numerics: NumericsConfig = NumericsConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    sync: SyncConfig = SyncConfig()
+    run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        self.sync.check(self.parallel)
+        self.sync.check_parallel(self.parallel)
         if self.parallel.layout == "auto":
             require(
-                not self.sync.rule.asynchronous,
+                not self.sync.asynchronous,
                 "--layout auto is for synchronous ranks; leave it or --sync out",
             )
             require(
@@ -665,6 +498,20 @@ class Config:
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         check_positions(self.model, self.parallel.sp)
+        run, precision = self.run, self.numerics.precision
+        require(
+            run.dtype != "float64" or precision == "float32",
+            f"--precision {precision} rounds float32, and --dtype is float64; leave one of them"
+            " out",
+        )
+        require(
+            precision == "float32" or run.backend != "numpy",
+            f"--precision {precision} needs a CUDA device; use --backend cupy, or leave it out",
+        )
+        compiled = run.dtype == precision == "float32" and run.backend != "cupy"
+        require(
+            compiled or run.jit != "on", "--jit compiles only for float32 on the CPU; leave it out"
+        )
         require(
             not self.model.experts or self.data.text_samples != "sentences",
             "--experts counts the tokens of a sequence, and --text-samples sentences pads them to"
@@ -702,14 +549,14 @@ def all_options() -> Mapping[str, Option]:
 def flatten(config: Config) -> dict[str, Any]:
     """Return options by name as JSON values, in the order of the sections."""
     flat: dict[str, Any] = {}
-    for section in fields(config):
-        flat |= to_json(getattr(config, section.name))
+    for section in vars(config).values():
+        flat |= to_json(section)
     return flat
 
 
 def to_json(section: Any) -> dict[str, Any]:
     """Return the options of one section by name, as `flatten` does."""
-    return {item.name: plain(getattr(section, item.name)) for item in fields(section)}
+    return {item.name: plain(getattr(section, item.name)) for item in options_of(type(section))}
 
 
 def plain(value: Any) -> Any:
@@ -721,11 +568,6 @@ def plain(value: Any) -> Any:
         if isinstance(value, tuple)
         else value
     )
-
-
-def shown(value: Any) -> str:
-    """Return an option's value in the spelling of the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value) or "unset"
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:

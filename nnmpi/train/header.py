@@ -33,7 +33,9 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     inputs, extent, sync, where = run.inputs, run.extent, config.sync, trainer.arrangement
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
-    precision = "" if config.run.precision == "float32" else f", precision {config.run.precision}"
+    precision = (
+        "" if config.numerics.precision == "float32" else f", precision {config.numerics.precision}"
+    )
     partition = "" if config.data.partition == "none" else f", partition {config.data.partition}"
     kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
@@ -45,7 +47,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         ),
         *(_pipeline(inputs, where) if where.is_pipeline else []),
         f"simulated: {_world(run, slow)}" if sync.simulate else "",
-        f"sync: {sync.rule.describe()}" if sync.rule.asynchronous else "",
+        f"sync: {sync.describe()}" if sync.asynchronous else "",
         f"slow: {slow.describe()}" if slow else "",
         f"MPI: {group.comm.world.library}",
         (
@@ -148,7 +150,7 @@ def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     samples = -(-inputs.batch_size // microbatches)
     return [
         (
-            f"pipeline: {name_of(where.layout.schedule)}, {counted(len(where.cuts), 'stage')}, "
+            f"pipeline: {name_of(where.layout.pipeline)}, {counted(len(where.cuts), 'stage')}, "
             f"{counted(microbatches, 'microbatch', 'microbatches')} of {samples} samples{recompute}"
         ),
         *describe_stages(where),

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TypeGuard
 
 import numpy as np
 
 from nnmpi.backend.random import stream
-from nnmpi.base.command import check_numbers, flag_of, require
+from nnmpi.base.command import as_words, check_numbers, flag_of, non_defaults, require
 from nnmpi.base.custom import call_custom, custom_file, is_custom
 from nnmpi.base.errors import DataError, UsageError, counted
 from nnmpi.comm.agreement import agreed, require_equal
@@ -30,7 +29,7 @@ from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepar
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten, non_defaults
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten
 from nnmpi.train.signature import BYTES, ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
@@ -433,7 +432,7 @@ def _as_option(argument: re.Match[str]) -> str:
     name, value = argument[1], literal_eval(argument[2])
     if name == "predicts":
         name, value = "loss", _LOSSES[value]
-    return f"{flag_of(name)} {quote(value if isinstance(value, str) else ','.join(value))}"
+    return as_words(name, value if isinstance(value, str) else ",".join(value))
 
 
 def count_microbatches(config: Config, stages: int, batch_size: int) -> int:

@@ -448,7 +448,7 @@ def begin(
     group.comm.world.watch(WARNING_S, config.run.stall_limit, folder.path)
     backend = make_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
-        check_backend(config.run, backend)
+        check_backend(config, backend)
         callback = (
             load_custom(config.run.callback, "--callback", "(record)")
             if config.run.callback

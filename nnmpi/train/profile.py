@@ -124,8 +124,8 @@ class Workload:
             "model": to_json(config.model),
             "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
             "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
-            "optimizer": [options.optimizer, options.momentum, options.clip],
-            "numbers": [config.run.dtype, config.run.precision, config.run.jit, backend.name],
+            "optimizer": [options.optimizer, options.momentum, config.numerics.clip],
+            "numbers": [config.run.dtype, config.numerics.precision, config.run.jit, backend.name],
             "blas": [
                 [pool.get(name) for name in ("internal_api", "version", "num_threads")]
                 for pool in pools
@@ -218,7 +218,7 @@ def measure(
             steps[rows] = _measure_replica(workload, rows, group, alone, backend)
     alone.free()
     rows = max(steps)
-    with use_precision(workload.config.run.precision), training():
+    with use_precision(workload.config.numerics.precision), training():
         model = workload.build()
         measured = of_chain(model, open_chain(model), workload.dtype, backend)
         layers = measure_layers(measured, Tensor(backend.asarray(workload.rows(rows))), backend)

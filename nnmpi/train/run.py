@@ -150,7 +150,7 @@ class Run:
         Raises:
             DivergenceError: for outputs that are not finite.
         """
-        inference = Inference(self.arrangement, self.backend, self.config.run.precision)
+        inference = Inference(self.arrangement, self.backend, self.config.numerics.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
         if not parts:
@@ -228,15 +228,15 @@ def set_up(
             or too small.
     """
     layout, mesh = find_layout(config, group)
-    config.sync.rule.check(group.size)
+    config.sync.check(group.size)
     config.sync.slowness(config.run.seed).check(group.size)
     inputs = load_inputs(config, group, say, mesh)
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent)
-    if group.size > 1 and not config.sync.rule.asynchronous:
+    if group.size > 1 and not config.sync.asynchronous:
         group.fit = find_fit(group)
-    cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
+    cuts = None if last is None else last.cuts(mesh, layout.stages_per_rank)
     if cuts is not None and layout.split == AUTO:  # a new measurement might split elsewhere
         layout = replace(layout, split=cuts)
     model = build_full_model(config, inputs.train, backend, group)

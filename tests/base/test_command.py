@@ -1,25 +1,34 @@
 """What commands have in common: of a job's ranks one speaks, whatever there is to say."""
 
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import partial
+from inspect import getdoc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import pytest
 
+import nnmpi
 from nnmpi.base.command import (
     Switch,
     announce,
+    check_idle,
+    check_numbers,
     folded,
     options_of,
     printable,
     read_command,
     read_words,
     say,
+    settings,
 )
 from nnmpi.base.errors import HelpAsked, UsageError
+from nnmpi.train.config import Config
 
 ROOT = Path(__file__).parents[2]
 SCHEDULE = "nnmpi.schedule --pipeline gpipe --microbatches 2 --stages"
@@ -218,3 +227,106 @@ def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "nnmpi: the output could not be written: No space left on device\n"
+
+
+@settings
+@dataclass(frozen=True)
+class Pace:
+    """How fast it goes."""
+
+    gear: Literal["low", "high"] | Callable[[int], int] = "low"
+    """One of the gears; `limit` says how far."""
+    stops: Literal["none"] | Sequence[int] = "none"
+    """Where it stops."""
+    _: KW_ONLY
+    state: int = 2
+    """Of a program alone."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "stops state", 1)
+        check_idle(self, "gear", {"stops": ("low",)})
+
+
+@dataclass(frozen=True)
+class PaceConfig(Pace):
+    """Pace."""
+
+    limit: int = 3
+    """The most."""
+
+
+def read_pace(words: str) -> PaceConfig:
+    (section,) = read_command("", "go", "Go.", (PaceConfig,), words.split())
+    assert isinstance(section, PaceConfig)
+    return section
+
+
+def test_a_field_of_the_library_is_an_option_with_the_same_docstring() -> None:
+    assert str(getdoc(Pace)).startswith("How fast it goes.\n\nAttributes:\n    gear: One of")
+    assert all(f"\n    {item.name}: " in str(getdoc(Pace)) for item in fields(Pace))
+    assert getdoc(PaceConfig) == "Pace."
+    assert [item.name for item in options_of(PaceConfig)] == ["gear", "stops", "limit"]
+    with pytest.raises(HelpAsked) as asked:
+        read_pace("--help")
+    text = " ".join(str(asked.value).split())
+    assert "--gear low|high|FILE.py:NAME One of the gears; --limit says how far" in text
+    assert "--stops none|[INT ...] Where it stops (default: none)." in text
+    assert read_pace("--gear a.py:b --limit 4") == PaceConfig("a.py:b", limit=4)  # type: ignore[arg-type]
+    assert read_pace("--stops 2,3") == PaceConfig(stops=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "words", "told"),
+    [
+        ({"stops": (1, 0)}, "stops is 1,0; give whole numbers", "--stops 1 0", "--stops is 1,0; "),
+        (
+            {"gear": "high", "stops": (1,)},
+            "stops is for gear low, not for high; leave it out",
+            "--gear high --stops 1",
+            "--stops is for --gear low, not for high; leave it out",
+        ),
+        (
+            {"gear": "top"},
+            "gear is 'top'; it must be one of low, high or a callable",
+            "--gear top",
+            "--gear is top; it must be one of low, high or FILE.py:NAME",
+        ),
+        ({"state": 0}, "state is 0; give a whole number, 1", "--state 0", "--state is not an opt"),
+        ({"state": None}, "state is None; it must be a whole number", "", ""),
+        ({"state": 1.5}, "state is 1.5; it must be a whole number", "", ""),
+        ({"stops": [1.5]}, "stops is [1.5]; it must be ", "--stops x", "--stops is x; it must"),
+        ({"stops": 3}, "stops is 3; it must be ", "", ""),
+    ],
+)
+def test_an_error_spells_an_option_as_its_user_does(
+    options: dict[str, Any], text: str, words: str, told: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Pace(**options)
+    if words:
+        with pytest.raises(UsageError, match=re.escape(told)):
+            read_pace(words)
+
+
+def test_an_unknown_option_of_the_library_is_refused_with_a_suggestion() -> None:
+    for make in (Pace, partial(replace, Pace())):
+        with pytest.raises(TypeError, match=r"Pace has no option 'stop'; did you mean stops\?"):
+            make(stop=(1,))
+    with pytest.raises(
+        TypeError, match=r"Layout has no option 'schedule'; did you mean pipeline\?"
+    ):
+        nnmpi.Layout(schedule="gpipe")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Sync has no option 'mode'; did you mean sync\?"):
+        nnmpi.Sync(mode="asp")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("section", get_type_hints(Config).values())
+def test_the_train_command_repeats_no_option_of_the_library(section: type) -> None:
+    """But for a default of its own, whose docstring is the library's."""
+    library = {
+        item.name
+        for kind in (nnmpi.Layout, nnmpi.GradientExchange, nnmpi.Numerics, nnmpi.Sync)
+        for item in fields(kind)
+    }
+    own = {*vars(section).get("__annotations__", {})}
+    assert own & library <= {"precision"}

@@ -29,12 +29,12 @@ EVERY_MODE = (Sync("ssp", staleness=1), Sync("asp"), Sync("local", local_steps=2
 
 def name_of(sync: Sync) -> str:
     """Return a short name for a test."""
-    return sync.mode + {"ssp": str(sync.bound), "local": str(sync.local_steps)}.get(sync.mode, "")
+    return sync.sync + {"ssp": str(sync.bound), "local": str(sync.period)}.get(sync.sync, "")
 
 
 def skip_unless_fitting(group: Group, sync: Sync) -> None:
     """Skip on all ranks what so many ranks cannot have."""
-    if sync.mode == "gossip" and group.size == 1:
+    if sync.sync == "gossip" and group.size == 1:
         pytest.skip(f"{sync.describe()} on one rank")
 
 

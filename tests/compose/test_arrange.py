@@ -93,7 +93,7 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
     tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     refuse(
         group,
-        Layout(pp=count, schedule="interleaved", virtual_stages=9),
+        Layout(pp=count, pipeline="interleaved", virtual_stages=9),
         "layers to cut between, fewer than",
         model=tiny,
     )
@@ -141,7 +141,7 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
     assert place(group, Layout(pp=2, split=split, memory_limit=limit)).stages
     refuse(
         group,
-        Layout(pp=2, split=split, memory_limit=limit, schedule="pipedream"),
+        Layout(pp=2, split=split, memory_limit=limit, pipeline="pipedream"),
         "rank 0 needs",
         error=DeviceError,
     )
@@ -253,36 +253,38 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     ("options", "sentence"),
     [
         (
-            {"schedule": "2f2b"},
+            {"pipeline": "2f2b"},
             (
-                "schedule '2f2b' is unknown; choose one of naive, gpipe, 1f1b, interleaved,"
-                " zero-bubble"
+                "pipeline is '2f2b'; it must be one of naive, gpipe, 1f1b, interleaved, zero-bubble,"
+                " .*, pipedream or a callable"
             ),
         ),
-        ({"schedule": "inference"}, "schedule 'inference' is unknown"),
+        ({"pipeline": "inference"}, "pipeline is 'inference'; it must be one of naive"),
         (
             {"activation_memory": "most"},
-            r"activation_memory \(bytes, or 'least'\) is 'most'; give a whole number of at least 1",
+            "activation_memory is 'most'; it must be a number of bytes such as 512MiB or \"least\"",
         ),
-        ({"activation_memory": 1.5}, "is 1.5; give a whole number"),
-        ({"memory_limit": "1GB"}, "memory_limit is '1GB'; give a whole number of at least 1"),
-        ({"dp": "2"}, "dp is '2'; give a whole number of at least 1"),
-        ({"sp": None}, "sp is None; give a whole number"),
-        ({"unit_bytes": [4]}, r"unit_bytes is \[4\]; give a whole number"),
-        ({"state_arrays": "2"}, "state_arrays is '2'; give a whole number of at least 0"),
-        ({"schedule": 5}, "schedule 5 is unknown; choose one of naive"),
-        ({"zero": "1"}, "ZeRO has no stage '1'"),
-        ({"split": 3}, "split 3 is unknown; give auto, or numbers"),
-        ({"reduction": "slow"}, "reduction 'slow' is unknown; choose one of fast, fixed"),
-        ({"virtual_stages": 0}, "virtual_stages is 0; give a whole number of at least 1"),
+        ({"activation_memory": 1.5}, "is 1.5; it must be a number of bytes"),
+        ({"memory_limit": "1GB"}, "memory_limit is '1GB'; it must be a number of bytes"),
+        ({"dp": "2"}, "dp is '2'; it must be a whole number or \"auto\""),
+        ({"dp": None}, 'dp is None; it must be a whole number or "auto"'),
+        ({"sp": None}, "sp is None; it must be a whole number"),
+        ({"unit_bytes": [4]}, r"unit_bytes is \[4\]; it must be a whole number"),
+        ({"state_arrays": "2"}, "state_arrays is '2'; it must be a whole number"),
+        ({"state_arrays": -1}, "state_arrays is -1; give a whole number, 0 or more"),
+        ({"pipeline": 5}, "pipeline is 5; it must be one of naive"),
+        ({"zero": "1"}, "zero is '1'; it must be a whole number"),
+        ({"zero": 4}, "zero is 4; ZeRO has stages 1, 2, 3"),
+        ({"split": 3}, 'split is 3; it must be "auto" or a list of whole numbers'),
+        ({"reduction": "slow"}, "reduction is 'slow'; it must be one of fast, fixed"),
+        ({"virtual_stages": 0}, "virtual_stages is 0; give a whole number, 1 or more"),
         (
             {"virtual_stages": 2},
-            "are for the pipeline schedule interleaved; 1f1b has one per rank",
+            "virtual_stages 2 is for pipeline interleaved; 1f1b has one per rank",
         ),
-        ({"split": (3, 0)}, "has a stage without layers"),
-        ({"split": ()}, "has a stage without layers"),
-        ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of layers such as"),
-        ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
+        ({"split": (3, 0)}, "split is 3,0; give whole numbers, 1 or more"),
+        ({"split": "5,4"}, "split is '5,4'; it must be \"auto\" or a list of whole numbers"),
+        ({"split": (2.5, 4)}, 'it must be "auto" or a list of whole numbers'),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], sentence: str) -> None:

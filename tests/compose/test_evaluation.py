@@ -79,7 +79,7 @@ def test_replicas_that_meet_in_a_forward_have_as_many(
     whole.initialize(seed=0, dtype="float64")
     with no_grad():
         expected = ops.cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]).item()
-    layout = Layout(pp=2, schedule=schedule, **options)
+    layout = Layout(pp=2, pipeline=schedule, **options)
     place = arrange(model, group, layout, tokens[:1, :-1])
     place.model.initialize(seed=0, dtype="float64", storage=place.storage)
     sgd = optim.SGD(place.model.storage, lr=0.1)

@@ -1,5 +1,6 @@
 """Layers in training: eager on one rank, and recorded and replayed on ranks with uneven rows."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_layer_learns_the_same(name: str, layout: Layout) -> None:
         rows = slice(part.start, part.stop)
         return [worker.step(x[rows], y[rows]).loss for x, y in zip(TIMES, LABELS, strict=True)]
 
-    ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1)
+    ranks = prod(layout.shape)
     for found in nnmpi.simulate(train, ranks):
         np.testing.assert_allclose(found, by_hand(name), rtol=1e-9)
 

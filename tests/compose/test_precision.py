@@ -81,9 +81,9 @@ def fused(
 WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "replicas": (None, {"fused_update": False}),
     "fused update": (None, {"fused_update": True}),
-    "pipeline": ({"pp": 2, "dp": None, "split": (3, 2)}, {}),
-    "zero bubble": ({"pp": 2, "dp": None, "split": (3, 2), "schedule": "zero-bubble"}, {}),
-    "shared layers": ({"tp": 2, "dp": None}, {}),
+    "pipeline": ({"pp": 2, "dp": "auto", "split": (3, 2)}, {}),
+    "zero bubble": ({"pp": 2, "dp": "auto", "split": (3, 2), "pipeline": "zero-bubble"}, {}),
+    "shared layers": ({"tp": 2, "dp": "auto"}, {}),
     "fixed order": ({"reduction": "fixed"}, {}),
 }
 
@@ -147,7 +147,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     [
         (
             {"precision": "fp8"},
-            "precision 'fp8' is unknown; choose one of float32, tf32, bf16, fp16",
+            "precision is 'fp8'; it must be one of float32, tf32, bf16, fp16",
         ),
         (
             {"precision": "tf32"},
@@ -161,7 +161,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
 )
 @pytest.mark.host_only("tf32 is refused there")
 def test_what_does_not_go_together(group: Group, options: dict[str, Any], words: str) -> None:
-    layout = Layout(schedule=options.pop("schedule", "1f1b"))
+    layout = Layout(pipeline=options.pop("pipeline", "1f1b"))
     dtype = options.pop("dtype", "float32")
     where = arrange(models.mlp((8, 8, 1), 10), group, layout, SAMPLE.astype(dtype), dtype=dtype)
     where.model.initialize(seed=0, dtype=dtype)

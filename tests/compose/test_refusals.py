@@ -23,7 +23,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "pp": {"pp": 2},
     "tp": {"tp": 2},
     "sp": {"sp": 2},
-    "pipedream": {"schedule": "pipedream"},
+    "pipedream": {"pipeline": "pipedream"},
     "fixed": {"reduction": "fixed"},
     "zero": {"zero": 1},
     "limit": {"activation_memory": 2**20},
@@ -53,15 +53,15 @@ def test_each_feature_goes_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "words"),
     [
-        (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
-        (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
+        (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
+        (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
     ],
     ids=str,
 )
 def test_a_worker_refuses_what_does_not_go_with_its_layout(
     layout: Layout, options: dict[str, Any], words: str
 ) -> None:
-    split = "auto" if layout.pp is None else (3, len(open_chain(build())) - 3)
+    split = "auto" if layout.pp == "auto" else (3, len(open_chain(build())) - 3)
 
     def main(group: Group) -> None:
         where = arrange(build(), group, replace(layout, split=split))

@@ -234,14 +234,14 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
     if size <= layers:
         plain = {"dp": 1, "pp": size, "split": cut(make, size)}
         yield Layout(**plain)
-        yield Layout(**plain, schedule="gpipe", activation_memory="least")
+        yield Layout(**plain, pipeline="gpipe", activation_memory="least")
     if 2 * size <= layers:
         yield Layout(
-            dp=1, pp=size, schedule="interleaved", virtual_stages=2, split=cut(make, 2 * size)
+            dp=1, pp=size, pipeline="interleaved", virtual_stages=2, split=cut(make, 2 * size)
         )
     if 4 * size <= layers:
         yield Layout(
-            dp=1, pp=size, schedule="interleaved", virtual_stages=4, split=cut(make, 4 * size)
+            dp=1, pp=size, pipeline="interleaved", virtual_stages=4, split=cut(make, 4 * size)
         )
     if size == 4:
         yield Layout(dp=2, pp=2, zero=1, split=cut(make, 2))
@@ -268,8 +268,8 @@ def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"schedule": "zero-bubble"},
-        {"schedule": "pipedream"},
+        {"pipeline": "zero-bubble"},
+        {"pipeline": "pipedream"},
     ],
     ids=["halves", "updates"],
 )

@@ -26,7 +26,7 @@ TRAINING = [name for name in schedules.SCHEDULES if name != "inference"]
 def losses(group: Group, schedule: Any) -> list[float]:
     """Return a few steps' losses."""
     layout = Layout(
-        pp=2, schedule=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
+        pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
     )
     where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
     model = where.model.initialize(seed=0)
@@ -40,7 +40,7 @@ def losses(group: Group, schedule: Any) -> list[float]:
 
 
 def stages(schedule: Any) -> int:
-    return Layout(pp=2, schedule=schedule).virtual_stages
+    return Layout(pp=2, pipeline=schedule).stages_per_rank
 
 
 def copied(name: str) -> Callable[[int, int, int], list[Instruction]]:
@@ -58,23 +58,23 @@ def test_a_function_is_what_its_instructions_are(group: Group, name: str) -> Non
     right = losses(group, name)
     assert losses(group, schedules.SCHEDULES[name]) == right
     assert losses(group, copied(name)) == right
-    layout = Layout(pp=2, schedule=copied(name))
+    layout = Layout(pp=2, pipeline=copied(name))
     assert layout.asynchronous == (name == "pipedream")
-    assert layout.home is Layout(pp=2, schedule=name).home
+    assert layout.home is Layout(pp=2, pipeline=name).home
 
 
 def test_interleaved_is_interleaved() -> None:
-    layout = Layout(pp=2, schedule="interleaved")
-    assert layout.virtual_stages == 2 and Layout(schedule="interleaved").virtual_stages == 2
-    assert Layout(pp=2, schedule="interleaved", virtual_stages=3).virtual_stages == 3
-    made = schedules.make(layout.schedule, 2, 4, layout.virtual_stages)
+    layout = Layout(pp=2, pipeline="interleaved")
+    assert layout.stages_per_rank == 2 and Layout(pipeline="interleaved").stages_per_rank == 2
+    assert Layout(pp=2, pipeline="interleaved", virtual_stages=3).stages_per_rank == 3
+    made = schedules.make(layout.pipeline, 2, 4, layout.stages_per_rank)
     assert {item.stage for item in chain.from_iterable(made.programs)} == {0, 1, 2, 3}
 
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 def test_too_few_layers_for_interleaved_are_refused(group: Group) -> None:
     x = np.zeros((1, 6), "float32")
-    layout = Layout(pp=2, schedule="interleaved")
+    layout = Layout(pp=2, pipeline="interleaved")
     error = caught(lambda: nnmpi.arrange(models.mlp((6,), 3, hidden=[]), group, layout, x))
     assert "fewer than 4 stages" in str(error)
 
@@ -90,11 +90,11 @@ def late(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
 
 
 def test_training_needs_backward_passes() -> None:
-    for pp in (None, 2, 3):
+    for pp in ("auto", 2, 3):
         with pytest.raises(UsageError, match="forward_only has no backward passes, so it would"):
-            Layout(pp=pp, schedule=forward_only)
-    with pytest.raises(UsageError, match=r"schedule 'inference' is unknown"):
-        Layout(pp=2, schedule=schedules.inference)
+            Layout(pp=pp, pipeline=forward_only)
+    with pytest.raises(UsageError, match="pipeline inference has no backward passes"):
+        Layout(pp=2, pipeline=schedules.inference)
     made = lower(schedules.make(late, 2, 3))
     check(made)
     with pytest.raises(ScheduleError, match="there are no backward passes, so it would train"):

@@ -41,8 +41,8 @@ def test_bounds_hold_and_nothing_is_lost(sync: Sync, seeds: range) -> None:
         reports, _ = run(sync, ranks=4 + seed % 3, seed=seed)
         for (_, begin, end), report in zip(SEGMENTS, reports, strict=True):
             assert report.batches == end - begin
-            if sync.mode == "ssp":
-                assert report.lead <= sync.staleness
+            if sync.sync == "ssp":
+                assert report.lead <= sync.bound
         for epoch in (reports[:2], reports[2:]):
             samples = sum(report.totals.samples for report in epoch)
             assert samples == ROWS

@@ -60,6 +60,6 @@ def test_tied_weights_are_counted_and_activations_are_not(group: Group) -> None:
         return models.gpt(17, 8, 16, 2, 2)
 
     tokens, count = np.ones((8, 8), np.int64), len(open_chain(gpt()))
-    layout = Layout(pp=2, split=(count // 2, count - count // 2), schedule="gpipe")
+    layout = Layout(pp=2, split=(count // 2, count - count // 2), pipeline="gpipe")
     nbytes, calls, _ = traffic(group, layout, gpt(), tokens, tokens)
     assert (nbytes, calls) == (17 * 16 * 4, 2)

@@ -274,8 +274,8 @@ def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
     "options",
     [
         *({"zero": stage} for stage in range(4)),
-        {"dp": 1, "schedule": "1f1b"},
-        {"dp": 1, "schedule": "pipedream"},
+        {"dp": 1, "pipeline": "1f1b"},
+        {"dp": 1, "pipeline": "pipedream"},
         {"reduction": "fixed"},
     ],
     ids=str,
@@ -285,11 +285,11 @@ def test_what_is_done_to_weights_between_two_runs_survives(
     group: Group, options: dict[str, Any]
 ) -> None:
     """Frozen ones stay, with momentum and decay; others begin where they were set to."""
-    pipelined = "schedule" in options
+    pipelined = "pipeline" in options
     options = options | ({"pp": group.size, "split": (1,) * group.size} if pipelined else {})
     layers = [nn.Linear(6, 6) for _ in range(max(group.size, 2) - 1)]
     if pipelined and group.size == 1:
-        options |= {"schedule": "1f1b", "split": "auto"}
+        options |= {"pipeline": "1f1b", "split": "auto"}
     where = nnmpi.arrange(
         nn.Sequential(*layers, nn.Linear(6, 3)), group, Layout(**options), np.zeros((2, 6))
     )
@@ -383,7 +383,7 @@ def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: 
         return ops.cross_entropy(logits, labels, reduction="none")
 
     def program(group: Group) -> list[Any]:
-        layout = Layout(pp=2, split=(3, 3), schedule=schedule) if group.size > 1 else Layout()
+        layout = Layout(pp=2, split=(3, 3), pipeline=schedule) if group.size > 1 else Layout()
         where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
         model, loss = where.model.initialize(seed=0), refusing if own else None
         optimizer = optim.SGD(model.storage, lr=0.1)

@@ -119,7 +119,7 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
         virtual, schedule = 1, "1f1b"
     split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"
     return Layout(
-        *mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options}
+        *mesh, **{"pipeline": schedule, "virtual_stages": virtual, "split": split, **options}
     )
 
 

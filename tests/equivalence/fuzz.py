@@ -10,13 +10,13 @@ import random
 import sys
 import tempfile
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import nnmpi
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import TRAINING_SCHEDULES, Layout
+from nnmpi.compose.layout import Layout, PipelineName
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from tests.equivalence import own
@@ -61,10 +61,10 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if rng.random() < 0.05:
         layout["reduction"] = "fixed"
     if sizes["pp"] > 1:
-        layout["schedule"] = rng.choice(
-            [name for name in TRAINING_SCHEDULES if name != "pipedream"]
+        layout["pipeline"] = rng.choice(
+            [name for name in get_args(PipelineName) if name != "pipedream"]
         )
-        if layout["schedule"] == "interleaved":
+        if layout["pipeline"] == "interleaved":
             layout["virtual_stages"] = rng.choice((2, 3))
         layout["split"] = _split(rng, SETUPS[name], layout)
     worker = {}
@@ -84,9 +84,9 @@ def _split(rng: random.Random, setup: Setup, layout: dict[str, Any]) -> Any:
         layout["pp"]
         * Layout(
             pp=layout["pp"],
-            schedule=layout["schedule"],
+            pipeline=layout["pipeline"],
             virtual_stages=layout.get("virtual_stages", 1),
-        ).virtual_stages,
+        ).stages_per_rank,
     )
     if layers < stages:
         return "auto"

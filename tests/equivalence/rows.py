@@ -207,7 +207,7 @@ SHARED = (
     Layout(sp=2, dp=3),
     Layout(sp=3, pp=2, split=(2, 6), sp_attention="ring", activation_memory="least"),
     Layout(sp=2, tp=3, sp_attention="ring"),  # 5 heads over 3 ranks
-    Layout(sp=2, pp=2, tp=2, split=(4, 4), schedule="zero-bubble"),
+    Layout(sp=2, pp=2, tp=2, split=(4, 4), pipeline="zero-bubble"),
     Layout(sp=2, pp=2, dp=2, split=(4, 4), sp_attention="ring"),
     Layout(sp=4, tp=2, sp_attention="ring"),
 )
@@ -239,7 +239,7 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"sp": 3, "sp_attention": "ring", "pp": 2, "split": (3, 5), "activation_memory": "least"},
     {"dp": 1, "sp": 8, "sp_attention": "ring"},  # a rank has no position
     {"tp": 2, "zero": 3, "unit_bytes": 1},
-    {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "schedule": "zb-v"},
+    {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "pipeline": "zb-v"},
     {"dp": 6},  # a rank has no expert
     {"dp": 3, "zero": 1},
     {"dp": 3, "zero": 2, "unit_bytes": 1, "activation_memory": "least"},
@@ -247,14 +247,14 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"dp": 3, "activation_memory": 40_000},
     {"sp": 2, "sp_attention": "ring"},
     {"tp": 2},
-    {"pp": 2, "split": (4, 4), "schedule": "zero-bubble"},
+    {"pp": 2, "split": (4, 4), "pipeline": "zero-bubble"},
 )
 # ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
 PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (ZERO_MLP, Layout(dp=3, pp=2, unit_bytes=1)),
-    (GPT, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, schedule="zero-bubble")),
-    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), unit_bytes=1, schedule="zb-v")),
-    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="interleaved", unit_bytes=1)),
+    (GPT, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, pipeline="zero-bubble")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), unit_bytes=1, pipeline="zb-v")),
+    (GPT, Layout(dp=2, pp=2, split=(2, 2, 2, 2), pipeline="interleaved", unit_bytes=1)),
     (GPT, Layout(dp=2, pp=2, tp=2, split=(4, 4), unit_bytes=1, activation_memory="least")),
     (GPT, Layout(dp=1, pp=2, sp=2, split=(4, 4), unit_bytes=1000)),
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
@@ -262,7 +262,7 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
 )
 FITTED: tuple[tuple[Setup, Layout], ...] = (
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000)),
-    (GPT, Layout(pp=2, split=(2, 2, 2, 2), schedule="zb-v", activation_memory=110_000)),
+    (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=110_000)),
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000, offload=gettempdir())),
     (
         GPT,

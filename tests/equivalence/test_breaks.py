@@ -19,7 +19,7 @@ group = start()
 from nnmpi.compose.layout import Layout
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, run
-layout = Layout(pp=group.size, schedule=sys.argv[2], split=(2, 1, 1))
+layout = Layout(pp=group.size, pipeline=sys.argv[2], split=(2, 1, 1))
 run(Setup(own.faulty(getattr(own, sys.argv[1])), microbatches=4), group, layout)
 """
 

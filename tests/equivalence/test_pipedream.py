@@ -111,7 +111,7 @@ def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> N
     for dp, pp, tp in meshes(group.size):
         if pp == 1:
             continue
-        layout = Layout(dp, pp, tp, schedule="pipedream", split=uneven(setup, pp))
+        layout = Layout(dp, pp, tp, pipeline="pipedream", split=uneven(setup, pp))
         losses, staleness, weights = trained(setup, group, layout)
         reference = Delayed(setup, uneven(setup, pp))
         for step, batch in enumerate(islice(parts(setup), STEPS)):

@@ -6,6 +6,7 @@ evaluation with the serial run's, within a tolerance of rounding, or to the last
 """
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def name(case: Any) -> str:
 )
 def test_a_layout_is_the_serial_run(setup: Setup, layout: Layout) -> None:
     (serial,) = simulate(lambda group: serial_run(setup, group), 1)
-    ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
+    ranks = prod(layout.shape)
     parallel = simulate(lambda group: run(setup, group, layout), ranks)
     assert not differences(parallel[0], serial, setup)
     assert all(

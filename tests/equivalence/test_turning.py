@@ -34,7 +34,7 @@ def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, n
     for number, schedule in enumerate(TURNING):
         mesh = (2, 2, 1) if group.size == 4 and number == 1 else (1, group.size, 1)
         layout = spread(setup, mesh, schedule, activation_memory="least" if number == 1 else None)
-        assert layout.schedule == schedule
+        assert layout.pipeline == schedule
         assert_same(
             group,
             run(setup, group, layout, synchronous_sends=True),
@@ -49,7 +49,7 @@ def test_outputs_come_from_the_rank_of_the_last_stage(group: Group) -> None:
     x = np.random.default_rng(0).normal(size=(7, 5))
 
     def outputs(ranks: Group) -> Any:
-        layout = Layout(pp=ranks.size, schedule="zb-v" if ranks.size > 1 else "1f1b")
+        layout = Layout(pp=ranks.size, pipeline="zb-v" if ranks.size > 1 else "1f1b")
         where = arrange(mlp([5], 3, [8] * 6), ranks, layout, x[:4], "float64")
         where.model.initialize(seed=0, dtype="float64")
         return Inference(where, numpy_backend())(x)

@@ -44,7 +44,7 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
 ALGORITHMS = ("auto", "native", "ring", "tree", "ps", "halving-doubling", "hierarchical")
-WAITING = [sync for sync in EVERY_MODE if sync.mode not in ("asp", "ssp")]
+WAITING = [sync for sync in EVERY_MODE if sync.sync not in ("asp", "ssp")]
 RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
 
 

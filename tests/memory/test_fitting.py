@@ -58,7 +58,7 @@ def test_too_small_a_budget_is_refused_on_all_ranks() -> None:
 def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
     """Of GPipe's three microbatches in flight; by 1F1B's two none could be away."""
     store = "host" if on_device() else str(tmp_path)
-    layout = PLAIN | {"schedule": "gpipe", "activation_memory": 60_000, "offload": store}
+    layout = PLAIN | {"pipeline": "gpipe", "activation_memory": 60_000, "offload": store}
 
     def main(group: Group) -> tuple[int, int, list[float]]:
         worker = build(GPT, group, Layout(**layout))

@@ -3,6 +3,7 @@ it.
 """
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ ROWS = (
 
 def compare(setup, layout, folder, allreduce, *changes):
     """Train in a layout as it is, and with each of the changes."""
-    ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
+    ranks = prod(layout.shape)
     options = {"allreduce": allreduce, "fused_update": False}
 
     def train(**change):

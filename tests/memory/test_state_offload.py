@@ -108,9 +108,9 @@ def test_what_does_not_go_is_refused(tmp_path):
     out = {"offload": str(tmp_path), "offload_state": "optimizer"}
     for options, message in (
         ({"offload_state": "optimizer"}, "needs a target; give offload, too"),
-        ({**out, "offload_state": "weights"}, "choose one of optimizer, all"),
+        ({**out, "offload_state": "weights"}, "it must be one of optimizer, all"),
         ({**out, "offload_state": "all", "zero": 2}, "give zero 3, or offload_state optimizer"),
-        ({**out, "schedule": "pipedream"}, "pipedream"),
+        ({**out, "pipeline": "pipedream"}, "pipedream"),
     ):
         with pytest.raises(UsageError, match=message):
             Layout(**options)

@@ -24,7 +24,7 @@ def test_reprs_say_what_it_is() -> None:
     for x, y in data.Loader(train, 50).epoch(0):
         assert len(x) == len(y)
     assert (
-        repr(nnmpi.Layout(dp=2, pp=3, schedule="gpipe")) == "Layout(dp=2, pp=3, schedule='gpipe')"
+        repr(nnmpi.Layout(dp=2, pp=3, pipeline="gpipe")) == "Layout(dp=2, pp=3, pipeline='gpipe')"
     )
     assert repr(nnmpi.Layout()) == "Layout()"
 

@@ -644,7 +644,7 @@ def test_shards_are_no_replicas(layout: Layout, make: Any) -> None:
         make(where.model.initialize(seed=0), group)
 
     with pytest.raises(LayoutError, match="0.weight is sharded over .* where.mesh.replicas"):
-        simulate(program, (layout.dp or 1) * 2)
+        simulate(program, layout.shape[0] * 2)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(expert_parallel=True)])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -435,7 +436,7 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
     ("name", "layout"),
     [
         ("gpt", Layout(dp=2, pp=2, split=(4, 4), zero=3, unit_bytes=1)),
-        ("gpt", Layout(dp=2, pp=2, split=(2, 2, 2, 2), schedule="zb-v", zero=2)),
+        ("gpt", Layout(dp=2, pp=2, split=(2, 2, 2, 2), pipeline="zb-v", zero=2)),
         ("experts", Layout(dp=3, pp=1, zero=3, expert_parallel=True)),
         ("experts", Layout(dp=2, pp=2, split=(4, 4), zero=3, expert_parallel=True)),
     ],
@@ -454,4 +455,4 @@ def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> 
         assert report.predicted
         assert {kind: report.held[kind] for kind in report.predicted} == report.predicted
 
-    simulate(main, (layout.dp or 1) * (layout.pp or 1))
+    simulate(main, prod(layout.shape))

@@ -22,6 +22,7 @@ from nnmpi.train.checkpoint import Extent
 from nnmpi.train.config import (
     Config,
     ModelConfig,
+    NumericsConfig,
     OptimizationConfig,
     ParallelConfig,
     RunConfig,
@@ -83,17 +84,18 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
         return given
 
     plain = dict(options(Config()))
-    assert plain["exchange"] == GradientExchange()
+    assert plain["exchange"] == ParallelConfig()
     assert (plain["numerics"].clip, plain["seed"]) == (None, 0)
     parallel = ParallelConfig(allreduce="tree")
     other = options(
         Config(
-            optimization=OptimizationConfig(clip=2.0, label_smoothing=0.5),
+            optimization=OptimizationConfig(label_smoothing=0.5),
+            numerics=NumericsConfig(clip=2.0),
             parallel=parallel,
             run=RunConfig(seed=7),
         )
     )
-    assert other["exchange"] == GradientExchange("tree")
+    assert isinstance(other["exchange"], GradientExchange) and other["exchange"] == parallel
     assert (other["numerics"].clip, other["seed"]) == (2.0, 7)
     logits, labels = Tensor(np.array([[5.0, 0.0, -5.0]])), np.array([0])
     assert (

@@ -73,10 +73,10 @@ def fill(worker: Worker, value: float) -> dict[str, Array]:
 GPT3 = replace(
     GPT, model_options={"features": 12, "heads": 3}, optimizer="adam", optimizer_options={}
 )
-STAGES = {"schedule": "interleaved", "virtual_stages": 2}
+STAGES = {"pipeline": "interleaved", "virtual_stages": 2}
 LAYOUTS = (
     *(Layout(tp=4), Layout(pp=2, tp=2, **STAGES)),
-    *(Layout(dp=2, pp=2, schedule="v-half"), Layout(dp=2, pp=2, **STAGES)),
+    *(Layout(dp=2, pp=2, pipeline="v-half"), Layout(dp=2, pp=2, **STAGES)),
     *(Layout(dp=4, zero=stage, unit_bytes=1) for stage in (3, 1, 2)),
 )
 

@@ -3,10 +3,11 @@ would work.
 """
 
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 
+from nnmpi.base.command import options_of
 from nnmpi.base.custom import Custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Every
@@ -17,6 +18,7 @@ from nnmpi.train.config import (
     Config,
     DataConfig,
     ModelConfig,
+    NumericsConfig,
     OptimizationConfig,
     ParallelConfig,
     RunConfig,
@@ -36,7 +38,8 @@ def test_everything_of_a_registry_may_be_asked_for(
     section: type, option: str, names: tuple[str, ...]
 ) -> None:
     """The option's type is written out, for type checkers; it has the names of the registry."""
-    literal, local = get_args(get_type_hints(section)[option])
+    (hint,) = (item.type for item in options_of(section) if item.name == option)
+    literal, local = get_args(hint)
     assert (get_args(literal), local) == (names, Custom)
 
 
@@ -50,7 +53,7 @@ WRONG_SCHEDULES = (
     "step:10",
 )
 WRONG: list[tuple[type, dict[str, Any], str]] = [
-    (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden has a layer of width 0"),
+    (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden is 3,0; give whole numbers, 1"),
     (ModelConfig, {"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
     (ModelConfig, {"dropout": -0.1, "model": "mlp"}, "--dropout is -0.1"),
     (
@@ -116,7 +119,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
         {"warmup_epochs": 1e300},
         "--warmup-epochs is 1e+300; give a finite number, 0 or more, and below",
     ),
-    (OptimizationConfig, {"clip": 0.0}, "--clip is 0.0"),
+    (NumericsConfig, {"clip": 0.0}, "--clip is 0.0"),
     (ParallelConfig, {"microbatches": 0}, "--microbatches is 0"),
     (OptimizationConfig, {"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
     (ParallelConfig, {"dp": 0}, "--dp is 0"),
@@ -141,9 +144,8 @@ def test_defaults_and_edges_are_accepted() -> None:
     assert Config().model.model == "cnn"
     ModelConfig(model="mlp", hidden=())
     ModelConfig(model="mlp", hidden=(1,), dropout=0.0, activation="gelu")
-    OptimizationConfig(
-        batch_size="full", optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=1e-9
-    )
+    OptimizationConfig(batch_size="full", optimizer="sgd", momentum=0.9, weight_decay=0.0)
+    NumericsConfig(clip=1e-9)
     OptimizationConfig(lr_schedule="step:0.5,1.0")
     RunConfig(eval_every=Every("0"), save_every=Every("3steps"))
 

@@ -108,7 +108,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--lr=", "--lr is empty; it must be a number"),
         (
             "--hidden 9999999999999999",
-            "--hidden has a layer of width 9999999999999999; give whole numbers from 1 to 1e+09",
+            "--hidden is 9999999999999999; give whole numbers, 1 or more, and below 1e+09",
         ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         (
@@ -123,7 +123,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
             "--lr-schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME",
         ),
         ("--split 3,x", '--split is 3,x; it must be "auto" or a list of whole numbers'),
-        ("--split 3,0", "--split is 3 0; give auto, or numbers of layers such as 5,4,3"),
+        ("--split 3,0", "--split is 3,0; give whole numbers, 1 or more"),
         ("--pp 0", "--pp is 0; give a whole number, 1 or more"),
         ("--virtual-stages 0", "--virtual-stages is 0; give a whole number, 1 or more"),
         ("--microbatches 0", "--microbatches is 0; give a whole number, 1 or more"),
@@ -162,6 +162,17 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
             "--layout auto --expert-parallel",
             "--layout auto chooses --expert-parallel itself; leave",
         ),
+        ("--offload-state all", "--offload-state all needs a target; give --offload, too"),
+        ("--offload x", "--offload x needs a limit of activations, or optimizer state to offload"),
+        ("--reduction fixed --zero 1", "--reduction fixed cannot be combined with --zero 1: "),
+        (
+            "--expert-parallel --reduction fixed",
+            "--expert-parallel cannot be combined with --reduction fixed: ",
+        ),
+        ("--virtual-stages 3", "--virtual-stages 3 is for --pipeline interleaved; 1f1b has one"),
+        ("--zero 4", "--zero is 4; ZeRO has stages 1, 2, 3"),
+        ("--sync asp --outer-lr 0.5", "--outer-lr is for --sync local, not for asp; leave it out"),
+        ("--schedule gpipe", "--schedule is not an option; did you mean --lr-schedule or --pipe"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
@@ -298,16 +309,33 @@ def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_pa
     served = json.dumps({"sync": "ssp", "staleness": 2, "slow": "rank=1,factor=3", "lr": 0.5})
     (tmp_path / "config.json").write_text(served)
     resume = ["--resume", str(tmp_path)]
-    assert parse(resume).sync.rule.staleness == 2
+    assert parse(resume).sync.staleness == 2
     config = parse([*resume, "--sync=local", "--local-steps", "3"])
-    assert (config.sync.rule.mode, config.sync.rule.local_steps) == ("local", 3)
+    assert (config.sync.sync, config.sync.local_steps) == ("local", 3)
     # these belong to any
     assert (config.sync.slow, config.optimization.lr) == ("rank=1,factor=3", 0.5)
     file = tmp_path / "gossip.toml"
     file.write_text('sync = "gossip"\n')
-    assert parse([*resume, "--config", str(file)]).sync.rule.mode == "gossip"
+    assert parse([*resume, "--config", str(file)]).sync.sync == "gossip"
     with pytest.raises(UsageError, match="--staleness is for --sync ssp, not for asp"):
         parse([*resume, "--sync", "asp", "--staleness", "3"])
+
+
+def test_options_of_an_older_run_are_read(tmp_path: Path) -> None:
+    """As a run wrote them whose options had no class in common with those of programs."""
+    old = {"dp": "auto", "pp": 2, "pipeline": "interleaved", "virtual_stages": 1, "split": [2, 3]}
+    old |= {"precision": "float32", "clip": None, "sync": "bsp", "staleness": None, "zero": 0}
+    old |= {
+        "memory_limit": 2**20,
+        "activation_memory": "least",
+        "allreduce": "ring",
+        "offload": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    config = parse(["--resume", str(tmp_path)])
+    assert {name: value for name, value in flatten(config).items() if name in old} == old
+    assert (config.parallel.stages_per_rank, config.parallel.shape) == (2, (1, 2, 1, 1))
+    assert parse(["--resume", str(tmp_path), "--pipeline", "1f1b"]).parallel.stages_per_rank == 1
 
 
 def test_a_run_with_an_option_that_left_is_refused(tmp_path: Path) -> None:

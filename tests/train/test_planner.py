@@ -136,7 +136,7 @@ def test_the_search_finds_the_least_prices() -> None:
 
 
 STAGES, REPLICAS = Candidate(pp=4, microbatches=4), Candidate(dp=4)
-HALVES, SHARED = replace(STAGES, schedule="zero-bubble"), Candidate(dp=2, tp=2)
+HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
 def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
     near, far = pricer(4, 4), pricer(4, 1)
     few, many = (
-        near.price(replace(STAGES, schedule="gpipe", microbatches=count)) for count in (4, 16)
+        near.price(replace(STAGES, pipeline="gpipe", microbatches=count)) for count in (4, 16)
     )
     assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
     for item in (REPLICAS, STAGES, SHARED):
@@ -241,7 +241,7 @@ def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> 
     table = Dataset("table", np.ones((1024, 64), np.float32), np.zeros(1024, np.int64), 8)
     work = workload(1024, table, model="mlp", hidden=[32, 32, 32])
     (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
-    item = Candidate(pp=2, schedule="gpipe", microbatches=4, recompute=recompute)
+    item = Candidate(pp=2, pipeline="gpipe", microbatches=4, recompute=recompute)
     priced = work.pricer(times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), numpy_backend())
     options = {**item.options(), "split": tuple(map(len, priced.shapes.cuts(2, 1)))}
 
@@ -289,7 +289,7 @@ def test_what_is_found_is_told_in_lines_and_in_options() -> None:
 def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
     result, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
     assert {item.ranks for item in result} == {8}
-    assert {item.schedule for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
+    assert {item.pipeline for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
     for word in ("replicas than rows", "stages than the model", "microbatches than", "be sharded"):
         assert any(word in reason for reason in refused), word
 

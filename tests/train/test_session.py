@@ -309,7 +309,7 @@ def test_progress_is_printed_inside_an_epoch(
         ),
         (
             "--virtual-stages 2",
-            "2 virtual stages are for the pipeline schedule interleaved; 1f1b has one per rank",
+            "--virtual-stages 2 is for --pipeline interleaved; 1f1b has one per rank",
         ),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (

@@ -22,9 +22,9 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--sync ssp --staleness -1", "staleness is -1"),
+        ("--sync ssp --staleness -1", "--staleness is -1"),
         ("--sync ssp --staleness x", "--staleness is x"),
-        ("--sync local --local-steps 0", "local_steps is 0"),
+        ("--sync local --local-steps 0", "--local-steps is 0"),
         ("--sync local --outer-momentum 1", "--outer-momentum is 1"),
         ("--sync gossip --outer-lr 0.7", "--outer-lr is for --sync local, not for gossip"),
         ("--sync asp --slow rank=2,factor=3", "slow: rank 2 does not exist"),

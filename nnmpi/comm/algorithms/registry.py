@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
@@ -49,7 +49,7 @@ ALGORITHMS: Mapping[str, Collective] = {c.name: c for c in _ALL if c.contract is
 """The all-reduces made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: a library call without steps
-AUTO = "auto"  # chosen by size: see `comm.fit.choose`
+AUTO: Final = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in shared memory of a node
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 

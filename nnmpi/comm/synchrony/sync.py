@@ -1,32 +1,27 @@
 """The mode of synchrony of a run, with its settings."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
-from nnmpi.base.errors import UsageError, check_int, counted
+from nnmpi.base.command import check_idle, check_numbers, settings
+from nnmpi.base.errors import UsageError, counted
 
-MODES = ("bsp", "asp", "ssp", "local", "gossip")
+# {setting: the modes with which it has a meaning}
+NEEDS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "staleness": ("ssp",),
+        **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local",)),
+    }
+)
+STALENESS, LOCAL_STEPS = 4, 8
 
-DEFAULT_STALENESS = 4
-DEFAULT_LOCAL_STEPS = 8
 
-
+@settings
 @dataclass(frozen=True)
 class Sync:
     """The synchrony of a run: how far workers may drift apart, and how they combine.
-
-        bsp       every worker waits for all, by all-reduce (bulk-synchronous parallel)
-        ssp       a worker is at most `staleness` steps ahead of the slowest (stale-synchronous
-                  parallel)
-        asp       no worker waits (asynchronous parallel)
-        local     every worker trains alone, and all average their weights every `local_steps` steps
-        gossip    every worker averages its weights with its neighbours' on a ring after each step
-
-    Args:
-        mode: one of these.
-        staleness: for ssp; 0 is bsp through the parameter server.
-        local_steps: for local.
-        outer_lr, outer_momentum: for local; values other than 1 and 0 make it DiLoCo, see
-            `parallel.averaging`.
 
     Raises:
         UsageError: for values out of range, and settings that the mode would not use.
@@ -34,50 +29,62 @@ class Sync:
     Example:
         >>> nnmpi.Sync("ssp", staleness=2).asynchronous
         True
-        >>> nnmpi.Sync("local", local_steps=4, outer_lr=0.7, outer_momentum=0.5).mode  # DiLoCo
+        >>> nnmpi.Sync("local", local_steps=4, outer_lr=0.7, outer_momentum=0.5).sync  # DiLoCo
         'local'
     """
 
-    mode: str = "bsp"
-    staleness: int = DEFAULT_STALENESS
-    local_steps: int = DEFAULT_LOCAL_STEPS
+    sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
+    """When ranks wait for one another. bsp: in every step, for an all-reduce (bulk-synchronous
+    parallel). asp: never (asynchronous parallel). ssp: when more than `staleness` steps ahead of
+    the slowest (stale-synchronous parallel). local: every `local_steps` steps, to average weights.
+    gossip: each rank for its neighbours on a ring, to average weights with them after each step.
+    """
+    staleness: int | None = None
+    """With ssp: steps a worker may be ahead of the slowest (default: 4). 0 is bsp through a server,
+    except that `clip` clips each worker's gradient instead of their sum.
+    """
+    local_steps: int | None = None
+    """With local: local steps between two averages (default: 8)."""
     outer_lr: float = 1.0
+    """With local: DiLoCo's outer learning rate, for a step along the mean displacement. 0.7 with
+    `outer_momentum` 0.5 allows more `local_steps`.
+    """
     outer_momentum: float = 0.0
+    """With local: Nesterov momentum of that step. 0.9 amplifies steps up to 10 times."""
 
     def __post_init__(self) -> None:
         """Check that the settings make sense by themselves."""
-        if self.mode not in MODES:
-            raise UsageError(f"mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
-        check_int("staleness", self.staleness, 0)
-        check_int("local_steps", self.local_steps)
-        for name, default, mode in (
-            ("staleness", DEFAULT_STALENESS, "ssp"),
-            ("local_steps", DEFAULT_LOCAL_STEPS, "local"),
-            ("outer_lr", 1.0, "local"),
-            ("outer_momentum", 0.0, "local"),
-        ):
-            value = getattr(self, name)
-            if value != default and self.mode != mode:
-                raise UsageError(f"{name} {value} is for {mode}, not {self.mode}; leave it out")
+        check_idle(self, "sync", NEEDS)
+        check_numbers(self, "staleness", 0)
+        check_numbers(self, "local_steps", 1)
+        check_numbers(self, "outer_lr", 0, above=True)
+        check_numbers(self, "outer_momentum", 0, 1)
 
     @property
     def has_server(self) -> bool:
         """Whether gradients and weights go through a parameter server."""
-        return self.mode in ("asp", "ssp")
+        return self.sync in ("asp", "ssp")
 
     @property
     def asynchronous(self) -> bool:
         """Whether it is anything but an all-reduce in each step."""
-        return self.mode != "bsp"
+        return self.sync != "bsp"
 
     @property
     def bound(self) -> int | None:
         """The largest lead over the slowest worker, in steps; None for any."""
-        return self.staleness if self.mode == "ssp" else None
+        if self.sync != "ssp":
+            return None
+        return STALENESS if self.staleness is None else self.staleness
+
+    @property
+    def period(self) -> int:
+        """With local: the local steps between two averages."""
+        return self.local_steps or LOCAL_STEPS
 
     def check(self, ranks: int) -> None:
         """Refuse gossip on a single rank."""
-        if self.mode == "gossip" and ranks == 1:
+        if self.sync == "gossip" and ranks == 1:
             raise UsageError(
                 "gossip on one rank has no neighbours to average with; start at least 2 ranks"
             )
@@ -87,16 +94,15 @@ class Sync:
         return {
             "bsp": "bsp, the gradients summed by all-reduce",
             "ssp": (
-                f"ssp, at most {counted(self.staleness, 'step')} ahead; rank 0 is the server, and"
+                f"ssp, at most {counted(self.bound or 0, 'step')} ahead; rank 0 is the server, and"
                 " computes too"
             ),
             "asp": "asp; rank 0 is the server, and computes too",
             "local": (
-                "local, the weights averaged every"
-                f" {counted(self.local_steps, 'step')}{self._outer}"
+                f"local, the weights averaged every {counted(self.period, 'step')}{self._outer}"
             ),
             "gossip": "gossip, the weights averaged with the neighbours on a ring",
-        }[self.mode]
+        }[self.sync]
 
     @property
     def _outer(self) -> str:

@@ -18,7 +18,7 @@ from nnmpi.comm.synchrony.consistency import (
     WorkQueue,
 )
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import MODES, Sync
+from nnmpi.comm.synchrony.sync import Sync
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,12 @@ def test_a_controller_in_step_and_then_with_a_bound() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mode": "fast"}, "choose one of"),
-        ({"mode": "ssp", "staleness": -1}, "staleness"),
-        ({"mode": "local", "local_steps": 0}, "local_steps"),
-        ({"mode": "asp", "staleness": 2}, "staleness 2 is for ssp"),
-        ({"mode": "ssp", "local_steps": 2}, "local_steps 2 is for local"),
+        ({"sync": "fast"}, "it must be one of bsp, asp"),
+        ({"sync": "ssp", "staleness": -1}, "staleness is -1; give a whole number"),
+        ({"sync": "local", "local_steps": 0}, "local_steps is 0"),
+        ({"sync": "local", "outer_momentum": 1.0}, "outer_momentum is 1.0"),
+        ({"sync": "asp", "staleness": 2}, "staleness is for sync ssp, not for asp"),
+        ({"sync": "ssp", "local_steps": 2}, "local_steps is for sync local, not for ssp"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -109,7 +110,10 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
 
 def test_bounds_and_words_of_every_mode() -> None:
     assert [Sync(mode).bound for mode in ("asp", "ssp", "local")] == [None, 4, None]
-    assert [mode for mode in MODES if Sync(mode).has_server] == ["asp", "ssp"]
+    assert [mode for mode in ("bsp", "asp", "ssp", "local", "gossip") if Sync(mode).has_server] == [
+        "asp",
+        "ssp",
+    ]
     assert "8 steps" in Sync("local").describe() and "4 steps" in Sync("ssp").describe()
     with pytest.raises(UsageError, match="no neighbours"):
         Sync("gossip").check(1)
