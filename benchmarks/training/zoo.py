@@ -8,6 +8,7 @@
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
 A step takes AdamW, as a user writes it who changes nothing. On one rank its time is processor time
 with one thread; on several it is the wall's on rank 0. Times are medians over all rounds.
+`OPENBLAS_CORETYPE` and `OPENBLAS_L2_SIZE` are removed: a machine that sets them slows NumPy alone.
 
     nnmpi       `nnmpi.compile`, with the NumPy wheel alone and within `nnmpi.jit`
     PyTorch     eager in both layouts of images, and `torch.compile` of the model
@@ -30,6 +31,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.training import models  # noqa: E402
+from benchmarks.training.contestants import PINS  # noqa: E402
 
 OURS, JAX = ("nnmpi", "nnmpi, jit"), "JAX"
 EAGER = ("PyTorch", "PyTorch, channels_last")
@@ -161,7 +163,8 @@ def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | 
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     # XLA's pool and gloo's device
     threads |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, env={**os.environ, **threads}, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name not in PINS} | threads
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
     if ran.returncode == 0:
         result: dict[str, Any] = json.loads(
             next(line for line in ran.stdout.splitlines() if line.startswith("{"))
