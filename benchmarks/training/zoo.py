@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ MODELS: Mapping[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
     "mlp-norm": (models.mlp_norm, (128, 784)),
     "char-lstm": (models.lstm, (32, 64)),
     "gpt": (models.gpt, (8, 128)),
+    "unet": (models.unet, (4, 128, 128, 3)),
+    "strided": (models.strided, (64, 32, 32, 3)),
+    "vit": (partial(models.vit, side=64, layers=4), (32, 64, 64, 3)),
+    "mixer": (models.mixer, (32, 32, 32, 3)),
+    "char-gru": (models.gru, (32, 64)),
 }
-TEXT = ("char-lstm", "gpt")
+TEXT = ("char-lstm", "gpt", "char-gru")
+WITHOUT_JAX = ("vit", "mixer", "char-gru")
 
 
 def draw(name: str, rank: int, ranks: int) -> tuple[Any, Any]:
@@ -206,7 +213,9 @@ def main() -> None:
     columns = ("model", *contestants, "fastest peer / nnmpi", "with jit", "MB", "jit", "PyTorch")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     for name in options.models.split(","):
-        field = [who for who in contestants if who != EAGER[1] or len(MODELS[name][1]) == 4]
+        left_out = {EAGER[1]} if len(MODELS[name][1]) < 4 else set()
+        left_out |= {JAX} if name in WITHOUT_JAX else set()
+        field = [who for who in contestants if who not in left_out]
         turns = [{who: start(name, who, options) for who in field} for _ in range(options.rounds)]
         medians, peaks = {}, {}
         for who in field:
