@@ -8,10 +8,8 @@ from pathlib import Path
 # the checkout, so that the modules here have their full names
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.training.contestants import TUNED_MALLOC  # noqa: E402
+from benchmarks.training.contestants import PINS, TUNED_MALLOC  # noqa: E402
 
-# Some machines set these for all programs. OpenBLAS then uses kernels for another processor.
-PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 # Before the first import of NumPy: its BLAS detects the processor when it is loaded.

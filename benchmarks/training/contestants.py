@@ -16,6 +16,8 @@ PURE, JIT, STOCK, TUNED = "nnmpi", "nnmpi jit", "PyTorch", "PyTorch, tuned mallo
 # `Worker`.
 EAGER, COMPILED, WORKER = "eager", "compiled", "worker"
 CHANNELS_LAST = "channels_last"
+# Some machines set these for all programs. OpenBLAS then uses kernels for another processor.
+PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 # A setting of experienced users of PyTorch: freed memory stays in the process.
 TUNED_MALLOC: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": "1000000000",

@@ -5,12 +5,14 @@ A model is a function of a library: the names below, by `our_library`, `their_li
 
     nn                      the layers, by PyTorch's names
     relu                    the function
+    join(a, b)              channels of images side by side
     end(width)              layers from an image to 10 classes
     gpt(vocabulary, context, features, layers, heads), lstm(vocabulary, features, layers), cnn()
     tokens(x)               an image's pixels as a sequence: (batch, pixels, channels)
     attention(features, heads), parameter(*shape)
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,7 +150,35 @@ def vit(lib: Any, side: int = 224, layers: int = 12) -> Any:
 
     Dosovitskiy et al., "An image is worth 16x16 words", 2021; no token of its own for the class.
     """
-    nn, width, heads, patch = lib.nn, 384, 6, 16
+    return _of_patches(lib, side, layers, 384, 16, lambda: lib.attention(384, 6))
+
+
+def mixer(lib: Any, side: int = 32, layers: int = 4) -> Any:
+    """Return an MLP-Mixer (Tolstikhin et al., 2021) of 192 features with patches of 4 x 4."""
+    nn, count = lib.nn, (side // 4) ** 2
+
+    class Mixing(nn.Module):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = _mlp(nn, count, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.mlp(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+    return _of_patches(lib, side, layers, 192, 4, Mixing)
+
+
+def _mlp(nn: Any, width: int, times: int) -> Any:
+    return nn.Sequential(
+        nn.Linear(width, times * width), nn.GELU(), nn.Linear(times * width, width)
+    )
+
+
+def _of_patches(
+    lib: Any, side: int, layers: int, width: int, patch: int, mixing: Callable[[], Any]
+) -> Any:
+    """Return blocks that mix the patches of an image, and then each one's features."""
+    nn = lib.nn
 
     class Patches(nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -162,13 +192,11 @@ def vit(lib: Any, side: int = 224, layers: int = 12) -> Any:
     class Block(nn.Module):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
-            self.norm1, self.attention = nn.LayerNorm(width), lib.attention(width, heads)
-            self.norm2 = nn.LayerNorm(width)
-            dense = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-            self.mlp = nn.Sequential(*dense)
+            self.norm1, self.mixing = nn.LayerNorm(width), mixing()
+            self.norm2, self.mlp = nn.LayerNorm(width), _mlp(nn, width, 4)
 
         def forward(self, x: Any) -> Any:
-            x = x + self.attention(self.norm1(x))
+            x = x + self.mixing(self.norm1(x))
             return x + self.mlp(self.norm2(x))
 
     class Classes(nn.Module):  # type: ignore[name-defined,misc]
@@ -181,6 +209,36 @@ def vit(lib: Any, side: int = 224, layers: int = 12) -> Any:
 
     blocks = (Block() for _ in range(layers))
     return nn.Sequential(Patches(), *blocks, nn.LayerNorm(width), Classes())
+
+
+def unet(lib: Any) -> Any:
+    """Return a U-Net of three levels, with 10 classes on top."""
+    nn = lib.nn
+
+    def twice(inputs: int, outputs: int) -> Any:
+        first, second = (nn.Conv2d(width, outputs, 3, 1, 1) for width in (inputs, outputs))
+        return nn.Sequential(*_norm_relu(nn, first, outputs), *_norm_relu(nn, second, outputs))
+
+    class Level(nn.Module):  # type: ignore[name-defined,misc]
+        def __init__(self, inputs: int, width: int, below: Any) -> None:
+            super().__init__()
+            self.down, self.pool, self.below = twice(inputs, width), nn.MaxPool2d(2), below
+            self.up = nn.ConvTranspose2d(2 * width, width, 2, 2)
+            self.last = twice(2 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            x = self.down(x)
+            return self.last(lib.join(self.up(self.below(self.pool(x))), x))
+
+    return nn.Sequential(Level(3, 16, Level(16, 32, twice(32, 64))), *lib.end(16))
+
+
+def strided(lib: Any) -> Any:
+    """Return convolutions of 5 x 5 with stride 2."""
+    nn, layers = lib.nn, []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += _norm_relu(nn, nn.Conv2d(inputs, outputs, 5, 2, 2, bias=False), outputs)
+    return nn.Sequential(*layers, *lib.end(128))
 
 
 def gru(lib: Any) -> Any:
@@ -214,10 +272,12 @@ def gpt2(lib: Any) -> Any:
 def our_library() -> SimpleNamespace:
     """Return nnmpi's part of the models."""
     from nnmpi import models, nn, ops
+    from nnmpi.tensor import concatenate
 
     return SimpleNamespace(
         nn=nn,
         relu=ops.relu,
+        join=lambda a, b: concatenate((a, b), -1),
         end=lambda width: (nn.GlobalAvgPool2d(), nn.Linear(width, 10)),
         gpt=models.gpt,
         lstm=lambda *sizes: models.lstm(*sizes, tied=False),
@@ -240,6 +300,7 @@ def their_library() -> SimpleNamespace:
     return SimpleNamespace(
         nn=nn,
         relu=torch.relu,
+        join=lambda a, b: torch.cat((a, b), 1),
         end=lambda width: (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)),
         gpt=lambda words, context, features, layers, heads: Transformer(
             features, heads, layers, context, words

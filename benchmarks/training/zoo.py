@@ -8,6 +8,7 @@
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
 A step takes AdamW, as a user writes it who changes nothing. On one rank its time is processor time
 with one thread; on several it is the wall's on rank 0. Times are medians over all rounds.
+`OPENBLAS_CORETYPE` and `OPENBLAS_L2_SIZE` are removed: a machine that sets them slows NumPy alone.
 
     nnmpi       `nnmpi.compile`, with the NumPy wheel alone and within `nnmpi.jit`
     PyTorch     eager in both layouts of images, and `torch.compile` of the model
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.training import models  # noqa: E402
+from benchmarks.training.contestants import PINS  # noqa: E402
 
 OURS, JAX = ("nnmpi", "nnmpi, jit"), "JAX"
 EAGER = ("PyTorch", "PyTorch, channels_last")
@@ -46,8 +49,14 @@ MODELS: Mapping[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
     "mlp-norm": (models.mlp_norm, (128, 784)),
     "char-lstm": (models.lstm, (32, 64)),
     "gpt": (models.gpt, (8, 128)),
+    "unet": (models.unet, (4, 128, 128, 3)),
+    "strided": (models.strided, (64, 32, 32, 3)),
+    "vit": (partial(models.vit, side=64, layers=4), (32, 64, 64, 3)),
+    "mixer": (models.mixer, (32, 32, 32, 3)),
+    "char-gru": (models.gru, (32, 64)),
 }
-TEXT = ("char-lstm", "gpt")
+TEXT = ("char-lstm", "gpt", "char-gru")
+WITHOUT_JAX = ("vit", "mixer", "char-gru")
 
 
 def draw(name: str, rank: int, ranks: int) -> tuple[Any, Any]:
@@ -161,7 +170,8 @@ def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | 
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     # XLA's pool and gloo's device
     threads |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, env={**os.environ, **threads}, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name not in PINS} | threads
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
     if ran.returncode == 0:
         result: dict[str, Any] = json.loads(
             next(line for line in ran.stdout.splitlines() if line.startswith("{"))
@@ -203,7 +213,9 @@ def main() -> None:
     columns = ("model", *contestants, "fastest peer / nnmpi", "with jit", "MB", "jit", "PyTorch")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     for name in options.models.split(","):
-        field = [who for who in contestants if who != EAGER[1] or len(MODELS[name][1]) == 4]
+        left_out = {EAGER[1]} if len(MODELS[name][1]) < 4 else set()
+        left_out |= {JAX} if name in WITHOUT_JAX else set()
+        field = [who for who in contestants if who not in left_out]
         turns = [{who: start(name, who, options) for who in field} for _ in range(options.rounds)]
         medians, peaks = {}, {}
         for who in field:

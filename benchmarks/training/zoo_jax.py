@@ -239,7 +239,8 @@ def library() -> SimpleNamespace:
         Flatten=flatten,
     )
     end = lambda width: (Function(lambda x: x.mean((1, 2))), Linear(width, 10))  # noqa: E731
-    return SimpleNamespace(nn=layers, relu=jax.nn.relu, end=end, gpt=gpt, lstm=lstm)
+    join = lambda a, b: jnp.concatenate((a, b), -1)  # noqa: E731
+    return SimpleNamespace(nn=layers, relu=jax.nn.relu, join=join, end=end, gpt=gpt, lstm=lstm)
 
 
 def make_step(model: Module, x: Any, y: Any) -> Callable[[], object]:

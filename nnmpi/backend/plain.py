@@ -335,92 +335,121 @@ class PlainKernels:
 
     # ---- recurrent layers: products of all steps, and a step beside its product
 
-    def lstm_gates(
-        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
+    def recurrent_gates(
+        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array, sigmoids: int
     ) -> tuple[Array, Array, Array]:
-        """Return the gates' first sums, and the matrix and the bias that the steps take."""
-        halves = xp.ones(len(bias), rows.dtype)
-        halves[: len(bias) // 4 * 3] = 0.5
-        weight, recurrent, bias = (xp.multiply(item, halves) for item in (weight, recurrent, bias))
-        return *self.gru_gates(xp, rows, weight, bias)[:1], recurrent, bias
+        """Return the gates' first sums, and the matrix and the bias that the steps take.
 
-    def gru_gates(self, xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-        """Return the gates' first sums, and the bias that the steps take."""
-        gates, bias = all_gates(xp, rows, weight, bias)
-        xp.add(gates, bias, out=gates)
-        return gates, bias
+        Args:
+            rows: (n, in), of all steps.
+            weight: (in, gates), recurrent: (features, gates), bias: (gates,).
+            sigmoids: the first columns, of the gates that are sigmoids: sums and results are
+                halved, exactly, since a sigmoid is (1 + tanh(x / 2)) / 2.
+        """
+        if not self.of_device:  # whose steps halve
+            halves = xp.ones(len(bias), rows.dtype)
+            halves[:sigmoids] = 0.5
+            weight, recurrent, bias = (xp.multiply(w, halves) for w in (weight, recurrent, bias))
+        gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
+        gemm(xp, rows, weight, out=gates)
+        return gates, recurrent, xp.ascontiguousarray(bias)
 
     def lstm_step(self, *arrays: Array) -> None:
         """Compute a step's gates and state after its product.
 
+        NumPy multiplies gates of their own memory two to four times as fast as gates side by side,
+        so each gate's tanh lies in one piece.
+
         Args:
-            g: (n, 4 features), from `lstm_gates`; overwritten by the tanh of the gates.
-            product: (n, 4 features), h R, for the R of `lstm_gates`.
-            bias: theirs.
+            g: (n, 4 features), from `recurrent_gates`; overwritten by the tanh of the gates.
+            product: (n, 4 features), h R; overwritten.
+            bias: (4 features,). It and R are those of `recurrent_gates`.
             c: (n, features), before the step.
             new_c, new_h: (n, features), out.
         """
-        g, product, _, c, new_c, new_h = arrays
-        xp, (i, f, o, candidate) = namespace(g), _four(g)
-        xp.tanh(xp.add(g, product, out=g), out=g)
-        xp.multiply(xp.add(i, 1, out=new_h), candidate, out=new_h)
-        xp.multiply(xp.add(f, 1, out=new_c), c, out=new_c)
-        xp.multiply(xp.add(new_c, new_h, out=new_c), 0.5, out=new_c)
-        t = xp.tanh(new_c)
-        xp.multiply(xp.multiply(xp.add(o, 1, out=new_h), t, out=new_h), 0.5, out=new_h)
+        g, product, bias, c, new_c, new_h = arrays
+        xp, gates, memory = namespace(g), _pieces(g, 4), _pieces(product, 4)
+        product += g
+        product += bias
+        xp.tanh(_side_by_side(product, 4), out=gates)
+        i, f, o = xp.add(gates[:3], 1, out=memory[:3])  # twice the sigmoids
+        i *= gates[3]
+        xp.multiply(f, c, out=new_c)
+        new_c += i
+        new_c *= 0.5
+        o *= xp.tanh(new_c, out=f)
+        xp.multiply(o, 0.5, out=new_h)
 
     def lstm_step_grad(self, *arrays: Array) -> None:
         """Compute the gradients of a step's gates, before its product.
 
         Args:
-            g: (n, 4 features), the tanh of the gates.
+            g: (n, 4 features), what `lstm_step` left there.
             slopes: (n, 4 features), out: the gradient of the tanh's arguments.
             h, grad: (n, features), the two parts of the gradient of h; h may be overwritten.
             cell, last_c: (n, features), c after and before the step.
             c: (n, features), the gradient of c after the step; overwritten by the one before it.
         """
         g, slopes, h, grad, cell, last_c, c = arrays
-        xp = namespace(g)
-        (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
-        xp.subtract(1, xp.multiply(g, g, out=slopes), out=slopes)  # 4 times a sigmoid's slope
-        xp.multiply(xp.add(h, grad, out=h), 0.25, out=h)
-        t = xp.tanh(cell)
-        part = xp.multiply(h, t)
-        xp.multiply(to_o, part, out=to_o)
-        xp.subtract(1, xp.multiply(t, t, out=t), out=t)
-        xp.multiply(xp.multiply(t, h, out=t), xp.add(o, 1, out=part), out=t)
-        xp.add(xp.multiply(c, 0.5, out=c), t, out=c)  # half of the gradient of c
-        xp.multiply(to_g, xp.multiply(c, xp.add(i, 1, out=part), out=part), out=to_g)
-        xp.multiply(c, 0.5, out=t)
-        for to_gate, factor in ((to_i, candidate), (to_f, last_c)):
-            xp.multiply(to_gate, xp.multiply(t, factor, out=part), out=to_gate)
-        xp.multiply(c, xp.add(f, 1, out=part), out=c)
+        xp, gates, (to_i, to_f, to_o, to_g) = namespace(g), _pieces(g, 4), _side_by_side(slopes, 4)
+        memory = empty(xp, (8, *c.shape), c.dtype)
+        slope, (i, f, o), t = memory[:4], xp.add(gates[:3], 1, out=memory[4:7]), memory[7]
+        xp.multiply(gates, gates, out=slope)
+        xp.subtract(1, slope, out=slope)  # 4 times a sigmoid's
+        h += grad
+        h *= 0.25
+        o *= h
+        h *= xp.tanh(cell, out=t)
+        xp.multiply(slope[2], h, out=to_o)
+        t *= t
+        o *= xp.subtract(1, t, out=t)
+        c *= 0.5
+        c += o  # half of the gradient of c
+        i *= c
+        xp.multiply(slope[3], i, out=to_g)
+        f *= c
+        c *= 0.5
+        slope[:2] *= c
+        xp.multiply(slope[0], gates[3], out=to_i)
+        xp.multiply(slope[1], last_c, out=to_f)
+        c[...] = f
 
     def gru_step(self, *arrays: Array) -> None:
         """Compute a step's gates and state after its product.
 
         Args:
-            g: (n, 3 features), from `gru_gates`; overwritten by the gates r, z, n.
-            product: (n, 3 features), h R.
-            bias: theirs.
+            g: (n, 3 features), from `recurrent_gates`; overwritten by the gates, as `gru_step_grad`
+                takes them: here the tanh of r, z and n, each in one piece.
+            product: (n, 3 features), h R; overwritten.
+            bias: (3 features,). It and R are those of `recurrent_gates`.
             bias_n: (features,).
             inner: (n, features), out: h R_n + bias_n.
             h, new_h: (n, features), before the step, and out: after it.
         """
-        g, product, _, bias_n, inner, h, new_h = arrays
-        xp = namespace(g)
-        (r, z, new), (more_r, more_z, more) = (xp.split(item, 3, axis=1) for item in (g, product))
-        for gate, argument in ((r, r + more_r), (z, z + more_z)):
-            gate[...] = 0.5 + 0.5 * xp.tanh(0.5 * argument)  # a sigmoid
-        inner[...] = more + bias_n
-        new[...] = xp.tanh(new + r * inner)
-        new_h[...] = new + z * (h - new)
+        g, product, bias, bias_n, inner, h, new_h = arrays
+        xp, gates, sums = namespace(g), _pieces(g, 3), _side_by_side(product, 3)
+        r, z, new = gates
+        xp.add(sums[2], bias_n, out=inner)
+        sums[2] = 0
+        product += g
+        product += bias
+        xp.tanh(sums[:2], out=gates[:2])
+        xp.add(r, 1, out=new_h)
+        new_h *= inner
+        new_h *= 0.5
+        new_h += sums[2]
+        xp.tanh(new_h, out=new)
+        change = xp.subtract(h, new, out=_pieces(product, 3)[0])
+        change *= 0.5
+        xp.add(z, 1, out=new_h)
+        new_h *= change
+        new_h += new
 
     def gru_step_grad(self, *arrays: Array) -> None:
         """Compute the gradients of a step, before its product.
 
         Args:
-            g: (n, 3 features), the gates r, z, n.
+            g: (n, 3 features), what `gru_step` left there.
             to_gates, to_product: (n, 3 features), out: the gradients of x W + b and of h R.
             inner, h: (n, features), h R_n + bias_n, and h before the step.
             grad: (n, features), the gradient of the step's result.
@@ -428,15 +457,27 @@ class PlainKernels:
                 the step, without what the product adds.
         """
         g, to_gates, to_product, inner, h, grad, to_h = arrays
-        xp = namespace(g)
-        r, z, new = xp.split(g, 3, axis=1)
-        total = to_h + grad
-        to_new = total * (1 - z) * (1 - new * new)
-        to_r, to_z = to_new * inner * r * (1 - r), total * (h - new) * z * (1 - z)
-        for target, last in ((to_gates, to_new), (to_product, to_new * r)):
-            for part, value in zip(xp.split(target, 3, axis=1), (to_r, to_z, last), strict=True):
-                part[...] = value
-        to_h[...] = total * z
+        xp, gates = namespace(g), _pieces(g, 3)
+        memory = empty(xp, (5, *h.shape), h.dtype)
+        slope, (r, z), t = memory[:2], xp.add(gates[:2], 1, out=memory[2:4]), memory[4]
+        xp.multiply(gates[:2], gates[:2], out=slope)
+        xp.subtract(0.5, xp.multiply(slope, 0.5, out=slope), out=slope)  # twice a sigmoid's
+        to_h += grad
+        to_h *= 0.5
+        slope[1] *= to_h
+        slope[1] *= xp.subtract(h, gates[2], out=t)
+        xp.multiply(gates[2], gates[2], out=t)
+        xp.subtract(1, t, out=t)
+        t *= to_h
+        to_h *= z
+        t *= xp.subtract(1, gates[1], out=z)
+        parts, products = _side_by_side(to_gates, 3), _side_by_side(to_product, 3)
+        parts[2] = t
+        t *= 0.5
+        xp.multiply(r, t, out=products[2])
+        t *= inner
+        slope[0] *= t
+        parts[:2] = products[:2] = slope
 
     # ---- attention, see `backend.attend`
 
@@ -827,24 +868,14 @@ class PlainKernels:
         return to_x[0] if needs[0] else None
 
 
-def all_gates(xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-    """Return the product of all steps of a recurrent layer, and its bias, contiguous."""
-    gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
-    gemm(xp, rows, weight, out=gates)
-    return gates, xp.ascontiguousarray(bias)
+def _side_by_side(rows: Array, count: int) -> Array:
+    """View rows (n, count k) as (count, n, k)."""
+    return rows.reshape(len(rows), count, rows.shape[1] // count).swapaxes(0, 1)
 
 
-def compiled_gates(
-    _: Any, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array
-) -> tuple[Array, Array, Array]:
-    """See `PlainKernels.lstm_gates`, for steps that halve the sums and add the bias themselves."""
-    gates, bias = all_gates(xp, rows, weight, bias)
-    return gates, recurrent, bias
-
-
-def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
-    n = gates.shape[1] // 4
-    return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
+def _pieces(rows: Array, count: int) -> Array:
+    """Return the contiguous memory of rows (n, count k) as (count, n, k)."""
+    return rows.reshape(count, len(rows), rows.shape[1] // count)
 
 
 def _take(xp: Any, array: Array, indices: Array) -> Array:

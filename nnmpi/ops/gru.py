@@ -37,9 +37,10 @@ class GRUFunction(Function):
         packing = Packing((batch,) * time)
         rows = packing.pack(xp, x)
         kernels = kernels_of(x)
-        gates, shift = kernels.gru_gates(xp, rows, weight, bias)
+        weights = weight, recurrent, bias, 2 * features
+        gates, factor, shift = kernels.recurrent_gates(xp, rows, *weights)
         bias_n = xp.ascontiguousarray(bias_n)
-        times = multiplier(xp, recurrent)
+        times = multiplier(xp, factor)
         hidden = States.of(xp, packing, False, gates, (batch, features), h)
         inner = empty(xp, hidden.after.shape, x.dtype)
         scratch = empty(xp, (batch, 3 * features), x.dtype)
@@ -59,11 +60,12 @@ class GRUFunction(Function):
         to_hidden, to_h = packing.pack(xp, grad), xp.zeros_like(hidden.first)
         # the gradients of x W + b and of h R, which differ in n's columns
         to_gates, to_product = (empty(xp, gates.shape, gates.dtype) for _ in range(2))
+        times = multiplier(xp, recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, False))):
             before, product = hidden.before(xp, earlier, n), to_product[here]
             after = inner[here], before, to_hidden[here], to_h
             kernels.gru_step_grad(gates[here], to_gates[here], product, *after)
-            gemm(xp, product, recurrent.T, to_h, True)
+            times(product, to_h, True)
         to_x = to_bias = to_inner = None
         if self.needs[0]:
             to_x = gemm(xp, to_gates, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)

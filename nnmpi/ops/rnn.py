@@ -61,11 +61,12 @@ class RNNFunction(Function):
         xp, (batch, time, _) = namespace(grad), grad.shape
         packing = Packing((batch,) * time)
         to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(xp, grad.copy())
+        times = multiplier(xp, recurrent.T)
         for here, _, _ in reversed(list(steps(packing.sizes, False))):
             y, slopes = hidden.after[here], to_sums[here]
             slopes += to_h
             slopes *= xp.greater(y, 0) if self.rectifies else 1 - y * y
-            gemm(xp, slopes, recurrent.T, to_h)
+            times(slopes, to_h)
         to_x = to_bias = None
         if self.needs[0]:
             to_x = gemm(xp, to_sums, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)

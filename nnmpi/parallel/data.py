@@ -70,7 +70,9 @@ CHECKED = 4  # the ranks compare this many different numbers of samples: a mista
 _GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
 
-class Replicas(Settled, fixed="model group storage shares_batches released notice"):
+class Replicas(
+    Settled, fixed="model group storage shares_batches released notice holders keeps_own is_fused"
+):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
     Parameters and buffers become those of rank 0. Batch normalization takes its statistics over all

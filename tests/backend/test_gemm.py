@@ -256,8 +256,11 @@ def test_strips_give_the_product(
     in_strips = on_intel if intel else elsewhere
     assert len(calls) == 6 * in_strips
     out[...] = 0
-    GEMM.multiplier(np, b)(a, out)
+    times = GEMM.multiplier(np, b)
+    times(a, out)
     np.testing.assert_array_equal(out, expected)
+    times(a, out, add=True)
+    np.testing.assert_array_equal(out, 2 * expected)
     calls.clear()
     wide = np.zeros((m, n + 1), np.float32)[:, :n]
     np.testing.assert_array_equal(gemm(np, a, b, wide), expected)

@@ -20,7 +20,7 @@ from nnmpi.backend.cuda.launch import (
     KernelLauncher,
 )
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.plain import Activation, Loss, PlainKernels, all_gates, compiled_gates
+from nnmpi.backend.plain import Activation, Loss, PlainKernels
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.random import least_kept, place_of
 
@@ -290,12 +290,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             self.over_columns(name, grad, grad.shape[-1], saved, result, None, None)
         return result
 
-    # ---- recurrent layers: the steps halve the sums and add the bias
-
-    lstm_gates = compiled_gates
-
-    def gru_gates(self, xp: Any, rows: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-        return all_gates(xp, rows, weight, bias)
+    # ---- recurrent layers: the steps halve the sums
 
     lstm_step = partialmethod(KernelLauncher.over_cells, "lstm_step")
     lstm_step_grad = partialmethod(KernelLauncher.over_cells, "lstm_step_grad")

@@ -18,7 +18,6 @@ from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.plain import (
     Activation,
     PlainKernels,
-    compiled_gates,
     fold,
     inverse_root,
     repeated_in,
@@ -152,8 +151,6 @@ class NumbaKernels(PlainKernels):
         return result
 
     # ---- recurrent layers
-
-    lstm_gates = compiled_gates
 
     def lstm_step(self, *arrays: Array) -> None:
         record_launch(loop("lstm_step"), *arrays)

@@ -334,15 +334,12 @@ def gates_of(row):
 
 
 def lstm_step(g, product, bias, c, new_c, new_h):
-    """g = tanh(g + bias + product), of half of it for the sigmoids (1 + g) / 2; new_c = f c + i g;
-    new_h = o tanh(new_c).
+    """g = tanh(g + bias + product), i = (1 + g_i) / 2 and so on; new_c = f c + i g; new_h = o
+    tanh(new_c).
     """
     for r in range(c.shape[0]):
         gates, more = g[r], product[r]
-        last = gates.size // 4 * 3
-        for j in range(last):
-            gates[j] = tanh(_HALF * (gates[j] + bias[j] + more[j]))
-        for j in range(last, gates.size):
+        for j in range(gates.size):
             gates[j] = tanh(gates[j] + bias[j] + more[j])
         i, f, o, candidate = gates_of(gates)
         old, cell, hidden = c[r], new_c[r], new_h[r]

@@ -147,10 +147,11 @@ def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
     for block, view in _seen(images, spec) if grad.size else ():
         given = grad[block].reshape(len(view), h, w * c)
         parts = xp.empty((*spec.kernel, w * c), kind)
-        for i, j in np.ndindex(spec.kernel):
+        for j in range(spec.kernel[1]):  # a column's taps at once: given is read once for all
+            seen, out_j = view[:, :, :, j], parts[:, j]
             if xp is np:
-                np.einsum("nhx,nhx->x", view[:, :, i, j], given, out=parts[i, j])
+                np.einsum("nhrx,nhx->rx", seen, given, out=out_j)
             else:
-                xp.add.reduce(view[:, :, i, j] * given, axis=(0, 1), out=parts[i, j])
+                xp.add.reduce(seen * given[:, :, None], axis=(0, 1), out=out_j)
         sums += parts.reshape(*spec.kernel, w, c).sum(2, dtype=np.float64)
     copy(xp, out, sums.reshape(out.shape))
