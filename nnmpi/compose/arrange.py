@@ -532,6 +532,7 @@ def _tie(
         if ranks not in groups:
             groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
         if name in parameters:
+            parameters[name].room = f"tied {name}"
             ties.append(Tie(parameters[name], groups[ranks]))
     return tuple(ties)
 

@@ -84,12 +84,14 @@ def choose_savings(
         gains = [(now - peak(*item)) / (seconds(item) - before_s + 1e-9) for item in tries]
         choice = tries[max(range(len(tries)), key=gains.__getitem__)]
         now = peak(*choice)
+    if now > budget:  # moving may have been cheaper, and recomputing save more
+        choice = Savings(frozenset(again_s))
+        now = peak(*choice)
     if now > budget:
         raise UsageError(
             f"activation_memory {format_bytes(budget)} is too little: with every segment of this"
-            f" rank's stages recomputed a pass takes"
-            f' {format_bytes(int(peak(frozenset(again_s), ())))}; give at least that, or "least",'
-            " smaller microbatches, or more stages"
+            f" rank's stages recomputed a pass takes {format_bytes(int(now))}; give at least that,"
+            ' or "least", smaller microbatches, or more stages'
         )
     chosen = [(number, way) for way in range(len(ways)) for number in choice[way]]
     for item in sorted(chosen, key=lambda item: seconds(choice.toggled(*item))):

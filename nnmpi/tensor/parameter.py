@@ -57,6 +57,7 @@ class Parameter(Tensor):
         init: draws its initial values: init(generator, shape) -> array.
         region: the shard's position in a larger parameter; None for a full parameter.
         ranks: the group that holds the other shards; None for a full parameter.
+        room: parameters of one room lie together in the flat storage, see `FlatStorage`.
         rank_local: whether each data-parallel rank has a different shard, as of experts. Its
             gradient is complete on its owner and is not summed over the ranks.
         guard: called before a backward pass writes to the gradient, to raise if it must not; or
@@ -76,7 +77,10 @@ class Parameter(Tensor):
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("rank_local", "declared", "guard", "init", "name", "ranks", "region", "version")
+    __slots__ = (
+        *("rank_local", "declared", "guard", "init", "room", "name", "ranks", "region"),
+        "version",
+    )
 
     is_table: ClassVar[bool] = False
     trees: ClassVar[int] = 0  # counts up with each one made, and when a module gets a part
@@ -109,7 +113,8 @@ class Parameter(Tensor):
         Parameter.trees += 1
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
-        self.name, self.region, self.ranks, self.rank_local = "", region, ranks, False
+        self.name, self.region, self.ranks = "", region, ranks
+        self.rank_local, self.room = False, ""
         self.requires_grad = True
         self._unbind()
 
@@ -130,6 +135,7 @@ class Parameter(Tensor):
             "rank_local",
             "declared",
             "init",
+            "room",
             "name",
             "ranks",
             "region",
@@ -285,22 +291,26 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         self.version = Version()
         # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []
-        buffers: dict[tuple[str, bool], int] = {}
+        # Uneven shards, and what stages share, lie apart: so ranks have what is the same on them at
+        # the same places. A sum's order may depend on the place (in a ring: where the chunk
+        # begins), and then their bits would differ.
+        buffers: dict[tuple[str, bool, str], int] = {}
         lengths: list[int] = []
         if dtype is None:
             dtype = next(iter(values.values())).dtype if values else np.dtype("float32")
         self.dtype, step = dtype, ALIGNMENT_BYTES // dtype.itemsize
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
-            buffer = buffers.setdefault((label, parameter.rank_local), len(lengths))
+            kind = label, parameter.rank_local, parameter.room
+            buffer = buffers.setdefault(kind, len(lengths))
             lengths += [0] * (buffer == len(lengths))
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             # the next parameter begins at a multiple of the alignment
             lengths[buffer] = -(-(start + parameter.size) // step) * step
         self.groups, self.rank_local = (
-            [label for label, _ in buffers],
-            [apart for _, apart in buffers],
+            [label for label, *_ in buffers],
+            [is_local for _, is_local, _ in buffers],
         )
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)

@@ -11,7 +11,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.memory.layers import LayerCost, measure, of_chain
 from nnmpi.nn.chain import open_chain
@@ -78,6 +78,31 @@ def test_ranks_with_other_shards_have_the_same_segments(group: Group) -> None:
         where = arrange(skipping((4, 4, 1), 3), group, layout, dtype="float64")
         spans = [[cut.start, cut.stop] for (cuts,) in [where.segments] for cut in cuts]
         assert group.gather(spans) == [spans] * group.size
+
+
+@pytest.mark.simulated(min_size=6, max_size=6)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group, zero: int) -> None:
+    """A ring adds three replicas' gradients in an order that depends on the place of the chunk."""
+    wide = [nn.Linear(16, 65), nn.ReLU(), nn.Linear(65, 16), nn.Linear(16, 40), nn.Tanh()]
+    model = nn.Sequential(nn.Flatten(), *wide, nn.Linear(40, 3))
+    model.sharding = {"1": nn.Sharding.COLUMN, "3": nn.Sharding.ROW}
+    where = arrange(model, group, Layout(dp=3, tp=2, zero=zero))
+    where.model.initialize(seed=1, storage=where.storage)
+    options = GradientExchange(allreduce="auto" if zero else "ring")
+    optimizer = SGD(where.model.storage, lr=0.1)
+    worker = Worker(where.model, optimizer, group, exchange=options, arrangement=where)
+    generator = np.random.default_rng(where.data_rank)
+    for _ in range(3):
+        x = generator.normal(size=(5, 4, 4, 1)).astype("float32")
+        worker.step(x, generator.integers(0, 3, 5))
+    storage = where.model.storage
+    bits = [
+        [span.parameter.name, data.tobytes().hex()]
+        for span, data, _ in storage.held()
+        if span.parameter.region is None
+    ]
+    assert where.mesh.tp.gather(bits) == [bits, bits]
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model

@@ -38,7 +38,7 @@ def name(case: Any) -> str:
     axes = [
         f"{axis} {size}"
         for axis in ("dp", "pp", "tp", "sp")
-        if (size := getattr(case, axis) or 1) > 1
+        if (size := getattr(case, axis)) not in (1, "auto")
     ]
     return f"{' '.join(axes)} {case.sp_attention} zero {case.zero}"
 

@@ -112,3 +112,19 @@ def test_chosen_savings_fit_and_none_of_theirs_does() -> None:
         for way in (0, 1):
             for number in chosen[way]:
                 assert peak(*chosen.toggled(number, way)) > budget
+
+
+def test_recomputing_all_is_tried_where_moving_saves_too_little() -> None:
+    """What stays when a segment is moved is more than what a recomputed one leaves."""
+    held, stays = {0: 10, 1: 10}, {0: 6, 1: 6}
+
+    def peak(again: Collection[int], moved: Collection[int]) -> float:
+        return sum(
+            1 if i in again else stays[i] if i in moved else nbytes for i, nbytes in held.items()
+        )
+
+    slow, fast = dict.fromkeys(held, 9.0), dict.fromkeys(held, 0.1)
+    assert choose_savings(slow, fast, 1.0, peak, 12).moved == {0, 1}
+    assert choose_savings(slow, fast, 1.0, peak, 5).again == {0, 1}
+    with pytest.raises(UsageError, match="too little: .* a pass takes 2 B"):
+        choose_savings(slow, fast, 1.0, peak, 1)

@@ -52,8 +52,10 @@ class ParameterSharder:
         """
         if full is None:
             return None
-        region = placement.region(full.shape, axis, self.group.size, self.group.rank)
-        return self._part(full, region)
+        size = self.group.size
+        regions = [placement.region(full.shape, axis, size, rank) for rank in range(size)]
+        is_uneven = len({region.local_shape for region in regions}) > 1
+        return self._part(full, regions[self.group.rank], "uneven" if is_uneven else "")
 
     def deal(self, module: Module, keep: bool) -> None:
         """Keep a module's parameters and buffers if they are this rank's, else drop their values.
@@ -76,14 +78,16 @@ class ParameterSharder:
                     raise LayoutError(
                         f"{path}.{name} is in branches of two ranks; make a layer for each branch"
                     )
-                item.set_child(name, self._part(entry, region))
+                item.set_child(name, self._part(entry, region, "uneven"))
 
-    def _part(self, full: Parameter | Buffer, region: Region) -> Parameter | Buffer:
+    def _part(
+        self, full: Parameter | Buffer, region: Region, room: str
+    ) -> Parameter | Buffer:
         if isinstance(full, Buffer):
             return Buffer(region.local_shape, full.value, region)
         if full not in self._cut and full.region is None:
             part = self._cut[full] = Parameter(region.local_shape, full.init, region, self.group)
-            part.requires_grad = full.requires_grad
+            part.requires_grad, part.room = full.requires_grad, room
         part = self._cut.get(full, full)
         if part.region != region:
             raise LayoutError(

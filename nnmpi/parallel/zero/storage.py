@@ -723,7 +723,12 @@ def predict_bytes(
         _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
     )
     own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
-    local = sum(len(part(length, size, rank)) for length in [*lengths, shared_length]) * itemsize
+    pieces = [
+        _length([item for item in parameters if item.room == room], itemsize)
+        for parameters in [*(unit.parameters for unit in cut), shared]
+        for room in {item.room for item in parameters}
+    ]
+    local = sum(len(part(length, size, rank)) for length in pieces) * itemsize
     scratch = (max(lengths, default=0) + shared_length) * itemsize
     slots = (
         0
