@@ -59,7 +59,7 @@ def choose_computing(
     if plain and "" in versions and work >= PAYS:
         line = (
             "kernels: NumPy's; numba's are faster in a run as long as this one, a CNN's by a third:"
-            " pip install 'nnmpi[jit]'"
+            " pip install numba"
         )
     elif len(versions) == 1 and versions != {""}:
         why = f"pays in runs of {PAYS:.0e} multiplications or more; this one has {work:.0e}"
