@@ -17,7 +17,7 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import isfinite, prod
 from statistics import fmean
@@ -168,7 +168,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     ) -> None:
         expect("Worker(..., exchange=GradientExchange(...))", (exchange, GradientExchange))
         expect("Worker(..., numerics=Numerics(...))", (numerics, Numerics))
-        self.options = exchange
+        # its own part of a command's section, since a folder may have another name on each rank
+        own = {item.name: getattr(exchange, item.name) for item in fields(GradientExchange)}
+        self.options = GradientExchange(**own)
         super().__init__(
             model,
             optimizer,

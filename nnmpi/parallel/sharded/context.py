@@ -80,9 +80,7 @@ class ParameterSharder:
                     )
                 item.set_child(name, self._part(entry, region, "uneven"))
 
-    def _part(
-        self, full: Parameter | Buffer, region: Region, room: str
-    ) -> Parameter | Buffer:
+    def _part(self, full: Parameter | Buffer, region: Region, room: str) -> Parameter | Buffer:
         if isinstance(full, Buffer):
             return Buffer(region.local_shape, full.value, region)
         if full not in self._cut and full.region is None:
