@@ -129,6 +129,7 @@ def test_when_numbas_kernels_compute(
     assert result.removeprefix("kernels: ").startswith(said) and bool(result) == bool(said)
 
 
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 @pytest.mark.simulated(max_size=4)
 @pytest.mark.parametrize(
     ("name", "has", "lacks"), [("installed_numba", "1.0", ""), ("_loads", True, False)]
