@@ -456,9 +456,9 @@ class Passes:
         self._reported: Plan = ()  # the last reported plan
         self._store: Store | None = None
         layout, self._in_segments = arrangement.layout, bool(arrangement.stages)
-        limited = layout.limits_activations
-        if not self._in_segments:
-            limited = limited or layout.activation_memory is not None
+        limited = layout.limits_activations or (
+            layout.activation_memory is not None and not self._in_segments
+        )
         if limited and layout.offload is not None:
             with agreed(arrangement.mesh.world):
                 self._store = Store(layout.offload, backend)
@@ -632,10 +632,8 @@ class Passes:
         Args:
             is_finite: tests a microbatch's loss, which is computed again.
         """
-        now, stage = (
-            BatchPass(self, batch, step, DeferredScalars(), batch.cuts),
-            self.executor.stages[0],
-        )
+        now = BatchPass(self, batch, step, DeferredScalars(), batch.cuts)
+        stage = self.executor.stages[0]
 
         def compute(microbatch: int) -> Tensor:
             visit = now.visit(microbatch)

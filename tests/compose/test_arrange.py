@@ -105,6 +105,22 @@ def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group,
     assert where.mesh.tp.gather(bits) == [bits, bits]
 
 
+@pytest.mark.simulated(min_size=6, max_size=6)
+def test_a_table_that_stages_share_keeps_its_bits_under_zero(group: Group) -> None:
+    """Its replicas' sums are added in the order of its place, which is the same on both stages."""
+    layout = Layout(dp=3, pp=2, zero=1, split=(2, 6))
+    where = arrange(models.gpt(19, 5, 12, 2, 3), group, layout)
+    where.model.initialize(seed=1, storage=where.storage)
+    optimizer, ring = SGD(where.model.storage, lr=0.1), GradientExchange(allreduce="ring")
+    worker = Worker(where.model, optimizer, group, exchange=ring, arrangement=where)
+    generator = np.random.default_rng(where.data_rank)
+    for _ in range(3):
+        worker.step(generator.integers(0, 19, (4, 5)), generator.integers(0, 19, (4, 5)))
+    (tie,) = where.ties
+    bits = tie.parameter.data.tobytes().hex()
+    assert tie.group.gather(bits) == [bits, bits]
+
+
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_layouts_that_do_not_fit(group: Group) -> None:
     if group.size == 1:
