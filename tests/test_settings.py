@@ -90,6 +90,7 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Tanh: (lambda kind: kind(), ""),
     nn.Sigmoid: (lambda kind: kind(), ""),
     nn.Softmax: (lambda kind: kind(), "dim"),
+    nn.LogSoftmax: (lambda kind: kind(), "dim"),
     nn.Flatten: (lambda kind: kind(), ""),
     nn.MSELoss: (lambda kind: kind(), "options"),
     nn.L1Loss: (lambda kind: kind(), "options"),
@@ -277,6 +278,7 @@ CHANGES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = 
     (nn.Softplus, {"beta": 2}, "beta", 2, ROWS),
     (nn.GELU, {"approximate": "tanh"}, "approximate", "tanh", ROWS),
     (nn.Softmax, {"dim": 0}, "dim", 0, ROWS),
+    (nn.LogSoftmax, {"dim": 0}, "dim", 0, ROWS),
     (
         lambda **more: nn.Branches(nn.ReLU(), nn.Tanh(), **more),
         {"join": "add"},

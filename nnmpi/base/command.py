@@ -28,6 +28,7 @@ import re
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
@@ -305,13 +306,19 @@ class _Documented:
 def settings(section: type[T]) -> type[T]:
     """Make a dataclass one of the library's options: `help` shows its fields.
 
-    Its constructor refuses unknown names with a suggestion, and values of other types.
+    Its constructor refuses unknown names with a suggestion, and values of other types. A class
+    attribute `_former` maps former names of options to those of today, which programs may still use.
     """
     make, hints = section.__init__, cache(lambda: get_type_hints(section))
+    former: Mapping[str, str] = getattr(section, "_former", {})
 
     @wraps(make)
     def __init__(self: T, *values: Any, **named: Any) -> None:
         known = hints()
+        for old in former.keys() & named.keys():
+            text = f"{section.__name__}({old}=) is {former[old]}= now"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            named.setdefault(former[old], named.pop(old))
         for name, value in (*zip(known, values, strict=False), *named.items()):
             if name not in known:
                 near = suggest(name, known).replace("-", "_")

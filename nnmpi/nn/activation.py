@@ -12,7 +12,7 @@ from nnmpi.base.errors import ShapeError, UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.nn.mode import current, note_mask, warn_later
 from nnmpi.nn.module import Module
-from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
+from nnmpi.ops.activation import gelu, leaky_relu, log_softmax, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.dropout import MaskKey, dropout
 from nnmpi.ops.loss import (
     binary_cross_entropy,
@@ -106,6 +106,14 @@ class Softmax(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the softmax."""
         return softmax(x, self.dim)
+
+
+class LogSoftmax(Softmax):
+    """The logarithm of softmax along an axis, without overflow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logarithm."""
+        return log_softmax(x, self.dim)
 
 
 class Flatten(Module):

@@ -9,7 +9,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.gru import gru
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.tensor import Tensor, stack
+from nnmpi.tensor.tensor import UNPACKED, Tensor, stack
 
 
 class GRULayer(Module):
@@ -79,7 +79,7 @@ class GRU(Module, fixed="hidden_size"):
             name = type(self).__name__
             raise UsageError(f"{name} cannot generate text; call `with_state`, or use an LSTM")
         h = self.with_state(x)[0]
-        h.made_by = type(self).__name__
+        h.made_by = next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in UNPACKED)
         return h
 
     def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:

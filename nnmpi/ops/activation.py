@@ -98,7 +98,7 @@ class SoftmaxFunction(Function):
         return (kernels.softmax_grad(self.xp, grad, y, self.axis),)
 
 
-class LogSoftmax(SoftmaxFunction):
+class LogSoftmaxFunction(SoftmaxFunction):
     """x - log(sum(e^x)) along an axis."""
 
     __slots__ = ()
@@ -140,7 +140,7 @@ def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
     """
     if words:
         refuse_words("log_softmax", words)
-    return LogSoftmax(_checked_axis("log_softmax", x, axis))(x)
+    return LogSoftmaxFunction(_checked_axis("log_softmax", x, axis))(x)
 
 
 def _checked_axis(name: str, x: Tensor, axis: int) -> int:

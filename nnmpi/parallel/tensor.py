@@ -37,14 +37,17 @@ from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.nn.activation import (
+    ELU,
     GELU,
     Dropout,
     Flatten,
     LeakyReLU,
+    LogSoftmax,
     ReLU,
     Sigmoid,
     SiLU,
     Softmax,
+    Softplus,
     Tanh,
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
@@ -97,7 +100,7 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
 
 # Layers that take the placement of their input, unless the table replicates them.
 FOLLOWING: Mapping[type[Module], LayerRule] = {
-    **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
+    **dict.fromkeys((ReLU, LeakyReLU, ELU, GELU, SiLU, Softplus, Tanh, Sigmoid), place_elementwise),
     AvgPool2d: place_pool,
     BatchNorm: place_batch_norm,
     Dropout: place_dropout,
@@ -105,7 +108,7 @@ FOLLOWING: Mapping[type[Module], LayerRule] = {
     GlobalAvgPool2d: place_global_pool,
     LayerNorm: place_layer_norm,
     MaxPool2d: place_pool,
-    Softmax: place_softmax,
+    **dict.fromkeys((Softmax, LogSoftmax), place_softmax),
 }
 RULES: Mapping[type[Module], LayerRule] = {
     **FOLLOWING,

@@ -92,6 +92,9 @@ UNPACKED = MappingProxyType(
     {
         "LSTM": "for the last state, too, call h, (last, c) = lstm.with_state(x)",
         "GRU": "for the last state, too, call h, last = gru.with_state(x)",
+        "RNN": "for the last state, too, call h, last = rnn.with_state(x)",
+        "max": "the positions are x.argmax(axis)",
+        "min": "the positions are (-x).argmax(axis)",
         "MultiheadAttention": "write h = attention(x): its weights are not returned",
     }
 )
@@ -418,13 +421,18 @@ class Tensor(Variable):
         """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         if words:
             refuse_words("max", words)
-        return reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True)(self)
+        return self._extreme("max", _axes(self, axis, keepdims), keepdims)
 
     def min(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
         if words:
             refuse_words("min", words)
-        return reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False)(self)
+        return self._extreme("min", _axes(self, axis, keepdims), keepdims)
+
+    def _extreme(self, name: str, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+        result: Tensor = reduce.Largest(axes, keepdims, largest=name == "max")(self)
+        result.made_by = name
+        return result
 
     def argmax(self, axis: int | None = None, keepdims: bool = False, **words: Never) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""

@@ -312,12 +312,15 @@ def test_an_unknown_option_of_the_library_is_refused_with_a_suggestion() -> None
     for make in (Pace, partial(replace, Pace())):
         with pytest.raises(TypeError, match=r"Pace has no option 'stop'; did you mean stops\?"):
             make(stop=(1,))
-    with pytest.raises(
-        TypeError, match=r"Layout has no option 'schedule'; did you mean pipeline\?"
-    ):
-        nnmpi.Layout(schedule="gpipe")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Sync has no option 'mode'; did you mean sync\?"):
-        nnmpi.Sync(mode="asp")  # type: ignore[call-arg]
+
+
+def test_a_former_name_of_an_option_is_read_and_said() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Layout\(schedule=\) is pipeline= now"):
+        assert nnmpi.Layout(pp=2, schedule="gpipe").pipeline == "gpipe"  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match=r"Sync\(mode=\) is sync= now"):
+        assert nnmpi.Sync(mode="asp").sync == "asp"  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="pipeline is 3"), pytest.warns(DeprecationWarning):
+        nnmpi.Layout(schedule=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("section", get_type_hints(Config).values())

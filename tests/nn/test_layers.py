@@ -125,6 +125,7 @@ LAYERS = {
     "Tanh": (nn.Tanh, ROWS, lambda m, x: x.tanh()),
     "Sigmoid": (nn.Sigmoid, ROWS, lambda m, x: ops.sigmoid(x)),
     "Softmax": (lambda: nn.Softmax(0), ROWS, lambda m, x: ops.softmax(x, 0)),
+    "LogSoftmax": (lambda: nn.LogSoftmax(0), ROWS, lambda m, x: ops.log_softmax(x, 0)),
     "Flatten": (nn.Flatten, IMAGES, lambda m, x: x.reshape(2, 144)),
     "Embedding": (
         lambda: nn.Embedding(7, 3),
@@ -296,7 +297,7 @@ MODELS = {
 
 
 # which goes along the rows above
-@pytest.mark.parametrize("name", sorted({*LAYERS, *MODELS} - {"Softmax"}))
+@pytest.mark.parametrize("name", sorted({*LAYERS, *MODELS} - {"Softmax", "LogSoftmax"}))
 def test_a_rank_without_rows(name):
     """Forward and backward give what some rows would, but for their number; no gradient comes of
     it.
@@ -487,6 +488,14 @@ def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
         REFUSED[name]()
 
 
+class Extreme(nn.Module):
+    def __init__(self, which: str) -> None:
+        self.which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(x, self.which)(axis=1)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
@@ -497,7 +506,10 @@ def test_results_that_are_a_tuple_in_pytorch_are_not_unpacked_by_rows(
     for layer, remedy in (
         (nn.LSTM(4, 3, bidirectional=True), r"call h, \(last, c\) = lstm.with_state\(x\)"),
         (nn.GRU(4, 3), r"call h, last = gru.with_state\(x\)"),
+        (type("Mine", (nn.RNN,), {})(4, 3), r"RNN returns .*call h, last = rnn.with_state\(x\)"),
         (nn.MultiheadAttention(4, 2), r"write h = attention\(x\)"),
+        (Extreme("max"), r"the positions are x.argmax\(axis\)"),
+        (Extreme("min"), r"the positions are \(-x\).argmax\(axis\)"),
     ):
         layer.initialize(seed=0)
         with contextlib.nullcontext() if gradients else nnmpi.no_grad():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar, Literal
 
 from nnmpi.base.command import check_idle, check_numbers, settings
 from nnmpi.base.errors import UsageError, counted
@@ -32,6 +32,8 @@ class Sync:
         >>> nnmpi.Sync("local", local_steps=4, outer_lr=0.7, outer_momentum=0.5).sync  # DiLoCo
         'local'
     """
+
+    _former: ClassVar[Mapping[str, str]] = MappingProxyType({"mode": "sync"})
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
     """When ranks wait for one another. bsp: in every step, for an all-reduce (bulk-synchronous
