@@ -4,12 +4,12 @@ Incompatible options are refused when they are given; see `compose.refusals`. Th
 the same fields as options: a field's docstring is its help.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from nnmpi.base.command import as_given, check_numbers, non_defaults, require, settings, spelled
 from nnmpi.base.custom import is_custom, name_of
@@ -91,7 +91,7 @@ class Layout(Degrees):
         nnmpi.base.errors.LayoutError: reduction fixed cannot be combined with zero 1: ZeRO's ...
     """
 
-    _former: ClassVar[Mapping[str, str]] = MappingProxyType({"schedule": "pipeline"})
+    _former = MappingProxyType({"schedule": "pipeline"})
 
     pipeline: PipelineName | Callable[[int, int, int], Sequence[Instruction]] = "1f1b"
     """Pipeline schedule. zb-v, v-half and v-min have two stages per rank. pipedream updates after

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Literal
 
 from nnmpi.base.command import check_idle, check_numbers, settings
 from nnmpi.base.errors import UsageError, counted
@@ -33,7 +33,7 @@ class Sync:
         'local'
     """
 
-    _former: ClassVar[Mapping[str, str]] = MappingProxyType({"mode": "sync"})
+    _former = MappingProxyType({"mode": "sync"})
 
     sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
     """When ranks wait for one another. bsp: in every step, for an all-reduce (bulk-synchronous
