@@ -318,7 +318,9 @@ def settings(section: type[T]) -> type[T]:
         for old in former.keys() & named.keys():
             text = f"{section.__name__}({old}=) is {former[old]}= now"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
-            named.setdefault(former[old], named.pop(old))
+            if former[old] in named:
+                raise TypeError(f"{section.__name__} was given both {old} and {former[old]}")
+            named[former[old]] = named.pop(old)
         for name, value in (*zip(known, values, strict=False), *named.items()):
             if name not in known:
                 near = suggest(name, known).replace("-", "_")

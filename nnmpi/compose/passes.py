@@ -468,7 +468,9 @@ class Passes:
         self._fitted = ""  # how they fit, until it is reported
         self.updates_per_microbatch = layout.asynchronous
         self.slow = NOT_SLOW if exchange is None else trainer.slow
-        self.replay = Replay(model, _refusal(arrangement, self.losses), backend.xp)
+        self.replay = Replay(
+            model, _refusal(arrangement, self.losses, backend.is_device), backend.xp
+        )
         # of training and of evaluation, always the same, since recorded passes add to them
         self._scalars, self.evaluated = DeferredScalars(), DeferredScalars()
         self.planned: RecomputedModel | None = None
@@ -488,7 +490,6 @@ class Passes:
         self.classes = 0
         self.is_alone = backend.is_device and trainer.group.size == 1 and not self._in_segments
         self.numbers = _numbers(arrangement)
-        self._most_rows = 0
         self._watched = _foreign_buffers(model, arrangement)
         self.settles = bool(self._watched) or isinstance(self._limit, int)
         self.passed: deque[StepReport] = deque(maxlen=PASSES_KEPT)
@@ -525,16 +526,9 @@ class Passes:
 
     def refusal_of(self, now: BatchPass, may_replay: bool) -> str:
         """Return why a pass may not be recorded and replayed; empty if it may."""
-        rows, refusal = len(now.batch.y), "" if may_replay else OBSERVED
-        if self.is_pipeline and Kind.I in self.executor.schedule_for(len(now.inputs)).kinds:
-            refusal = "a split backward pass needs its graph"
-        elif self.is_pipeline and rows < self._most_rows:
-            # a pipeline replays batches of the largest size only
-            refusal = "a short last batch would take memory of its own"
-        elif now.measures and may_replay:
-            refusal = "activations are measured"
-        self._most_rows = max(self._most_rows, rows)
-        return refusal
+        if not may_replay:
+            return OBSERVED
+        return "activations are measured" if now.measures else ""
 
     @contextmanager
     def settling(self, now: BatchPass) -> Iterator[None]:
@@ -680,13 +674,15 @@ class Passes:
 
 
 @lru_cache(maxsize=16)
-def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss]) -> str:
+def _refusal(arrangement: Arrangement, losses: Sequence[SumLoss], is_device: bool) -> str:
     """Return why passes of a layout cannot be replayed; empty if they can."""
     layout = arrangement.layout
     strangers = [name_of(loss) for loss in losses if not is_own_loss(loss)]
     reasons = {
         "an update within a pass replaces the weights' arrays": layout.asynchronous,
-        "gradients in a fixed order leave the model after each microbatch": layout.fixed,
+        "gradients in a fixed order leave the device after each microbatch": (
+            layout.fixed and is_device
+        ),
         "offloaded arrays are loaded and released between layers": layout.offload is not None,
         "an activation plan has its own memory budget": (
             layout.limits_activations

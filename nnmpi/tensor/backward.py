@@ -23,7 +23,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.program.record import bare
-from nnmpi.backend.recording import active, record_call
+from nnmpi.backend.recording import Recorder, active, record_call
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import (
     Function,
@@ -57,28 +57,52 @@ class Deferred:
     def __init__(self) -> None:
         self._waiting: list[tuple[Function, Array, tuple[bool, ...]]] = []
 
-    def backward(self, node: Function, grad: Array) -> Grads:
+    def backward(self, node: Function, grad: Array, recorder: Recorder | None) -> Grads:
         """Return the gradients of an operation's activations now, and defer its parameters'."""
         assert node.edges is not None  # used-up operations are taken off the tape
         later = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
         if not any(later):
-            return node.backward(grad)
+            return _backward(node, grad, recorder)
         self._waiting.append((node, grad, later))
-        return _backward_of(node, grad, tuple(not item for item in later))
+        return _part_of_backward(node, grad, tuple(not item for item in later), recorder)
 
     def finish(self) -> None:
         """Compute the deferred gradients in the order of an ordinary pass; free their inputs."""
         waiting, self._waiting = self._waiting, []
+        recorder = active()
         for node, grad, selected in waiting:
-            _pass_on(node, _backward_of(node, grad, selected), namespace(grad))
-            node.release()
+            xp = namespace(grad) if recorder is None else recorder.module(namespace(bare(grad)))
+            _pass_on(node, _part_of_backward(node, grad, selected, recorder), xp)
+            _release(node, recorder)
 
     def holds(self, node: Function) -> bool:
         """Whether an operation was deferred just now: only the newest entry is compared."""
         return bool(self._waiting) and self._waiting[-1][0] is node
 
 
-def _backward_of(node: Function, grad: Array, selected: tuple[bool, ...]) -> Grads:
+def _backward(node: Function, grad: Array, recorder: Recorder | None) -> Grads:
+    """Return an operation's gradients; record what computes them."""
+    if recorder is None:
+        return node.backward(grad)
+    if not node.is_whole(recorder):
+        return node.recorded_backward(recorder, grad)
+    buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
+    again = partial(_again, node, node.edges, node.needs)
+    result: Grads = recorder.whole(again, (bare(grad),), buffers)
+    return result
+
+
+def _release(node: Function, recorder: Recorder | None) -> None:
+    """Drop what the operation's backward needed."""
+    node.release()
+    if recorder is not None and node.is_whole(recorder):
+        # each replay's forward saves arrays anew, so each replay releases them
+        recorder.record(node.release)
+
+
+def _part_of_backward(
+    node: Function, grad: Array, selected: tuple[bool, ...], recorder: Recorder | None
+) -> Grads:
     """Return an operation's gradients for some of its inputs, None for the others."""
     needs = node.needs
     now = tuple(need and select for need, select in zip(needs, selected, strict=True))
@@ -86,7 +110,7 @@ def _backward_of(node: Function, grad: Array, selected: tuple[bool, ...]) -> Gra
         return (None,) * len(now)
     node.needs = now
     try:
-        grads = node.backward(grad)
+        grads = _backward(node, grad, recorder)
     finally:
         node.needs = needs
     _check_tuple(node, grads)
@@ -104,8 +128,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
 
     Raises:
         GraphError: when an earlier pass used up the graph of `root` or a part of it; when a saved
-            parameter was written after the forward pass; for `deferred` with gradient hooks,
-            a recording or `retain`.
+            parameter was written after the forward pass; for `deferred` with gradient hooks or
+            `retain`.
         ShapeError: when an operation returns a gradient of another shape than its input's.
         DtypeError: when an operation returns a gradient of another dtype, or no array.
     """
@@ -127,10 +151,9 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         # and are skipped.
         last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)
         start.grad = seed if recorder is None else recorder.wrap(seed)
-    if deferred is not None and (tape.hooked or retain or recorder is not None):
+    if deferred is not None and (tape.hooked or retain):
         raise GraphError(
-            "a backward pass in halves supports neither hooks nor recording nor retain_graph; run"
-            " a full one"
+            "a backward pass in halves supports neither hooks nor retain_graph; run a full one"
         )
     # a pass within another one, as of a layer that is recomputed, leaves the others' operations
     inside, newer = inside_pass.get(), nodes[last + 1 :]
@@ -162,23 +185,13 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     if node.version is not None and node.version.count != node.version_read:
                         _check_unchanged(node)
                     if deferred is not None:
-                        grads = deferred.backward(node, grad)
-                    elif recorder is None:
-                        grads = node.backward(grad)
-                    elif not node.is_whole(recorder):
-                        grads = node.recorded_backward(recorder, grad)
+                        grads = deferred.backward(node, grad, recorder)
                     else:
-                        buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
-                        grads = recorder.whole(
-                            partial(_again, node, node.edges), (bare(grad),), buffers
-                        )
+                        grads = _backward(node, grad, recorder)
                     grad = None  # freed before _pass_on allocates
                     _pass_on(node, grads, xp)
                     if not (retain or (deferred is not None and deferred.holds(node))):
-                        node.release()
-                        if recorder is not None and node.is_whole(recorder):
-                            # each replay's forward saves arrays anew, so each replay releases them
-                            recorder.record(node.release)
+                        _release(node, recorder)
                 if finals is not None:
                     # outside the `if` above: the hook is due even if no gradient reached this node
                     for leaf in finals.get(node, ()):
@@ -235,16 +248,22 @@ def _check_unchanged(node: Function) -> None:
 
 
 def _again(
-    node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array
+    node: Function,
+    edges: tuple[Function | Variable | None, ...] | None,
+    needs: tuple[bool, ...],
+    grad: Array,
 ) -> Any:
-    """Run an operation's backward in a replay, with the edges that it had when it was recorded.
+    """Run an operation's backward in a replay, with the edges and needs that were recorded.
 
     Backward reads the edges to find the buffers that it may write to (`Function.into`). A pass over
     a graph of its own meets no other ranks for others' operations, as within the recorded pass.
     """
-    node.edges = edges
-    with graph_alone():
-        return node.backward(grad)
+    node.edges, before, node.needs = edges, node.needs, needs
+    try:
+        with graph_alone():
+            return node.backward(grad)
+    finally:
+        node.needs = before
 
 
 def leaves_of(root: Variable) -> set[Variable]:

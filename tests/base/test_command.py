@@ -319,6 +319,11 @@ def test_a_former_name_of_an_option_is_read_and_said() -> None:
         assert nnmpi.Layout(pp=2, schedule="gpipe").pipeline == "gpipe"  # type: ignore[call-arg]
     with pytest.warns(DeprecationWarning, match=r"Sync\(mode=\) is sync= now"):
         assert nnmpi.Sync(mode="asp").sync == "asp"  # type: ignore[call-arg]
+    with (
+        pytest.raises(TypeError, match="both schedule and pipeline"),
+        pytest.warns(DeprecationWarning),
+    ):
+        nnmpi.Layout(schedule="gpipe", pipeline="1f1b")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="pipeline is 3"), pytest.warns(DeprecationWarning):
         nnmpi.Layout(schedule=3)  # type: ignore[call-arg]
 

@@ -17,7 +17,7 @@ from nnmpi.base import timeline
 from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics, PipelineName
 from nnmpi.compose.passes import BatchPass
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
@@ -235,16 +235,19 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
         plain = {"dp": 1, "pp": size, "split": cut(make, size)}
         yield Layout(**plain)
         yield Layout(**plain, pipeline="gpipe", activation_memory="least")
+        yield Layout(**plain, pipeline="zero-bubble")
     if 2 * size <= layers:
         yield Layout(
             dp=1, pp=size, pipeline="interleaved", virtual_stages=2, split=cut(make, 2 * size)
         )
+        yield Layout(dp=1, pp=size, pipeline="zb-v", split=cut(make, 2 * size))
     if 4 * size <= layers:
         yield Layout(
             dp=1, pp=size, pipeline="interleaved", virtual_stages=4, split=cut(make, 4 * size)
         )
     if size == 4:
         yield Layout(dp=2, pp=2, zero=1, split=cut(make, 2))
+        yield Layout(dp=2, pp=2, zero=3, pipeline="zero-bubble", split=cut(make, 2))
         if make in (MODELS["mlp"][0], MODELS["gpt"][0]):
             yield Layout(dp=1, pp=2, tp=2, split=cut(make, 2))
             yield Layout(dp=1, pp=2, sp=2, sp_attention="ring", split=cut(make, 2))
@@ -261,22 +264,44 @@ def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
         if layout.sp == 1 or name == "gpt":
             cuts = {"microbatches": 6 if group.size == 3 else 4}
             # no recording is dropped and made again
-            assert_equal(group, MODELS[name], layout, EPOCHS, **cuts)
+            assert_equal(group, MODELS[name], layout, EPOCHS + 1, **cuts)
+
+
+def one_call() -> nn.Module:
+    """Return a model with an operation that a recording repeats as one call."""
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.RNN(4, 5), nn.Linear(5, 4), nn.RNN(4, 4), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_operations_of_one_call_in_halves(group: Group, schedule: PipelineName) -> None:
+    """Each half computes the gradients that it has to, in replays as in the recorded pass."""
+    data = images()
+    kind = one_call, lambda: Dataset("rows", data.x[..., 0], data.y, 3)
+    layout = Layout(dp=1, pp=2, split=(3, 3), pipeline=schedule)
+    assert_equal(group, kind, layout, EPOCHS + 1, microbatches=4)
+
+
+@pytest.mark.simulated(max_size=2)
+def test_a_fixed_order_of_sums(group: Group) -> None:
+    """Gradients leave the model after each microbatch, and statistics are kept until the end."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 5), nn.BatchNorm(5), nn.Tanh(), nn.BatchNorm(5), nn.Linear(5, 3)
+        )  # fmt: skip
+
+    layout = Layout(dp=group.size, reduction="fixed")
+    assert_equal(group, (make, images), layout, microbatches=2, whole=True)
 
 
 @pytest.mark.simulated(min_size=2, max_size=3)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline": "zero-bubble"},
-        {"pipeline": "pipedream"},
-    ],
-    ids=["halves", "updates"],
-)
-def test_stages_that_are_not_replayed(group: Group, layout: dict[str, Any]) -> None:
-    """Halves of a backward, weights that move within a pass."""
+def test_updates_within_a_pass_are_not_replayed(group: Group) -> None:
+    """Weights move within a pass."""
     make, _ = MODELS["mlp"]
-    given = Layout(dp=1, pp=group.size, split=cut(make, group.size), **layout)
+    given = Layout(dp=1, pp=group.size, split=cut(make, group.size), pipeline="pipedream")
     options: dict[str, Any] = {"microbatches": 4}
     seen, _, count = train(group, MODELS["mlp"], given, True, **options)
     assert count == 0
