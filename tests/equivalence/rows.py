@@ -341,7 +341,7 @@ ROWS = {
     "lstm, untied": Row(replace(LSTM, model_options={"tied": False}), everything),
     # the ways of gradients
     **{
-        f"{way}": Row((MLP, CNN, SETUPS["resnet"])[i % 3], replicas, BUCKETS | {"allreduce": way})
+        f"{way}": Row((MLP, CNN)[i % 2], replicas, BUCKETS | {"allreduce": way})
         for i, way in enumerate(WAYS)
     },
     "experts": Row(EXPERTS, experts),
