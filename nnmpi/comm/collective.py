@@ -17,6 +17,7 @@ second text for each of these, and the picture or the proof could differ from th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from operator import index
 from typing import TypeAlias
 
@@ -203,6 +204,7 @@ def parts_of(rank: int, times: int = 1) -> int:
     return times << DIGIT_BITS * rank
 
 
+@cache
 def all_parts(size: int) -> int:
     """Return the parts with one contribution of each rank."""
     return sum(parts_of(rank) for rank in range(size))

@@ -34,6 +34,7 @@ from nnmpi.comm.collective import (
     Contract,
     Step,
     Steps,
+    all_parts,
     as_collective,
     count,
     runs,
@@ -329,6 +330,9 @@ class PartialSums(Engine):
 
     def __init__(self, contract: Contract, size: int) -> None:
         self.contract, self.size = contract, size
+        # with the room added, the top bit of a digit is set if it is more than `contract.most`
+        top = 1 << DIGIT_BITS - 1
+        self._room, self._tops = (all_parts(size) * item for item in (top - 1 - contract.most, top))
         self.sent: list[ProvedMessage] = []
         chunks = range(contract.chunks(size))
         self.held = [
@@ -379,16 +383,16 @@ class PartialSums(Engine):
         return over
 
     def _store(self, rank: int, step: Step, chunk: int, parts: int) -> int:
-        what = f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
         if step.reduce and not self.held[rank][chunk]:
-            raise ScheduleError(f"{what}, but has no data in it yet")
+            raise ScheduleError(f"{self._adds(rank, step, chunk)}, but has no data in it yet")
         total = self.held[rank][chunk] + parts if step.reduce else parts
-        most = self.contract.most
-        digits = range(-(-total.bit_length() // DIGIT_BITS))
-        often = [item for item in digits if count(total, item) > most]
-        if often:
+        if total + self._room & self._tops:
+            most = self.contract.most
+            often = [item for item in range(self.size) if count(total, item) > most]
             times = "twice" if most == 1 else f"more than {most} times"
-            raise ScheduleError(f"{what} and counts {name_ranks(often)} {times}")
+            raise ScheduleError(
+                f"{self._adds(rank, step, chunk)} and counts {name_ranks(often)} {times}"
+            )
         self.held[rank][chunk] = total
         self.written[rank][chunk] = self.states[rank].at
         return total
@@ -403,6 +407,9 @@ class PartialSums(Engine):
                     when = "never written" if last is None else f"last written in step {last}"
                     difference = _difference(parts, expected, self.size)
                     raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
+
+    def _adds(self, rank: int, step: Step, chunk: int) -> str:
+        return f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}, step {self.states[rank].at}"

@@ -540,6 +540,9 @@ def _tie(
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     """Refuse a layout whose largest part is above the limit. Collective."""
     layout, mesh = arrangement.layout, arrangement.mesh
+    limit = layout.memory_limit
+    if not any(mesh.world.gather(limit is not None)):
+        return
     itemsize = np.dtype(dtype).itemsize
     # pipedream keeps older versions of the weights
     stashed = mesh.pp.size - 1 - mesh.pp.rank if layout.asynchronous else 0
@@ -564,7 +567,6 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     )
     needs = [int(rank_needs[0]) for rank_needs in by_rank]
     *largest, out = map(max, zip(*by_rank, strict=True))
-    limit = layout.memory_limit
     if limit is None or largest[0] <= limit:
         return
     worst = needs.index(largest[0])

@@ -42,6 +42,7 @@ ROUNDS = 3
 BYTE_S = 1e-9  # the time of a byte if clocks are simulated, or may not decide about plans
 TRIAL_BYTES = 16 << 20  # the most bytes moved to measure the bandwidth
 LEAST_BYTES = 16  # smaller arrays are not worth the bookkeeping
+_NUMBERS = frozenset({bool, int, float, str})
 
 Pairs = list[tuple[Any, Any]]  # (target, source) of copies
 
@@ -364,6 +365,8 @@ def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[i
 
 def _replaced(value: Any, work: Callable[[Any], Any], seen: tuple[Any, ...] = ()) -> Any:
     """Return an operation's saved value with each array replaced, also those of inner graphs."""
+    if value is None or type(value) in _NUMBERS:  # most of what is saved beside arrays
+        return value
     if isinstance(value, Variable):
         value.data = _replaced(value.data, work)
         tape = None if value.tape is None else value.tape.find()

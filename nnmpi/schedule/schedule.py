@@ -233,8 +233,9 @@ class Schedule:
 
     def channel_of(self, transfer: Instruction) -> Channel:
         """Return the channel of a transfer's message."""
-        send = send_of(transfer)
-        return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
+        kind, further = _OTHER_END[transfer.kind]
+        here, there = self.rank_of(transfer.stage), self.rank_of(transfer.stage + further)
+        return (here, there, transfer.kind) if transfer.kind in SENDS else (there, here, kind)
 
     def is_cut(self, stage: int) -> bool:
         """Whether stages `stage` and `stage + 1` exist, on different ranks."""

@@ -387,6 +387,21 @@ def test_what_somebody_holds_has_memory_of_its_own():
     assert held.tolist() == [2.0] * 500
 
 
+def test_what_is_freed_while_a_program_is_made_keeps_its_memory(monkeypatch):
+    """As by another thread, or by Python's search for cycles."""
+    recorder, (held,) = recorded(lambda xp, x: ([x * 2],)[0], np.ones(500))
+    with monkeypatch.context() as patch:
+
+        def plan_and_free(calls):
+            nonlocal held
+            result, held = plan(calls), None
+            return result
+
+        patch.setattr("nnmpi.backend.program.replay.plan", plan_and_free)
+        program = StepProgram(recorder.calls, Arena())
+    program.replay()
+
+
 def test_programs_share_a_block_that_grows():
     arena, programs = Arena(), []
     for count in (1000, 3000, 2000):

@@ -235,9 +235,10 @@ EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})
 LIMITED = replace(GPT, model_options=dict(EXPERTS.model_options, capacity=0.7))
 SHARED_EXPERTS = Layout(dp=2, expert_parallel=True)
 BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
-    {"sp": 2, "tp": 2},
+    # the first two take the longest: on 8 ranks, of which one has no position, and on 12
+    {"dp": 1, "sp": 8, "sp_attention": "ring"},
     {"sp": 3, "sp_attention": "ring", "pp": 2, "split": (3, 5), "activation_memory": "least"},
-    {"dp": 1, "sp": 8, "sp_attention": "ring"},  # a rank has no position
+    {"sp": 2, "tp": 2},
     {"tp": 2, "zero": 3, "unit_bytes": 1},
     {"pp": 2, "zero": 1, "split": (2, 2, 2, 2), "pipeline": "zb-v"},
     {"dp": 6},  # a rank has no expert
@@ -249,6 +250,10 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"tp": 2},
     {"pp": 2, "split": (4, 4), "pipeline": "zero-bubble"},
 )
+WITH_EXPERTS = [
+    ((EXPERTS, LIMITED)[number % 2], replace(SHARED_EXPERTS, **options))
+    for number, options in enumerate(BESIDE_EXPERTS)
+]
 # ZeRO 2 and 3 inside of stages, in units of a layer; the table of tokens stands in two stages
 PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (ZERO_MLP, Layout(dp=3, pp=2, unit_bytes=1)),
@@ -336,7 +341,7 @@ ROWS = {
     "lstm, untied": Row(replace(LSTM, model_options={"tied": False}), everything),
     # the ways of gradients
     **{
-        f"{way}": Row((MLP, CNN, SETUPS["resnet"])[i % 3], replicas, BUCKETS | {"allreduce": way})
+        f"{way}": Row((MLP, CNN)[i % 2], replicas, BUCKETS | {"allreduce": way})
         for i, way in enumerate(WAYS)
     },
     "experts": Row(EXPERTS, experts),
@@ -391,7 +396,8 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
-    *((setup, replace(layout, zero=zero)) for setup, layout in PIPELINES for zero in (2, 3)),
+    # each with one stage of ZeRO, and in `REST` with the other
+    *((item[0], replace(item[1], zero=2 + i % 2)) for i, item in enumerate(PIPELINES)),
     *FITTED,
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
@@ -402,13 +408,12 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
-    *(
-        ((EXPERTS, LIMITED)[number % 2], replace(SHARED_EXPERTS, **options))
-        for number, options in enumerate(BESIDE_EXPERTS)
-    ),
+    *WITH_EXPERTS[2:],
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),
     *((GPT, layout) for layout in SHARED),
     (GPT, Layout(dp=3, tp=2, zero=2)),
+    *((item[0], replace(item[1], zero=3 - i % 2)) for i, item in enumerate(PIPELINES)),
+    *WITH_EXPERTS[:2],
 ]

@@ -17,11 +17,14 @@ from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import Setup, assert_same, differences, run, serial_run
 from tests.equivalence.rows import FIXED, REST, ROWS, SINGLE
-from tests.harness.slow import cases
+from tests.harness.slow import MORE_LAYOUTS, cases, once_more
+
+# what other rows have one by one
+TOGETHER = ("clipped and decayed", "tied, clipped and decayed")
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [once_more(name, name in TOGETHER, MORE_LAYOUTS) for name in ROWS])
 def test_it_is_the_serial_run(group: Group, alone: Group, name: str) -> None:
     row = ROWS[name]
     serial = serial_run(row.alone or row.setup, alone, row.serial) if group.is_root else None

@@ -71,6 +71,8 @@ def main() -> int:
         for suite in suites:
             if suite.failures:
                 suite.run_again()
+    if options.slowest:
+        _say(slowest(suites, options.slowest))
     _say(table(suites, time.monotonic() - begin))
     if quick:
         _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
@@ -116,9 +118,34 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="repeat failed tests by themselves, also after one run at a time",
     )
+    add(
+        "--slowest",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the N tests that took most of the processors",
+    )
     add("--limit-s", type=float, default=1800, help="seconds for one run (default 1800)")
     add("--test-limit-s", type=float, default=60, help="seconds for one MPI test (default 60)")
     return parser
+
+
+def slowest(suites: list[Suite], count: int) -> str:
+    """Return the tests that took most processor time, on all their ranks, and their share of all."""
+    costs = sorted(
+        ((cpu_s, suite.name, test) for suite in suites for test, cpu_s in suite.cpu_s.items()),
+        reverse=True,
+    )
+    total_s, most = sum(cpu_s for cpu_s, *_ in costs), costs[:count]
+    part_s = sum(cpu_s for cpu_s, *_ in most)
+    return "\n".join(
+        [
+            "",
+            f"==== the {len(most)} slowest tests: {part_s:.0f} s of {total_s:.0f} s of processors ====",
+            *(f"{cpu_s:8.2f} s  {name:>7}  {test}" for cpu_s, name, test in most),
+            "",
+        ]
+    )
 
 
 def table(suites: list[Suite], seconds: float) -> str:

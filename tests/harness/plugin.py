@@ -150,6 +150,11 @@ def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
     return descriptor
 
 
+def _cpu_s() -> float:
+    """Return the processor seconds of this process, and of those that it started and awaited."""
+    return sum(os.times()[:4])
+
+
 class Recorder:
     """Writes what happens to each test, and leaves out what is done, or not asked for in a run of a
     few again.
@@ -160,6 +165,7 @@ class Recorder:
         self._is_wanted = records.read_plan(folder)
         self._outcome = records.PASSED
         self._reason = ""
+        self._begin_s = 0.0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -182,7 +188,7 @@ class Recorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note that the test has begun."""
-        self._outcome, self._reason = records.PASSED, ""
+        self._outcome, self._reason, self._begin_s = records.PASSED, "", _cpu_s()
         self._writer.write(nodeid, records.STARTED)
 
     @pytest.hookimpl(tryfirst=True)
@@ -205,7 +211,7 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Note the outcome."""
         if self._outcome != records.FAILED:
-            self._writer.write(nodeid, self._outcome, self._reason)
+            self._writer.write(nodeid, self._outcome, self._reason, _cpu_s() - self._begin_s)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Leave the proof of a proper end: tests passed, or failed, or there were none, which is as

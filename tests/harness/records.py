@@ -35,10 +35,11 @@ class Writer:
         self._log = folder / f"{rank}.log"
         self._ok = folder / f"{rank}.ok"
 
-    def write(self, test: str, outcome: str, reason: str = "") -> None:
+    def write(self, test: str, outcome: str, reason: str = "", cpu_s: float = 0.0) -> None:
         """Add a line; it is on disk when this returns, should the rank be killed then."""
+        line = {"test": test, "outcome": outcome, "reason": reason, "cpu_s": cpu_s}
         with self._log.open("a") as file:
-            file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def finish(self) -> None:
         """Leave the proof that the session came to its end."""
@@ -55,6 +56,7 @@ class Records:
         reasons: why tests were skipped or left out, and what others failed with, by test.
         complete: whether every rank came to its end.
         words: what the ranks said, those that said the same together.
+        cpu_s: processor seconds by test, of all ranks and of what they started.
     """
 
     outcomes: dict[str, str]
@@ -62,6 +64,7 @@ class Records:
     reasons: dict[str, str]
     complete: bool
     words: str
+    cpu_s: dict[str, float]
 
 
 def read(folder: Path, ranks: int) -> Records:
@@ -84,7 +87,8 @@ def read(folder: Path, ranks: int) -> Records:
         else next((name for name in names if outcomes.get(name, FAILED) == FAILED), None)
     )
     reasons = {name: log[name]["reason"] for log in ended for name in log if log[name]["reason"]}
-    return Records(outcomes, culprit, reasons, complete, _words(folder, ranks))
+    cpu_s = {name: sum(log[name]["cpu_s"] for log in ended if name in log) for name in outcomes}
+    return Records(outcomes, culprit, reasons, complete, _words(folder, ranks), cpu_s)
 
 
 def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None) -> None:

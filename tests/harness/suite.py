@@ -48,6 +48,7 @@ class Suite:
         outcomes: by test; a test that the run broke on without naming it is under its own words.
         reasons: why tests were skipped or left out, and what others failed with, by test.
         seconds: how long it took.
+        cpu_s: processor seconds by test, of all ranks and of what they started.
         unsteady: tests that failed and passed when they were run again by themselves: what they
             failed with.
         folder: where the tests that run now are recorded.
@@ -63,6 +64,7 @@ class Suite:
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict)
     unsteady: dict[str, str] = field(default_factory=dict)
     folder: Path | None = None
 
@@ -78,7 +80,7 @@ class Suite:
 
     def fresh(self, say: Callable[[str], None], claims: str | None = None) -> "Suite":
         """Return the same tests, of which none has run."""
-        return replace(self, say=say, claims=claims, outcomes={}, reasons={}, unsteady={})
+        return replace(self, say=say, claims=claims, outcomes={}, reasons={}, cpu_s={}, unsteady={})
 
     def run(self, only: Collection[str] | None = None) -> None:
         """Run the tests, all or those of some names, again after each abort without those that are
@@ -147,6 +149,7 @@ class Suite:
             result = records.read(folder, max(1, self.ranks))
         self.outcomes |= result.outcomes
         self.reasons |= result.reasons
+        self.cpu_s |= result.cpu_s
         if result.words:
             self.say(f"\n{result.words}\n")
         # A failure is known to the exit status (mpirun may hide it), to the records, or to the
@@ -238,4 +241,5 @@ def run_side_by_side(suites: Sequence[Suite], lanes: int, say: Callable[[str], N
     for suite, part in parts:
         suite.outcomes |= part.outcomes
         suite.reasons |= part.reasons
+        suite.cpu_s |= part.cpu_s
         suite.seconds = max(suite.seconds, part.seconds)

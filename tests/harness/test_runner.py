@@ -267,8 +267,12 @@ def test_what_failed_is_run_again_by_itself_where_that_is_asked_for(tmp_path: Pa
         f" test_once(group):\n{note.format('.once')}"
     )
     tests += "    assert os.path.getsize(__file__ + '.once') > 1\ndef test_bad(group): assert 0\n"
-    ending = harness(tmp_path, tests, "--again --no-serial --ranks 1")
+    tests = tests.replace(
+        "def test_good(group):\n", "def test_good(group):\n    sum(range(10**7))\n"
+    )
+    ending = harness(tmp_path, tests, "--again --no-serial --ranks 1 --slowest 1")
     assert ending.status == 1, ending.output
+    assert re.search(r"the 1 slowest tests.*\n +\d.* s +1 rank  \S*::test_good\n", ending.output)
     assert (
         "UNSTEADY (failed, and passed again by itself) on 1 rank: test_planted.py::test_once\n"
         in ending.output
@@ -352,7 +356,7 @@ def test_records_of_several_ranks(tmp_path: Path) -> None:
     for rank in ranks:
         for line in (
             ("a", "started"),
-            ("a", PASSED),
+            ("a", PASSED, "", 0.5),
             ("b", "started"),
             ("b", SKIPPED, "why"),
             ("c", "started"),
@@ -369,6 +373,7 @@ def test_records_of_several_ranks(tmp_path: Path) -> None:
     assert result.outcomes == {"a": PASSED, "b": SKIPPED, "c": FAILED}
     assert (result.culprit, result.reasons, result.complete) == ("c", {"b": "why"}, False)
     assert result.words == "---- rank 1 of 2 ----\nwords"
+    assert result.cpu_s == {"a": 1.0, "b": 0.0, "c": 0.0}
 
 
 def test_a_launcher_that_starts_nothing_is_asked_once_more(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,9 +44,12 @@ class Tree:
         self.sources = read_tree(root)
         self.packages = frozenset(source.module for source in self.sources if source.is_init)
         self.modules = {source.module: source for source in self.sources}
-        self.imports = {
-            source.path: imports(source, frozenset(self.modules)) for source in self.sources
-        }
+
+    @cached_property
+    def imports(self) -> dict[str, list[Import]]:
+        """What each file imports."""
+        modules = frozenset(self.modules)
+        return {source.path: imports(source, modules) for source in self.sources}
 
     def each_import(self) -> Iterator[tuple[Source, Import]]:
         """Yield every import with its file."""
@@ -147,7 +151,7 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
 def one_writer_of_json(tree: Tree) -> Iterator[str]:
     """JSON is written and read by base/files.py, without NaN; messages between ranks may have it."""
     for source in tree.sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)
@@ -178,7 +182,7 @@ def options_in_train(tree: Tree) -> Iterator[str]:
     Docstrings may show a command as an example.
     """
     for source in tree.sources:
-        for node in [] if _may_talk(source) else _strings(source.tree):
+        for node in [] if _may_talk(source) else _strings(source.nodes):
             for flag in FLAG.findall(node.value):
                 if flag not in layers.FOREIGN_FLAGS:
                     yield (
@@ -191,10 +195,11 @@ def no_shared_state(tree: Tree) -> Iterator[str]:
     """No list or dictionary of a module that its functions change."""
     for source in tree.sources:
         names = {name for node in source.tree.body for name in _assigned(node)}
-        functions = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in source.nodes if isinstance(node, ast.FunctionDef)]
         for function in functions if names else []:
-            local = {name for node in ast.walk(function) for name in _assigned(node)}
-            for line, name in _changes(function):
+            inside = [*ast.walk(function)]
+            local = {name for node in inside for name in _assigned(node)}
+            for line, name in _changes(inside):
                 if name in names - local:
                     yield (
                         f"{source.path}:{line}: changes the module's {name}; no state is kept in"
@@ -224,7 +229,7 @@ def one_meaning(tree: Tree) -> Iterator[str]:
     """A name of a class or of an alias of a type stands in one file."""
     result: dict[str, list[str]] = {}
     for source in tree.sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             is_class = isinstance(node, ast.ClassDef) and node in source.tree.body
             for name in [node.name] if is_class else _aliases(node):
                 result.setdefault(name, []).append(f"{source.path}:{node.lineno}")
@@ -327,10 +332,10 @@ def _may_talk(source: Source) -> bool:
     return is_above or source.module in layers.SPEAKERS or source.module.endswith("__main__")
 
 
-def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
+def _strings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
     """Yield the literal strings, and the literal parts of f-strings, that are no docstrings."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
@@ -351,22 +356,18 @@ def _needs_docstring(node: ast.stmt) -> bool:
 
 def _assigned(node: ast.AST) -> set[str]:
     """Return the names that a statement binds."""
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return set()
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     bound = [item for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)]
     return {item.id for item in bound if isinstance(item.ctx, ast.Store)}
 
 
-def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
+def _changes(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and name of everything that a function changes in place: x[i] = ..., x += ...,
     x.append(...).
     """
-    for node in ast.walk(function):
+    for node in nodes:
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "nnmpi"
@@ -43,6 +44,11 @@ class Source:
     is_init: bool
     text: str
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, for the rules that look at each."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def part(self) -> str:
@@ -99,7 +105,8 @@ def _walk(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
         types = types or (
             isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         )
-        left += [(child, late, types) for child in ast.iter_child_nodes(node)][::-1]
+        if not isinstance(node, (ast.Name, ast.Constant)):  # half of all, with nothing below
+            left += [(child, late, types) for child in ast.iter_child_nodes(node)][::-1]
 
 
 def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str]:

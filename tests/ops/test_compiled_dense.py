@@ -2,6 +2,8 @@
 is left to these.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from nnmpi.ops.loss import cross_entropy
 from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm
 from nnmpi.tensor.tensor import Tensor
+from tests.harness.slow import KERNELS, cases
 
 pytest.importorskip("numba")
 
@@ -163,12 +166,21 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
     assert compiled_calls == ["norm_products", "norm", "norm_products", "norm_grad"]
 
 
-@pytest.mark.parametrize("kernel", [(3, 3), (4, 2), (1, 5)])
-@pytest.mark.parametrize("stride, dilation", [(1, 1), ((2, 3), 1), (1, (1, 2)), ((3, 2), 2)])
+# Windows, and strides with dilations. A window is compiled for each stride, in a second or two.
+WINDOWS = [(3, 3), (4, 2), (1, 5)]
+STEPS = [(1, 1), ((2, 3), 1), (1, (1, 2)), ((3, 2), 2)]
+QUICK = [(WINDOWS[i], STEPS[j]) for i, j in ((0, 0), (0, 1), (1, 3), (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "steps"),
+    cases(product(WINDOWS, STEPS), lambda *pair: pair in QUICK, KERNELS),
+)
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
 @pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])
-def test_depthwise_convolution(sizes, padding, stride, dilation, kernel, compiled_calls):
-    """Of images whose last rows and columns no window sees, too."""
+def test_depthwise_convolution(sizes, padding, kernel, steps, compiled_calls):
+    """Of images whose last rows and columns no window sees, too; by stride and dilation."""
+    stride, dilation = steps
     rng = np.random.default_rng(0)
     shapes = sizes, (*kernel, 1, sizes[3]), sizes[3]
     arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]

@@ -25,7 +25,7 @@ from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
 from tests.train.jobs import arrays, train
 
-SHORT = "--max-steps 12 --batch-size 30 --log-every 4 --backend numpy"
+SHORT = "--max-steps 8 --batch-size 30 --log-every 4 --backend numpy"
 LAYOUTS = {
     "ring": (3, "--allreduce ring"),
     "tree": (6, "--allreduce tree"),
@@ -39,8 +39,8 @@ LAYOUTS = {
     "three axes": (8, "--dp 2 --pp 2 --tp 2 --split 6,6"),
     "fixed sums": (3, "--reduction fixed"),
     "ssp": (4, "--sync ssp --staleness 0"),
-    "local": (3, "--sync local --local-steps 5"),
-    "outer": (3, "--sync local --local-steps 5 --outer-lr 0.7 --outer-momentum 0.9"),
+    "local": (3, "--sync local --local-steps 3"),
+    "outer": (3, "--sync local --local-steps 3 --outer-lr 0.7 --outer-momentum 0.9"),
     "gossip": (4, "--sync gossip"),
 }
 
@@ -131,7 +131,7 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
 
 
 def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
-    """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no
+    """Eight steps of 100 ms, on two ranks of which one takes three times as long, take 2.4 s; no
     time goes by here.
     """
     ending = train(
@@ -142,7 +142,7 @@ def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
         "2 ranks in this process, seed 0; computing takes just the time of --slow, messages no"
         " time\n" in ending.output
     )
-    assert "12 steps in 3.6 s" in ending.output
+    assert "8 steps in 2.4 s" in ending.output
     assert ending.seconds < 20
 
 

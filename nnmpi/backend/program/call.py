@@ -9,9 +9,10 @@ Any other array, such as a parameter, stands for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,8 +90,8 @@ class Call:
         """Call the function; only for calls without references."""
         return self.function(*self.args, **self.kwargs)
 
-    def refs(self) -> Iterator[ArrayRef]:
-        """Yield the arrays in it that lie in allocations."""
+    def refs(self) -> list[ArrayRef]:
+        """Return the arrays in it that lie in allocations."""
         return items_of((self.function, self.args, self.kwargs, self.result), ArrayRef)
 
     def bound(self, place: Callable[[ArrayRef], Array]) -> Callable[[], object]:
@@ -127,6 +128,8 @@ def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
 # NumPy implements these by methods, which are faster to call; those need `out` by name
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
+# most values of a call; nothing is within them
+_PLAIN = frozenset({type(None), bool, int, float, str, np.ufunc, FunctionType, BuiltinFunctionType})
 
 
 def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) -> Any:
@@ -134,9 +137,11 @@ def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) 
 
     Looks into tuples, partial calls and, if `deep`, lists and dictionaries.
     """
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
     if isinstance(x, kinds):
         return place(x)
-    kind = type(x)
     if kind is tuple or (deep and kind is list):
         return kind([rebuilt(item, place, kinds, deep) for item in x])
     if kind is dict and deep:
@@ -148,17 +153,27 @@ def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) 
     return x
 
 
-def items_of(x: Any, kinds: Any) -> Iterator[Any]:
-    """Yield the items of some types within a value, as `rebuilt` finds them."""
+def items_of(x: Any, kinds: Any) -> list[Any]:
+    """Return the items of some types within a value, as `rebuilt` finds them."""
+    found: list[Any] = []
+    _collect(x, kinds, found)
+    return found
+
+
+def _collect(x: Any, kinds: Any, found: list[Any]) -> None:
+    kind = type(x)
+    if kind in _PLAIN:
+        return
     if isinstance(x, kinds):
-        yield x
-    elif isinstance(x, tuple | list):
+        found.append(x)
+    elif isinstance(x, (tuple, list)):
         for item in x:
-            yield from items_of(item, kinds)
+            _collect(item, kinds, found)
     elif isinstance(x, dict):
-        yield from items_of(list(x.values()), kinds)
+        for item in x.values():
+            _collect(item, kinds, found)
     elif isinstance(x, partial):
-        yield from items_of((x.func, *x.args, *x.keywords.values()), kinds)
+        _collect((x.func, *x.args, *x.keywords.values()), kinds, found)
 
 
 def _store(targets: Any, call: Callable[[], Any]) -> None:

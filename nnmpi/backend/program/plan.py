@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from operator import itemgetter
 
 from nnmpi.backend.array import LINE_BYTES
@@ -34,8 +35,27 @@ def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
     """
     lives = lifetimes(calls)
     free = [allocation for allocation in lives if allocation.owner is None]
-    by_size = sorted(free, key=lambda allocation: -allocation.size)
-    return min((_fit(order, lives) for order in (by_size, free)), key=itemgetter(1))
+    by_size = _fit(sorted(free, key=lambda allocation: -allocation.size), lives)
+    if by_size[1] == _least(free, lives, len(calls)):
+        return by_size
+    return min(by_size, _fit(free, lives), key=itemgetter(1))
+
+
+def _bytes(allocation: Allocation) -> int:
+    """Return the bytes of the cache lines that an allocation takes."""
+    return -(-allocation.size // LINE_BYTES) * LINE_BYTES
+
+
+def _least(
+    free: Sequence[Allocation], lives: Mapping[Allocation, tuple[int, int]], calls: int
+) -> int:
+    """Return the most bytes that live at once: no block is smaller."""
+    change = [0] * (calls + 1)
+    for allocation in free:
+        begin, end = lives[allocation]
+        change[begin] += _bytes(allocation)
+        change[end + 1] -= _bytes(allocation)
+    return max(accumulate(change))
 
 
 def lifetimes(calls: Sequence[Call]) -> dict[Allocation, tuple[int, int]]:
@@ -57,15 +77,16 @@ def _fit(
 ) -> tuple[dict[Allocation, int], int]:
     """Place allocations in an order, by their first and last calls; return places and the size."""
     places: dict[Allocation, int] = {}
-    placed: list[tuple[int, int, Allocation]] = []  # start, stop; by start
+    placed: list[tuple[int, int, int, int]] = []  # start, stop, first and last call; by start
     for allocation in order:
         (begin, end), start = lives[allocation], 0
-        needed = -(-allocation.size // LINE_BYTES) * LINE_BYTES
-        for low, high, other in placed:
-            if lives[other][0] <= end and begin <= lives[other][1]:
+        needed = _bytes(allocation)
+        for low, high, first, last in placed:
+            if first <= end and begin <= last:
                 if low - start >= needed:
                     break
-                start = max(start, high)
-        insort(placed, (start, start + needed, allocation), key=itemgetter(0))
+                if high > start:
+                    start = high
+        insort(placed, (start, start + needed, begin, end), key=itemgetter(0))
         places[allocation] = start
-    return places, max((stop for _, stop, _ in placed), default=0)
+    return places, max((stop for _, stop, *_ in placed), default=0)

@@ -97,7 +97,7 @@ def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
 
 def has_recorded(x: Any) -> bool:
     """Whether there is a recorded array within a value."""
-    return next(items_of(x, RecordedArray), None) is not None
+    return bool(items_of(x, RecordedArray))
 
 
 class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -158,7 +158,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         own = getattr(function, "_implementation", function)
         if name in _SHAPES or recorder is None:
             return own(*_values(args), **_values(kwargs))
-        if name == "putmask" and next(items_of(args, RecordedNumber), None) is not None:
+        if name == "putmask" and items_of(args, RecordedNumber):
             recorder.spoil("np.putmask casts a number, but no array without axes")
         if (
             name in _BY_VALUE

@@ -60,14 +60,15 @@ class StepProgram:
         self, calls: Sequence[Call], arena: Arena, errors: Mapping[str, Any] | None = None
     ) -> None:
         self.calls = tuple(tile(calls))
-        self._places, self.size_bytes = plan(self.calls)
-        # what somebody else holds, for good
+        # What somebody else holds, for good: held before the plan, which places what nobody holds, so
+        # that nothing is freed between the two.
         self._held = {
-            ref.allocation: ref.allocation.owner
+            ref.allocation: owner
             for call in self.calls
             for ref in call.refs()
-            if ref.allocation not in self._places
+            if (owner := ref.allocation.owner) is not None
         }
+        self._places, self.size_bytes = plan(self.calls)
         self._errors = dict(errors or {})
         self._arena, self._memory = arena, np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()

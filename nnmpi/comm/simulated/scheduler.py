@@ -554,7 +554,8 @@ def find_lines() -> Lines:
         return ()
     if not within[0].startswith(PACKAGE_FOLDER):
         return (within,)
-    return (within, *[line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])][:1])
+    own = next((line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])), None)
+    return (within,) if own is None else (within, own)
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
