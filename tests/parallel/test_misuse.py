@@ -318,7 +318,8 @@ def test_ranks_whose_steps_differ(group: Group) -> None:
 def test_parameters_that_replicas_freeze_later(group: Group) -> None:
     """As many of a stage, but not the same."""
     setting = Setting(group)
-    where = arrange(setting.model, group, Layout(pp=2, split=(2, 2)), dtype="float64")
+    model = models.mlp((5,), 3, hidden=(7,))
+    where = arrange(model, group, Layout(pp=2, split=(2, 2)), dtype="float64")
     setting.model = where.model.initialize(dtype="float64", storage=where.storage)
     worker, replicas = setting.worker(arrangement=where), Setting(where.mesh.dp)
     worker.step(replicas.batch())
