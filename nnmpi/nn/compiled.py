@@ -66,7 +66,8 @@ MOST_RECORDINGS = 16
 # Captures of a step on a device; one that always changes what it computes with stays eager.
 MOST_TRIES = 4
 MOST_KEYS = 256  # whose tries are counted
-MOST_BYTES = 4096  # of an array whose values are compared
+MOST_BYTES = 4096  # of an array whose values are all compared
+SOME = 256  # of a longer one: what changes it as a whole is seen
 
 
 class Compiled(Settled, fixed="pool"):
@@ -351,8 +352,9 @@ class Watch:
         a function                 what it closes over, the globals and modules' names in its code
         a module, a user's object  its attributes; and its class, if that is a user's
         tuples, lists, dicts ...   their items
-        short arrays               their values, unless recorded calls read them anew
-        any other                  itself: a number, a long array, a Tensor, an optimizer
+        arrays                     their values, of long ones some, unless recorded calls read them
+                                   anew
+        any other                  itself: a number, a Tensor, an optimizer
 
     Args:
         root: where the search begins.
@@ -379,8 +381,8 @@ class Watch:
                 seen[id(item)] = item
                 if isinstance(item, Buffer):
                     copied.add(id(item.data))  # operations write to it
-                if type(item) is np.ndarray and item.nbytes <= MOST_BYTES:
-                    self._values.append((item, item.tobytes()))
+                if type(item) is np.ndarray:
+                    self._values.append((item, _seen(item)))
                 for holder in self._holders_of(item):
                     waiting += holder
                     if not isinstance(holder, tuple | frozenset):  # these always hold the same
@@ -394,7 +396,7 @@ class Watch:
         now = list(chain.from_iterable(self._holders))
         if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
             return False
-        return all(array.tobytes() == values for array, values in self._values)
+        return all(_seen(array) == values for array, values in self._values)
 
     def is_still(self, recorder: Recorder) -> bool:
         """True if a step has changed nothing but by recorded calls; from now on, ignore values that
@@ -497,6 +499,13 @@ class Watch:
             )
             if names := tuple(slots):
                 yield _Attributes(item, names)
+
+
+def _seen(array: Array) -> bytes:
+    """Return an array's values; of a long one those of elements an odd number apart."""
+    if array.nbytes <= MOST_BYTES:
+        return array.tobytes()
+    return array.flat[:: array.size // SOME | 1].tobytes()
 
 
 class _Cells:

@@ -954,12 +954,12 @@ def test_gradients_that_a_step_reads_or_assigns_are_its_own(assigned):
     )
 
 
-def counting(step):
+def counting(step, size):
     """Return a step that counts in an array of its own."""
-    number = np.zeros(1)
+    number = np.zeros(size)
 
     def counted(x):
-        number[0] += 1
+        number[:] += 1
         return step(x) * float(number[0])
 
     return counted
@@ -967,19 +967,20 @@ def counting(step):
 
 @pytest.mark.host_only("a device captures the second call")
 @pytest.mark.parametrize("inside", [True, False])
-def test_short_arrays_that_python_reads_are_followed(inside):
+@pytest.mark.parametrize("size", [3, 3000])
+def test_arrays_that_python_reads_are_followed(size, inside):
     """Whether the step changes them or its caller does; an array that is used is no reason to record
     again.
     """
-    tables = [(np.ones(3), np.ones(3)) for _ in range(2)]
-    recorded, ones = Mock(), np.ones((2, 3))
+    tables = [(np.ones(size), np.ones(size)) for _ in range(2)]
+    recorded, ones = Mock(), np.ones((2, size))
 
     def step_of(read, used, seen):
         def step(x):
             seen()
             return x * Tensor(np.exp(read)) + Tensor(used)
 
-        return counting(step) if inside else step
+        return counting(step, size) if inside else step
 
     step, compiled = (
         eager(step_of(*tables[0], Mock())),
