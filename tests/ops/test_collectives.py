@@ -439,9 +439,9 @@ def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group: Group)
         (y * y).backward()
         return y
 
-    for rows in (2, 2, 2, 2 + (group.rank == 0), 2):
-        y = step(Tensor(np.ones(rows, "float32")))
-        assert all(group.gather(w.grad.tolist() == [2 * group.size * y.item() * rows]))
+    for count in (2, 2, 2, 2 + (group.rank == 0), 2):
+        y = step(Tensor(np.ones(count, "float32")))
+        assert all(group.gather(w.grad.tolist() == [2 * group.size * y.item() * count]))
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)

@@ -665,7 +665,9 @@ def test_ranks_with_some_of_the_experts_are_no_replicas() -> None:
         )
         DataParallel(where.model.initialize(seed=0), group.split(group.rank // 2, group.rank))
 
-    with pytest.raises(LayoutError, match="e.w1 is sharded over other ranks, .*where.mesh.replicas"):
+    with pytest.raises(
+        LayoutError, match="e.w1 is sharded over other ranks, .*where.mesh.replicas"
+    ):
         simulate(program, 4)
 
 
