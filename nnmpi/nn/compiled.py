@@ -38,11 +38,13 @@ from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
 )
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -437,25 +439,25 @@ class Watch:
     def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
         if isinstance(item, tuple | list | set | frozenset | deque | bytearray | array):
             yield item
-        elif isinstance(item, dict):
+        elif isinstance(item, dict | MappingProxyType):
+            yield item
             yield item.values()
+        elif isinstance(item, _VIEWS):
+            yield (item.mapping,)
+        elif isinstance(item, ref):
+            yield _Content(item)
         elif isinstance(item, FunctionType) and not _is_library(item):
-            if item.__closure__:
-                yield _Cells(item.__closure__)
+            cells = _Cells(item.__closure__ or ())
+            yield cells
             yield item.__defaults__ or ()
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
             yield vars(item).values()
-            scopes = [item.__globals__]
+            scopes = [item.__globals__, *_scopes(cells)]
             for scope in scopes:  # which grows by the modules in it
                 yield _Names(scope, names)
-                scopes += [
-                    vars(thing)
-                    for thing in map(scope.get, names)
-                    if isinstance(thing, ModuleType)
-                    and not _is_library(thing)
-                    and all(vars(thing) is not other for other in scopes)
-                ]
+                found = _scopes(map(scope.get, names))
+                scopes += [new for new in found if all(new is not other for other in scopes)]
         elif isinstance(item, MethodType):
             yield (item.__func__, item.__self__)
         elif isinstance(item, BuiltinMethodType):
@@ -469,7 +471,7 @@ class Watch:
         elif isinstance(item, property):
             yield (item.fget,)
         elif isinstance(item, ContextVar):
-            yield _Content(item)
+            yield _Content(partial(item.get, None))
         elif isinstance(item, _GENERATORS):
             self._generators.append(item)
         elif isinstance(item, type):
@@ -523,13 +525,13 @@ class _Cells:
 
 
 class _Content:
-    """Iterates over what a context's variable holds now."""
+    """Iterates over what a function returns now."""
 
-    def __init__(self, variable: ContextVar[Any]) -> None:
-        self._variable = variable
+    def __init__(self, read: Callable[[], object]) -> None:
+        self._read = read
 
     def __iter__(self) -> Iterator[object]:
-        yield self._variable.get(None)
+        yield self._read()
 
 
 class _Entries:
@@ -562,6 +564,12 @@ class _Attributes:
         return iter([getattr(self._item, name, None) for name in self._names])
 
 
+def _scopes(things: Iterable[object]) -> list[dict[str, Any]]:
+    """Return the names and values of those things that are modules of a user's."""
+    modules = [thing for thing in things if isinstance(thing, ModuleType)]
+    return [vars(module) for module in modules if not _is_library(module)]
+
+
 def _names(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in a function's code, and in functions within."""
     inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
@@ -571,6 +579,7 @@ def _names(code: CodeType) -> set[str]:
 OWN = "nnmpi"
 # Libraries of containers and wrappers for a user's objects
 _NAMESPACES = ("types", "argparse", "collections", "weakref", "functools")
+_VIEWS: tuple[type[Any], ...] = type({}.keys()), type({}.values()), type({}.items())
 _GENERATORS = (
     np.random.Generator,
     np.random.RandomState,

@@ -10,7 +10,7 @@ from collections import UserDict, deque
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import count
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -565,7 +565,18 @@ def closures():
         def step(self, x):
             return x * self.factor
 
-    stepper = Stepper()
+    stepper, module, keys = Stepper(), ModuleType("users"), {1.0: None}
+    module.factor, proxy, view, weak = (
+        1.0,
+        MappingProxyType(table),
+        table.values(),
+        weakref.ref(local),
+    )
+
+    def set_key(value):
+        keys.clear()
+        keys[value] = None
+
     return {
         "global": (lambda x: x * FACTOR, lambda value: global_.update(FACTOR=value)),
         "global of an inner function": (outer, lambda value: global_.update(FACTOR=value)),
@@ -585,6 +596,17 @@ def closures():
             lambda value: layer.factors["inner"].__setitem__(0, value),
         ),
         "replaced layer": (lambda x: layers[0](x), replaced),
+        "local name of a module": (
+            lambda x: x * module.factor,
+            lambda value: setattr(module, "factor", value),
+        ),
+        "dict's key": (lambda x: x * min(keys), set_key),
+        "dict's view": (lambda x: x * min(view), lambda value: table.update(factor=value)),
+        "proxy": (lambda x: x * proxy["factor"], lambda value: table.update(factor=value)),
+        "weak reference": (
+            lambda x: x * weak().factor,
+            lambda value: setattr(local, "factor", value),
+        ),
     }
 
 
