@@ -820,6 +820,13 @@ def counts(operation, x):
     return x * operation.table
 
 
+def raises_in_place(_, x):
+    y = x * 1.0
+    view = y[:2]
+    y **= 2
+    return view + y[1:]
+
+
 def chosen(_, x):
     """Decides by a value whether it gives its input or a new array."""
     return x if x[0] < 1 else x * 2
@@ -831,6 +838,7 @@ OWN = {
         lambda x: Made(lambda o, x: x * np.exp(o.table), None, table)(x)
     ),
     "writes its table": lambda table: lambda x: Made(counts, None, table)(x),
+    "a power in place": lambda table: lambda x: Made(raises_in_place)(x),
 }
 
 
