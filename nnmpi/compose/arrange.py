@@ -49,7 +49,7 @@ from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.experts import share_experts
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
-from nnmpi.parallel.tensor import shard
+from nnmpi.parallel.tensor import refuse_values, shard
 from nnmpi.parallel.zero.storage import (
     UNIT_BYTES,
     UnitCut,
@@ -308,6 +308,8 @@ def arrange(
                 "the model is arranged already, and this rank has only part of it; build it again"
                 " for another arrangement"
             )
+        if mesh.tp > 1 or mesh.pp > 1 or (layout.expert_parallel and bound.replicas.size > 1):
+            refuse_values(model)
     arrangement = _unsharded(model, layout, bound, backend)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:

@@ -288,6 +288,11 @@ class Dataset(Samples):
                 f"{self.name}: samples of shape {self.x.shape} and labels of shape {self.y.shape}; "
                 "give (n, ...) samples and as many labels"
             )
+        if self.x.dtype in TOKEN_TYPES and self.x.ndim > 2:
+            raise DataError(
+                f"{self.name}: samples of {self.x.dtype} are tokens, (n, positions), but these have"
+                f" shape {self.x.shape}; give images of 16 bits as (x / 65535).astype('float32')"
+            )
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(
                 f"{self.name}: {len(self.class_names)} class names for {self.classes} classes;"

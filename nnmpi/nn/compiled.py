@@ -38,11 +38,13 @@ from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
 )
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -66,7 +68,8 @@ MOST_RECORDINGS = 16
 # Captures of a step on a device; one that always changes what it computes with stays eager.
 MOST_TRIES = 4
 MOST_KEYS = 256  # whose tries are counted
-MOST_BYTES = 4096  # of an array whose values are compared
+MOST_BYTES = 4096  # of an array whose values are all compared
+SOME = 256  # of a longer one: what changes it as a whole is seen
 
 
 class Compiled(Settled, fixed="pool"):
@@ -351,8 +354,9 @@ class Watch:
         a function                 what it closes over, the globals and modules' names in its code
         a module, a user's object  its attributes; and its class, if that is a user's
         tuples, lists, dicts ...   their items
-        short arrays               their values, unless recorded calls read them anew
-        any other                  itself: a number, a long array, a Tensor, an optimizer
+        arrays                     their values, of long ones some, unless recorded calls read them
+                                   anew
+        any other                  itself: a number, a Tensor, an optimizer
 
     Args:
         root: where the search begins.
@@ -379,8 +383,8 @@ class Watch:
                 seen[id(item)] = item
                 if isinstance(item, Buffer):
                     copied.add(id(item.data))  # operations write to it
-                if type(item) is np.ndarray and item.nbytes <= MOST_BYTES:
-                    self._values.append((item, item.tobytes()))
+                if type(item) is np.ndarray:
+                    self._values.append((item, _seen(item)))
                 for holder in self._holders_of(item):
                     waiting += holder
                     if not isinstance(holder, tuple | frozenset):  # these always hold the same
@@ -394,7 +398,7 @@ class Watch:
         now = list(chain.from_iterable(self._holders))
         if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
             return False
-        return all(array.tobytes() == values for array, values in self._values)
+        return all(_seen(array) == values for array, values in self._values)
 
     def is_still(self, recorder: Recorder) -> bool:
         """True if a step has changed nothing but by recorded calls; from now on, ignore values that
@@ -435,25 +439,25 @@ class Watch:
     def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
         if isinstance(item, tuple | list | set | frozenset | deque | bytearray | array):
             yield item
-        elif isinstance(item, dict):
+        elif isinstance(item, dict | MappingProxyType):
+            yield item
             yield item.values()
+        elif isinstance(item, _VIEWS):
+            yield (item.mapping,)
+        elif isinstance(item, ref):
+            yield _Content(item)
         elif isinstance(item, FunctionType) and not _is_library(item):
-            if item.__closure__:
-                yield _Cells(item.__closure__)
+            cells = _Cells(item.__closure__ or ())
+            yield cells
             yield item.__defaults__ or ()
             yield tuple((item.__kwdefaults__ or {}).values())
             names = tuple(_names(item.__code__))
             yield vars(item).values()
-            scopes = [item.__globals__]
+            scopes = [item.__globals__, *_scopes(cells)]
             for scope in scopes:  # which grows by the modules in it
                 yield _Names(scope, names)
-                scopes += [
-                    vars(thing)
-                    for thing in map(scope.get, names)
-                    if isinstance(thing, ModuleType)
-                    and not _is_library(thing)
-                    and all(vars(thing) is not other for other in scopes)
-                ]
+                found = _scopes(map(scope.get, names))
+                scopes += [new for new in found if all(new is not other for other in scopes)]
         elif isinstance(item, MethodType):
             yield (item.__func__, item.__self__)
         elif isinstance(item, BuiltinMethodType):
@@ -467,7 +471,7 @@ class Watch:
         elif isinstance(item, property):
             yield (item.fget,)
         elif isinstance(item, ContextVar):
-            yield _Content(item)
+            yield _Content(partial(item.get, None))
         elif isinstance(item, _GENERATORS):
             self._generators.append(item)
         elif isinstance(item, type):
@@ -499,6 +503,13 @@ class Watch:
                 yield _Attributes(item, names)
 
 
+def _seen(array: Array) -> bytes:
+    """Return an array's values; of a long one those of elements an odd number apart."""
+    if array.nbytes <= MOST_BYTES:
+        return array.tobytes()
+    return array.flat[:: array.size // SOME | 1].tobytes()
+
+
 class _Cells:
     """Iterates over what a closure's variables hold now, without those not assigned yet."""
 
@@ -514,13 +525,13 @@ class _Cells:
 
 
 class _Content:
-    """Iterates over what a context's variable holds now."""
+    """Iterates over what a function returns now."""
 
-    def __init__(self, variable: ContextVar[Any]) -> None:
-        self._variable = variable
+    def __init__(self, read: Callable[[], object]) -> None:
+        self._read = read
 
     def __iter__(self) -> Iterator[object]:
-        yield self._variable.get(None)
+        yield self._read()
 
 
 class _Entries:
@@ -553,6 +564,12 @@ class _Attributes:
         return iter([getattr(self._item, name, None) for name in self._names])
 
 
+def _scopes(things: Iterable[object]) -> list[dict[str, Any]]:
+    """Return the names and values of those things that are modules of a user's."""
+    modules = [thing for thing in things if isinstance(thing, ModuleType)]
+    return [vars(module) for module in modules if not _is_library(module)]
+
+
 def _names(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in a function's code, and in functions within."""
     inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
@@ -562,6 +579,7 @@ def _names(code: CodeType) -> set[str]:
 OWN = "nnmpi"
 # Libraries of containers and wrappers for a user's objects
 _NAMESPACES = ("types", "argparse", "collections", "weakref", "functools")
+_VIEWS: tuple[type[Any], ...] = type({}.keys()), type({}.values()), type({}.items())
 _GENERATORS = (
     np.random.Generator,
     np.random.RandomState,

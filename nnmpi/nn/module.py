@@ -222,7 +222,7 @@ class Module(Settled):
                     "a model's storage holds its own parameters; call model.initialize(seed=0)"
                     " to make one"
                 )
-            held[name] = value
+            held[name], value.check = value, _Check(self)
             return
         if name in ("sharding", "units") and "storage" in held:
             raise UsageError(
@@ -245,6 +245,13 @@ class Module(Settled):
             object.__setattr__(self, name, value)  # a part of the tree may have a new name
         else:
             super().__setattr__(name, value)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take a copy's attributes; its storage checks the copy."""
+        vars(self).update(state)
+        storage = state.get("storage")
+        if storage is not None and storage.check is None:  # a new one
+            self.storage = storage
 
     def __getattr__(self, name: str) -> Any:
         # called only for missing attributes
@@ -363,7 +370,7 @@ class Module(Settled):
             if buffer not in kept:
                 buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
-        self.storage.seed, self.storage.check = seed, _Check(self)
+        self.storage.seed = seed
         everything = dict(self.full_parameters())
         self.storage.is_stage = len(everything) > len(parameters)
         if group is not None:

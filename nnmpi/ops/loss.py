@@ -216,11 +216,11 @@ def nll(
         x: (..., classes), logarithms of probabilities.
         labels, reduction, ignore_index, weight, label_smoothing: as for `cross_entropy`.
 
-    Same errors as `cross_entropy`.
+    Same errors as `cross_entropy`, and a UsageError for the result of a softmax.
     """
     if words:
         refuse_words("nll", words)
-    require_floating("nll", x)
+    _refuse_softmax("nll", require_floating("nll", x))
     classes = x.shape[-1] if x.ndim else 0
     values = checked_labels(x, labels, classes, reduction, ignore_index, label_smoothing, "nll")
     if weight is not None:
@@ -265,14 +265,23 @@ def kl_div(
         reduction: one of REDUCTIONS, or "batchmean", the sum divided by the rows, which alone is
             the mean of the rows' divergences.
 
-    Same errors as `mse`.
+    Same errors as `mse`, and a UsageError for the result of a softmax.
     """
     if words:
         refuse_words("kl_div", words)
+    _refuse_softmax("kl_div", require_floating("kl_div", x))
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
     terms = _error(Loss.KL_DIV, x, target, taken, float(bool(log_target)), ProbabilityLoss)
     return terms / max(len(x), 1) if by_rows else terms
+
+
+def _refuse_softmax(name: str, x: Variable) -> None:
+    if x.made_by == "softmax":
+        raise UsageError(
+            f"{name} takes logarithms of probabilities, and got the result of a softmax; give it that"
+            " of a log_softmax"
+        )
 
 
 def _check_probabilities(x: Array) -> None:

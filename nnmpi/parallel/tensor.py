@@ -195,7 +195,7 @@ def shard(
             for a loss that supports it (see `sharded.cross_entropy`); otherwise it is replicated.
 
     Raises:
-        UsageError: when the model is initialized already.
+        UsageError: when the model, or a part of it, has values already.
         LayoutError: for a table entry that fits no module, and layers that cannot be sharded as the
             table says.
 
@@ -209,10 +209,7 @@ def shard(
         >>> nnmpi.simulate(program, 2)
         [((4, 3), (5, 2)), ((4, 3), (5, 2))]
     """
-    if "storage" in vars(model):
-        raise UsageError(
-            "the model has its values already; shard it first, then call model.initialize()"
-        )
+    refuse_values(model)
     table = _own_table(model) if table is None else table
     _check_table(model, table)
     if group.size == 1:
@@ -226,6 +223,19 @@ def shard(
     placement = ModelWalk(sharder, table).model(model, sample, keep_classes_sharded)
     sharder.check(model)
     return placement
+
+
+def refuse_values(model: Module) -> None:
+    """Refuse a model whose values the parts of ranks would draw anew.
+
+    Raises:
+        UsageError: when any of its parameters has values.
+    """
+    if any(hasattr(parameter, "data") for parameter in model.parameters()):
+        raise UsageError(
+            "the model has its values already; shard it first, then call model.initialize(), and"
+            " give it kept values by worker.state()[0].scatter(values.__getitem__)"
+        )
 
 
 def _own_table(model: Module, name: str = "") -> ShardingTable:

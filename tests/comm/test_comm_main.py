@@ -15,6 +15,7 @@ from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fit import find_network_fit, save_fit
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import compare, render
+from nnmpi.comm.simulated.simulated_world import simulate
 from tests.comm.test_fit import make as make_fit
 
 
@@ -161,6 +162,19 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(
         match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 nnmpi comm fit",
     ):
         main(["list", "--ranks", "5", "--network", str(file)])
+
+
+@pytest.mark.parametrize("load", [0.0, 1e6])
+def test_a_fit_of_a_busy_machine_says_so(
+    load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = simulate(lambda group: group, 1)
+    made = {"start": lambda: group, "measure": lambda group, say: make_fit()}
+    for name, function in made.items():
+        monkeypatch.setattr(f"nnmpi.comm.__main__.{name}", function)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    said = main(["fit", "--out", str(tmp_path / "fit.json")])
+    assert ("these times are unreliable" in said) == (load > 0)
 
 
 def test_a_name_that_one_operation_has_needs_no_operation() -> None:

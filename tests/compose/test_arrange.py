@@ -121,6 +121,30 @@ def test_a_table_that_stages_share_keeps_its_bits_under_zero(group: Group) -> No
     assert tie.group.gather(bits) == [bits, bits]
 
 
+@pytest.mark.simulated(max_size=2, min_size=2)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=2), Layout(pp=2, split=(1, 1)), Layout(expert_parallel=True)], ids=str
+)
+def test_values_that_parts_of_ranks_would_lose(group: Group, layout: Layout) -> None:
+    """A part that was loaded is refused; the sentence's remedy gives each rank its own."""
+
+    def build() -> Module:
+        model = nn.Sequential(nn.MixtureOfExperts(4, 2), nn.Linear(4, 2))
+        model.sharding = {"1": nn.Sharding.COLUMN}
+        return model
+
+    loaded = build()
+    for part in loaded.layers:
+        part.initialize(seed=1)
+    refuse(group, layout, "the model has its values already", UsageError, model=loaded)
+    where = place(group, layout, build())
+    model = where.model.initialize(seed=0)
+    worker = Worker(model, SGD(model.storage, 0.1), group, arrangement=where)
+    full = loaded.initialize().state()  # of the parts: the model is theirs
+    worker.state()[0].scatter(full.__getitem__)
+    np.testing.assert_equal(worker.state()[0].to_dict(everywhere=True), full)
+
+
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_layouts_that_do_not_fit(group: Group) -> None:
     if group.size == 1:

@@ -170,9 +170,14 @@ def test_what_is_done_to_frozen_weights_between_two_runs_survives(
     parameter = next(iter(worker.model.parameters()))
     parameter.requires_grad = False
     parameter.data[...] = 0.25
+    storage = worker.model.storage
+    (_, where), *_ = storage.frozen()
+    before = [arrays[0][where].copy() for arrays in storage.extra_slots.values()]
     worker.run(loader, 1, 0, BATCHES - 1, BATCHES - 1, rate)
+    after = [arrays[0][where] for arrays in storage.extra_slots.values()]
+    kept = all(np.allclose(now, then, atol=1e-15) for now, then in zip(after, before, strict=True))
     worker.release()
-    assert all(group.gather(bool((parameter.data == 0.25).all())))
+    assert all(group.gather(kept and bool((parameter.data == 0.25).all())))
 
 
 @pytest.mark.simulated(max_size=4)

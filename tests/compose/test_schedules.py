@@ -23,7 +23,7 @@ from tests.harness.refusals import caught
 TRAINING = [name for name in schedules.SCHEDULES if name != "inference"]
 
 
-def losses(group: Group, schedule: Any) -> list[float]:
+def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:
     """Return a few steps' losses."""
     layout = Layout(
         pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
@@ -34,7 +34,12 @@ def losses(group: Group, schedule: Any) -> list[float]:
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("f")
     samples = data.Dataset("rows", x, np.arange(8) % 3, 3)
     loader = data.Loader(
-        samples, 8, rank=where.data_rank, world=where.data_ranks, microbatches=4, shuffle=False
+        samples,
+        8,
+        rank=where.data_rank,
+        world=where.data_ranks,
+        microbatches=microbatches,
+        shuffle=False,
     )
     return [worker.step(batch).loss for epoch in range(3) for batch in loader.epoch(epoch)]
 
@@ -99,6 +104,13 @@ def test_training_needs_backward_passes() -> None:
     check(made)
     with pytest.raises(ScheduleError, match="there are no backward passes, so it would train"):
         check(made, trains=True)
+
+
+@pytest.mark.simulated(min_size=2, max_size=2)
+def test_backward_passes_are_needed_for_the_microbatches_of_a_step(group: Group) -> None:
+    """A layout has asked for another number of them."""
+    with pytest.raises(ScheduleError, match="there are no backward passes"):
+        losses(group, late, microbatches=3)
 
 
 @pytest.mark.parametrize("schedule", ["forward_only", "pipedream"])

@@ -57,6 +57,7 @@ Y = np.zeros(3, np.int64)
         ),
         (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*number classes .*numpy.unique.labels"),
         (X, Y[:2], 1, (), "as many labels"),
+        (np.zeros((3, 8, 8), "uint16"), Y, 3, (), "are tokens, .* of 16 bits as .x / 65535."),
         (X[:, 0], Y, 1, (), "of shape"),
         (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),
         (X, np.array([0, 1, -1]), 3, (), "label -1 of sample 2 is not in 0..2"),

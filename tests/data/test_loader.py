@@ -330,3 +330,17 @@ def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int
             assert set(seen) <= local
         # nothing is skipped between two turns
         assert max(seen.values()) - min(seen[sample] for sample in local) <= 1
+
+
+def test_a_transform_of_tokens_is_refused():
+    """It would never be called."""
+    tokens = np.arange(12, dtype=np.uint32).reshape(4, 3)
+    samples = Dataset("tokens", tokens, np.zeros(4, int), classes=2)
+    loader = Loader(samples, 2)
+    for give in (
+        lambda: Loader(samples, 2, transform=Shift(1)),
+        lambda: setattr(loader, "transform", lambda x, indices, epoch, seed: x),
+    ):
+        with pytest.raises(UsageError, match="the samples are tokens, so it would never be called"):
+            give()
+    assert len([*loader]) == 2

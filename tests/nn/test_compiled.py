@@ -10,7 +10,7 @@ from collections import UserDict, deque
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import count
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -565,7 +565,18 @@ def closures():
         def step(self, x):
             return x * self.factor
 
-    stepper = Stepper()
+    stepper, module, keys = Stepper(), ModuleType("users"), {1.0: None}
+    module.factor, proxy, view, weak = (
+        1.0,
+        MappingProxyType(table),
+        table.values(),
+        weakref.ref(local),
+    )
+
+    def set_key(value):
+        keys.clear()
+        keys[value] = None
+
     return {
         "global": (lambda x: x * FACTOR, lambda value: global_.update(FACTOR=value)),
         "global of an inner function": (outer, lambda value: global_.update(FACTOR=value)),
@@ -585,6 +596,17 @@ def closures():
             lambda value: layer.factors["inner"].__setitem__(0, value),
         ),
         "replaced layer": (lambda x: layers[0](x), replaced),
+        "local name of a module": (
+            lambda x: x * module.factor,
+            lambda value: setattr(module, "factor", value),
+        ),
+        "dict's key": (lambda x: x * min(keys), set_key),
+        "dict's view": (lambda x: x * min(view), lambda value: table.update(factor=value)),
+        "proxy": (lambda x: x * proxy["factor"], lambda value: table.update(factor=value)),
+        "weak reference": (
+            lambda x: x * weak().factor,
+            lambda value: setattr(local, "factor", value),
+        ),
     }
 
 
@@ -798,6 +820,13 @@ def counts(operation, x):
     return x * operation.table
 
 
+def raises_in_place(_, x):
+    y = x * 1.0
+    view = y[:2]
+    y **= 2
+    return view + y[1:]
+
+
 def chosen(_, x):
     """Decides by a value whether it gives its input or a new array."""
     return x if x[0] < 1 else x * 2
@@ -809,6 +838,7 @@ OWN = {
         lambda x: Made(lambda o, x: x * np.exp(o.table), None, table)(x)
     ),
     "writes its table": lambda table: lambda x: Made(counts, None, table)(x),
+    "a power in place": lambda table: lambda x: Made(raises_in_place)(x),
 }
 
 
@@ -954,12 +984,12 @@ def test_gradients_that_a_step_reads_or_assigns_are_its_own(assigned):
     )
 
 
-def counting(step):
+def counting(step, size):
     """Return a step that counts in an array of its own."""
-    number = np.zeros(1)
+    number = np.zeros(size)
 
     def counted(x):
-        number[0] += 1
+        number[:] += 1
         return step(x) * float(number[0])
 
     return counted
@@ -967,19 +997,20 @@ def counting(step):
 
 @pytest.mark.host_only("a device captures the second call")
 @pytest.mark.parametrize("inside", [True, False])
-def test_short_arrays_that_python_reads_are_followed(inside):
+@pytest.mark.parametrize("size", [3, 3000])
+def test_arrays_that_python_reads_are_followed(size, inside):
     """Whether the step changes them or its caller does; an array that is used is no reason to record
     again.
     """
-    tables = [(np.ones(3), np.ones(3)) for _ in range(2)]
-    recorded, ones = Mock(), np.ones((2, 3))
+    tables = [(np.ones(size), np.ones(size)) for _ in range(2)]
+    recorded, ones = Mock(), np.ones((2, size))
 
     def step_of(read, used, seen):
         def step(x):
             seen()
             return x * Tensor(np.exp(read)) + Tensor(used)
 
-        return counting(step) if inside else step
+        return counting(step, size) if inside else step
 
     step, compiled = (
         eager(step_of(*tables[0], Mock())),

@@ -1,6 +1,7 @@
 """Initial values, which depend on seed and name alone, and states, which fit or are refused."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -214,6 +215,8 @@ def test_a_part_that_was_loaded_alone_keeps_its_values_in_a_model(later):
     optim.SGD(model.parameters(), lr=0.1)
     assert all((x == 2).all() for name, x in model.state().items() if name.startswith("0."))
     assert (model.layers[1].weight.data != 0).any()
+    with pytest.raises(UsageError, match="another model's storage"):
+        optim.SGD(backbone.parameters(), lr=0.1)
     model.initialize(seed=1)  # all of it is the model's by now
     assert not (model.layers[0].layers[0].weight.data == 2).all()
 
@@ -242,8 +245,13 @@ def test_a_loaded_part_stays_in_the_model():
     assert (model.storage.spans[0].parameter.data == 0.5).all()
 
 
-def test_a_layer_added_after_initialize_is_refused_by_optimizer_and_zero_grad():
-    model = _tree()
+def _pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("take", [lambda model: model, copy.deepcopy, _pickled])
+def test_a_layer_added_after_initialize_is_refused_by_optimizer_and_zero_grad(take):
+    model = take(_tree())
     model.set_child("1", nn.Linear(3, 4).initialize(seed=1))
     for use in (
         lambda: optim.SGD(model.parameters(), lr=0.1),

@@ -431,6 +431,35 @@ def test_a_compiled_step_may_use_other_results_on_each_rank(group: Group) -> Non
         x.data += 1.0
 
 
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_a_rank_records_a_backward_pass_while_others_replay_theirs(group: Group) -> None:
+    """They meet at the same operations, by the numbers of today."""
+    w = Tensor([2.0], requires_grad=True)
+
+    @nnmpi.compile
+    def step(x: Tensor) -> Tensor:
+        w.grad = None
+        y = ops.all_reduce((w * x).sum(), group)
+        (y * y).backward()
+        return y
+
+    for count in (2, 2, 2, 2 + (group.rank == 0), 2):
+        y = step(Tensor(np.ones(count, "float32")))
+        assert all(group.gather(w.grad.tolist() == [2 * group.size * y.item() * count]))
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_a_pass_through_many_groups_ends_with_them_in_one_order(group: Group) -> None:
+    groups, x = [group.duplicate() for _ in range(8)], Tensor([1.0], requires_grad=True)
+    total = Tensor([0.0])
+    for each in groups:
+        total = total + ops.all_reduce(x, each)
+    total.backward()
+    assert all(group.gather(x.grad.tolist() == [8.0 * group.size]))
+    for each in groups:
+        each.free()
+
+
 @pytest.mark.simulated
 def test_a_rank_that_forgets_its_backward_pass_is_told(group: Group) -> None:
     x = Tensor([1.0], requires_grad=True)

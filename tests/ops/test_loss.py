@@ -132,6 +132,10 @@ def test_probabilities_in_the_place_of_logits_are_refused():
                 ops.binary_cross_entropy(logits, y.reshape(-1)[: logits.size].reshape(logits.shape))
         with pytest.warns(UserWarning, match="applies the softmax itself, .*; give it the logits"):
             ops.cross_entropy(ops.softmax(x).reshape(1, 2), np.array([1]))
+        for loss, target in ((ops.nll, np.array([1])), (ops.kl_div, ops.softmax(x))):
+            with pytest.raises(UsageError, match="takes logarithms .*; give it that of a log_soft"):
+                loss(nn.Softmax()(x), target)
+            assert loss(ops.log_softmax(x), target).item() > -1e-6
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ops.cross_entropy(ops.log_softmax(x), np.array([1]))

@@ -318,7 +318,8 @@ def test_ranks_whose_steps_differ(group: Group) -> None:
 def test_parameters_that_replicas_freeze_later(group: Group) -> None:
     """As many of a stage, but not the same."""
     setting = Setting(group)
-    where = arrange(setting.model, group, Layout(pp=2, split=(2, 2)), dtype="float64")
+    model = models.mlp((5,), 3, hidden=(7,))
+    where = arrange(model, group, Layout(pp=2, split=(2, 2)), dtype="float64")
     setting.model = where.model.initialize(dtype="float64", storage=where.storage)
     worker, replicas = setting.worker(arrangement=where), Setting(where.mesh.dp)
     worker.step(replicas.batch())
@@ -632,6 +633,42 @@ def test_clipping_takes_the_norm_of_the_whole_model(
     results = simulate(program, ranks)
     np.testing.assert_allclose([norms for norms, _ in results], [right] * ranks, rtol=1e-10)
     assert len({weights for _, weights in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "sentence"),
+    [
+        (Layout(tp=2), "0", "this part of a model is sharded over ranks; give the model's"),
+        (Layout(pp=2), "", r"has only its stages' gradients; nnmpi.Worker\(..., clip=1.0\)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "call", [optim.global_norm, partial(optim.clip_by_global_norm, max_norm=1.0)]
+)
+def test_a_norm_that_needs_other_ranks_is_refused(
+    layout: Layout, part: str, sentence: str, call: Any
+) -> None:
+    def program(group: Group) -> None:
+        where = arrange(_columns(), group, layout, sample=np.zeros((1, 6), "float32"))
+        call(where.model.initialize(seed=0).get(part).parameters())
+
+    with pytest.raises(UsageError, match=sentence):
+        simulate(program, 2)
+
+
+def test_ranks_with_some_of_the_experts_are_no_replicas() -> None:
+    """They would add the gradients of their rows alone to experts that all ranks' rows reach."""
+
+    def program(group: Group) -> None:
+        where = arrange(
+            Mixed(), group, Layout(expert_parallel=True), np.zeros((1, 5, 6), "float32")
+        )
+        DataParallel(where.model.initialize(seed=0), group.split(group.rank // 2, group.rank))
+
+    with pytest.raises(
+        LayoutError, match="e.w1 is sharded over other ranks, .*where.mesh.replicas"
+    ):
+        simulate(program, 4)
 
 
 @pytest.mark.parametrize("make", [DataParallel, partial(ShardedDataParallel, stage=1)])

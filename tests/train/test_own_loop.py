@@ -1,5 +1,6 @@
 """A checkpoint of a loop of one's own: it goes on to the bits of the one that nobody broke."""
 
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,21 @@ def test_a_run_that_did_not_resume_removes_nothing(group: Group, tmp_path: Path)
     save(f"{folder}/own", (model, optimizer, group))
     with pytest.raises(UsageError, match="another run"):
         save(f"{folder}/own", (*make(group, 2)[:2], group))
+
+
+@pytest.mark.simulated(max_size=2)
+def test_a_damaged_checkpoint_is_not_passed_over_silently(group: Group, tmp_path: Path) -> None:
+    folder = group.share(str(tmp_path))
+    model, optimizer, _ = make(group, 0)
+    for optimizer.steps in (1, 2):
+        save(folder, (model, optimizer, group))
+    if group.is_root:
+        Path(folder, "step-00000002", MODEL_FILE).write_bytes(b"")
+    group.barrier()
+    other, fresh, _ = make(group, 1)
+    with nullcontext() if group.rank else pytest.warns(match="an older .* is used instead"):
+        resume(folder, (other, fresh, group))
+    assert fresh.steps == 1
 
 
 @pytest.mark.simulated(max_size=2)

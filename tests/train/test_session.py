@@ -450,6 +450,8 @@ def test_a_run_that_goes_on_says_if_its_schedule_is_another_one(
 ) -> None:
     """A cosine ends with the run: with more epochs its rate rises again."""
     run = train("--epochs 2 --stop-after 3")
+    said = capsys.readouterr().out
+    assert ("stops after 3 of 4 steps, the limit of --stop-after" in said) == group.is_root
     for more, says in (([], False), (["--epochs", "3"], True), (["--epochs", "3"], False)):
         capsys.readouterr()
         main(["--resume", str(run), *more], group)

@@ -349,3 +349,5 @@ def test_rates_are_those_of_all_workers(mode: str, tmp_path: Path) -> None:
     for item in found:
         assert item["samples_per_second"] * item["step_s"] == pytest.approx(66, rel=0.02)
         assert item["step_s"] == pytest.approx(0.01, rel=0.1)
+    (test,) = [item for item in records if item["kind"] == "test"]
+    assert (test["runtime"], test["samples_per_second"]) == (0, None)  # no time, which is no rate

@@ -230,12 +230,6 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return repr(self._value)
 
-    def __str__(self) -> str:
-        return str(self._value)
-
-    def __format__(self, form: str) -> str:
-        return format(self._value, form)
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         self._spoil("a function that NumPy does not dispatch, such as np.asarray, reads an array")
         return np.array(self._array, dtype, copy=copy)
@@ -262,6 +256,8 @@ class RecordedNumber(RecordedArray):
         return self._array[()]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array_"):  # NumPy would read the number there
+            raise AttributeError(name)
         if name in ("T", "real", "imag"):
             return getattr(np, {"T": "transpose"}.get(name, name))(self)
         value = getattr(self._value, name)
@@ -294,7 +290,7 @@ def _reading(name: str) -> Any:
     return method
 
 
-for _name in ("bool", "int", "float", "complex", "index", "contains", "round", "reduce_ex"):
+for _name in _names("bool int float complex index contains round reduce_ex str format"):
     setattr(RecordedArray, f"__{_name}__", _reading(f"__{_name}__"))
 setattr(RecordedNumber, "__hash__", _reading("__hash__"))  # noqa: B010
 for _name in _names("add sub mul truediv floordiv mod pow lshift rshift and xor or matmul"):
