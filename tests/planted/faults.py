@@ -666,6 +666,20 @@ FAULTS = (
         "tests/tensor/test_operations.py::test_gradients",
     ),
     Fault(
+        "token rows: a table's gradient without the repeated entries",
+        "nnmpi/ops/lstm.py",
+        "return gemm(xp, is_entry, grad)",
+        "return gemm(xp, is_entry / is_entry.sum(1, keepdims=True), grad)",
+        "tests/ops/test_token_rows.py",
+    ),
+    Fault(
+        "token rows: a pipeline cuts between the table and what multiplies it",
+        "nnmpi/nn/chain.py",
+        "count = count_uncut([child for _, child in children])",
+        "count = 1",
+        "tests/nn/test_chain.py",
+    ),
+    Fault(
         "numba's loss: the label's logit after the largest was taken off twice",
         "nnmpi/backend/jit/loops.py",
         "losses[r] = np.float32(math.log(total)) - (chosen - top)",
