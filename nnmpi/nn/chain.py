@@ -27,6 +27,7 @@ from nnmpi.nn.container import (
     count_uncut,
     fetch,
     fuse,
+    read_tokens,
     stash,
 )
 from nnmpi.nn.mode import current
@@ -108,7 +109,7 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
             name, layer = children[0]
             del children[:count]
             if count > 1:
-                (call,) = fuse([child for _, child in group])
+                call = partial(read_tokens, *[child for _, child in group])
                 yield ChainLayer(inside + name, partial(without_stash, call), group)
             elif isinstance(layer, Stash):
                 yield _stash_layer(inside + name, inside + layer.name)

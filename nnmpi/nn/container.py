@@ -7,7 +7,7 @@ only the number of calls changes. `nn.unfused()` runs them one by one:
     Linear, GELU               the same, in blocks that fit the cache   same bits
     Conv2d, ReLU               the same                                 equal up to rounding
     Conv2d, ReLU, MaxPool2d    bias and ReLU after pooling              equal up to rounding
-    Embedding, LSTM or GRU     W multiplies the table of few tokens     equal up to rounding,
+    Embedding, LSTM, GRU, RNN  W multiplies the table of few tokens     equal up to rounding,
                                instead of a row for each                and never cut apart
 
 A connection may skip modules of a sequence, and the sequence may be cut anywhere in between:
@@ -38,6 +38,7 @@ from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
+from nnmpi.nn.rnn import RNN
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
@@ -46,19 +47,17 @@ from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
 # Runs in which a recurrent layer may multiply the embedding's table.
-TOKEN_READERS = (
-    (Embedding, Dropout, LSTM),
-    (Embedding, LSTM),
-    (Embedding, Dropout, GRU),
-    (Embedding, GRU),
+TOKEN_READERS = tuple(
+    (Embedding, *drop, kind) for kind in (LSTM, GRU, RNN) for drop in ((), (Dropout,))
 )
 
 
-def _read_tokens(*layers_and_tokens: Any) -> Any:
+def read_tokens(*layers_and_tokens: Any) -> Any:
     """Return a run's result for tokens, by shapes with a product of the table."""
     *layers, x = layers_and_tokens
     embedding, *drops, recurrent = layers
-    if current().joins and not any(drop.p for drop in drops):
+    own = type(embedding).forward is Embedding.forward
+    if own and current().joins and not any(drop.p for drop in drops):
         rows = TokenRows.of(embedding.weight, x)
         if rows.are_many:
             return recurrent.forward(rows)
@@ -79,7 +78,7 @@ JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyTy
             *Conv2d.operands(conv, x), pool.over.kernel
         ),
         (Conv2d, ReLU): lambda conv, _, x: conv_relu(*Conv2d.operands(conv, x)),
-        **dict.fromkeys(TOKEN_READERS, _read_tokens),
+        **dict.fromkeys(TOKEN_READERS, read_tokens),
     }
 )
 
@@ -104,8 +103,10 @@ def count_uncut(layers: Sequence[Module]) -> int:
 
     A cut between an embedding and the layer that multiplies its table would change the bits.
     """
-    kinds = next((item for item in TOKEN_READERS if _fit(layers, item)), ())
-    return len(kinds) if kinds and is_small(layers[0].weight) else 1
+    kinds = (Embedding, *map(type, layers[1:3]))
+    count = next((n for n in (2, 3) if kinds[:n] in TOKEN_READERS), 1)
+    first = layers[0]
+    return count if isinstance(first, Embedding) and is_small(first.weight) else 1
 
 
 def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:

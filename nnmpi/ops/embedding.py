@@ -17,6 +17,7 @@ from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import refuse_parts, values_of
+from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
@@ -70,11 +71,11 @@ class TokenRows(NamedTuple):
         indices: integers (...), within the table.
     """
 
-    table: Tensor
+    table: Parameter
     indices: Array
 
     @classmethod
-    def of(cls, table: Tensor, indices: Any) -> "TokenRows":
+    def of(cls, table: Parameter, indices: Any) -> "TokenRows":
         """Return the rows at indices. Same errors as `embedding`."""
         return cls(table, _checked(table, indices, None))
 
@@ -98,6 +99,7 @@ class TokenRows(NamedTuple):
         """
         return (
             is_small(self.table)
+            and self.table.region is None  # else it is a shard
             and 4 * self.table.shape[0] <= self.indices.size
             and isinstance(self.table.data, np.ndarray)
             and not is_low(product_dtype("embedding", self.table))
@@ -105,9 +107,14 @@ class TokenRows(NamedTuple):
 
 
 def is_small(table: Any) -> bool:
-    """Return whether a table (entries, features) is worth multiplying in place of many rows."""
-    entries, features = table.shape
+    """Return whether a full table (entries, features) is worth multiplying in place of many rows."""
+    entries, features = table.shape if table.region is None else table.region.shape
     return bool(entries <= features)
+
+
+def opened(x: Any) -> tuple[Any, Any, Any]:
+    """Return an operation's first input, its table or None, and which of both has the numbers."""
+    return (x.indices, x.table, x.table) if isinstance(x, TokenRows) else (x, None, x)
 
 
 def embedding(

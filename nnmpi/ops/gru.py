@@ -11,25 +11,24 @@ W and R. On a device a step is a product and a kernel, each way.
 from typing import Any
 
 from nnmpi.backend.array import Array, empty, namespace
-from nnmpi.backend.gemm import gemm, multiplier
+from nnmpi.backend.gemm import multiplier
 from nnmpi.backend.kernels import bias_grad, kernels_of
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops.embedding import TokenRows
+from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
-from nnmpi.ops.lstm import InputRows, Packing, States, steps
+from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, steps
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class GRUFunction(Function):
+class GRUFunction(RecurrentFunction):
     """One layer: h over time, (batch, time, features)."""
 
     __slots__ = ()
 
-    computes = "float32"
-    is_call = captured = True
+    captured = True
 
     def forward(
         self,
@@ -60,7 +59,7 @@ class GRUFunction(Function):
             kernels.gru_step(gates[here], scratch, shift, *after)
         if True in self.needs:
             self.saved = (inputs, weight, recurrent, gates, inner, hidden, kernels)
-        return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
+        return packing.padded(xp, hidden.after)
 
     def backward(self, grad: Array) -> Grads:
         inputs, weight, recurrent, gates, inner, hidden, kernels = self.saved
@@ -75,24 +74,13 @@ class GRUFunction(Function):
             after = inner[here], before, to_hidden[here], to_h
             kernels.gru_step_grad(gates[here], to_gates[here], product, *after)
             times(product, to_h, True)
-        to_x = to_bias = to_inner = to_table = None
-        sums = inputs.sums(xp, to_gates)
-        if self.needs[6]:
-            to_table = gemm(xp, sums, weight.T, *self.sum_into(6))
-        if self.needs[0]:
-            to_x = gemm(xp, sums, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)
-        to_weight, to_recurrent = (
-            gemm(xp, left.T, right, *self.sum_into(i)) if self.needs[i] else None
-            for i, left, right in ((1, inputs.rows, sums), (2, hidden.all_before(xp), to_product))
-        )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, sums.shape[1:], grad.dtype)
-            bias_grad(xp, sums, to_bias)
+        to_inner = None
+        rest = hidden, weight, to_gates, to_product
+        *first, to_table = self.first_grads(packing, inputs, *rest)
         if self.needs[4]:
             to_inner = place_for(self, 4, (features,), grad.dtype)
             bias_grad(xp, to_product[:, 2 * features :], to_inner)
-        to_first = to_h if self.needs[5] else None
-        return to_x, to_weight, to_recurrent, to_bias, to_inner, to_first, to_table
+        return *first, to_inner, to_h if self.needs[5] else None, to_table
 
 
 def gru(
@@ -123,13 +111,10 @@ def gru(
         DtypeError: when the dtypes differ.
     """
     parameters = weight, recurrent, bias, bias_n
-    values: Any = x
-    table: Any = None
-    if isinstance(x, TokenRows):
-        values, table = x.indices, x.table
+    values, table, rows = opened(x)
     may_meet(
         "gru",
-        require_floating("gru", values if table is None else table),
+        require_floating("gru", rows),
         *parameters,
         *given(state),
     )

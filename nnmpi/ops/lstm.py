@@ -40,7 +40,7 @@ from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.base.errors import DtypeError, ShapeError
-from nnmpi.ops.embedding import TokenRows
+from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
@@ -99,6 +99,15 @@ class Packing:
         else:
             into[...] = 0
             into[self.times, self.rows] = rows
+
+    def padded(self, xp: Any, rows: Array) -> Array:
+        """Return packed rows as (batch, time, n), a view if no sequence is padded."""
+        shape = len(self.sizes), self.sizes[0], rows.shape[1]
+        if self.rows is None:
+            return rows.reshape(shape).swapaxes(0, 1)
+        result = xp.empty(shape, rows.dtype)
+        self.unpack(rows, result)
+        return result.swapaxes(0, 1)
 
     def sort(self, state: Array) -> Array:
         """Return (batch, n) in the order of the packed rows, as a new array."""
@@ -232,7 +241,48 @@ class States(NamedTuple):
         return packing.unsort(result)
 
 
-class LSTMFunction(Function):
+class RecurrentFunction(Function):
+    """A layer in one direction. Its inputs begin with x, W, R and b, and end with a table or None."""
+
+    __slots__ = ()
+
+    computes = "float32"
+    is_call = True
+
+    def first_grads(
+        self,
+        packing: Packing,
+        inputs: InputRows,
+        hidden: States,
+        weight: Array,
+        to_gates: Array,
+        to_product: Array | None = None,
+    ) -> Grads:
+        """Return the gradients of x, W, R and b, and the table's, where they are needed.
+
+        Args:
+            to_gates: (packed rows, gates), the gradient of x W + b.
+            to_product: that of h R, if it is another.
+        """
+        xp = namespace(to_gates)
+        to_x = to_bias = to_table = None
+        sums = inputs.sums(xp, to_gates)
+        if self.needs[-1]:
+            to_table = gemm(xp, sums, weight.T, *self.sum_into(-1))
+        if self.needs[0]:
+            to_x = packing.padded(xp, gemm(xp, sums, weight.T))
+        right = to_gates if to_product is None else to_product
+        to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
+            gemm(xp, left.T, grad, *self.sum_into(i)) if self.needs[i] else None
+            for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(xp), right))
+        )
+        if self.needs[3]:
+            to_bias = place_for(self, 3, sums.shape[1:], sums.dtype)
+            bias_grad(xp, sums, to_bias)
+        return to_x, to_weight, to_recurrent, to_bias, to_table
+
+
+class LSTMFunction(RecurrentFunction):
     """One layer in one direction: (batch, time + 2, features), h over time, the last h, the last c.
 
     Args:
@@ -242,9 +292,6 @@ class LSTMFunction(Function):
     """
 
     __slots__ = ("ends", "lengths", "reverse")
-
-    computes = "float32"
-    is_call = True
 
     def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
         self.reverse, self.ends, self.lengths = reverse, ends, lengths
@@ -275,7 +322,7 @@ class LSTMFunction(Function):
         if True in self.needs:
             self.saved = (packing, inputs, weight, recurrent, gates, hidden, cells, kernels)
         if packing.rows is None and not self.ends:
-            return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
+            return packing.padded(xp, hidden.after)
         y = xp.empty((time + 2 * self.ends, batch, features), gates.dtype)
         packing.unpack(hidden.after, y[:time])
         if self.ends:
@@ -284,7 +331,7 @@ class LSTMFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         packing, inputs, weight, recurrent, gates, hidden, cells, kernels = self.saved
-        xp, time, batch = namespace(grad), len(packing.sizes), grad.shape[0]
+        xp, time = namespace(grad), len(packing.sizes)
         # the gradients of the last h and c; step by step they become those of the initial state
         ends = [
             packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(cells.first)
@@ -299,28 +346,12 @@ class LSTMFunction(Function):
             states = cells.after[here], last_c, to_c[:n]
             kernels.lstm_step_grad(gates[here], slopes, to_h[:n], to_hidden[here], *states)
             times(slopes, to_h[:n])
-        to_x = to_bias = to_table = None
-        sums = inputs.sums(xp, to_gates)
-        if self.needs[6]:
-            to_table = gemm(xp, sums, weight.T, *self.sum_into(6))
-        if self.needs[0]:
-            to_x = gemm(xp, sums, weight.T)
-            if packing.rows is not None:
-                packed, to_x = to_x, xp.empty((time, batch, weight.shape[0]), grad.dtype)
-                packing.unpack(packed, to_x)
-            to_x = to_x.reshape(time, batch, weight.shape[0]).swapaxes(0, 1)
-        to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
-            gemm(xp, left.T, right, *self.sum_into(i)) if self.needs[i] else None
-            for i, left, right in ((1, inputs.rows, sums), (2, hidden.all_before(xp), to_gates))
-        )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, sums.shape[1:], grad.dtype)
-            bias_grad(xp, sums, to_bias)
-        first = (
+        *first, to_table = self.first_grads(packing, inputs, hidden, weight, to_gates)
+        last = (
             packing.unsort(end) if need else None
             for end, need in zip(ends, self.needs[4:6], strict=True)
         )
-        return to_x, to_weight, to_recurrent, to_bias, *first, to_table
+        return *first, *last, to_table
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
@@ -369,13 +400,10 @@ def lstm(
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
-    values: Any = x
-    table: Any = None
-    if isinstance(x, TokenRows):
-        values, table = x.indices, x.table
+    values, table, rows = opened(x)
     may_meet(
         "lstm",
-        require_floating("lstm", values if table is None else table),
+        require_floating("lstm", rows),
         weight,
         recurrent,
         bias,
