@@ -680,6 +680,20 @@ FAULTS = (
         "tests/nn/test_chain.py",
     ),
     Fault(
+        "numba's layer normalization: RMS takes a mean off the gradient",
+        "nnmpi/backend/jit/loops.py",
+        "mean, slope = total * share if centered else _ZERO, products * share",
+        "mean, slope = total * share, products * share",
+        "tests/ops/test_compiled_dense.py -k layer_normalization",
+    ),
+    Fault(
+        "numba's pooling: a later one of equal pixels wins",
+        "nnmpi/backend/jit/loops.py",
+        "won[i] = np.uint8(k) if value > before else won[i]",
+        "won[i] = np.uint8(k) if value >= before else won[i]",
+        "tests/ops/test_compiled_dense.py -k plain_bits",
+    ),
+    Fault(
         "numba's loss: the label's logit after the largest was taken off twice",
         "nnmpi/backend/jit/loops.py",
         "losses[r] = np.float32(math.log(total)) - (chosen - top)",

@@ -122,16 +122,19 @@ class CompiledPlanes(Planes):
     __slots__ = ()
 
     def largest(self, planes: Array, h: Array, winner: Array | None) -> None:
+        """See `Planes.largest`."""
         if winner is None or winner.dtype != np.uint8:
             return super().largest(planes, h, winner)
         return record_launch(loop("planes_largest"), planes, h, winner)
 
     def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
+        """See `Planes.bias_relu`."""
         if bias is None or winner is None or winner.dtype != np.uint8:
             return super().bias_relu(bias, h, winner)
         return record_launch(loop("planes_bias_relu"), bias, h, winner)
 
     def gradient(self, grad: Array, winner: Array, out: Array) -> None:
+        """See `Planes.gradient`."""
         if winner.dtype != np.uint8:
             return super().gradient(grad, winner, out)
         return record_launch(loop("planes_grad"), grad, winner, out)
