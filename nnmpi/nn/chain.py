@@ -7,7 +7,8 @@
 
 This is the only list of a model's cut points: pipeline stages, ZeRO units, memory plans and the
 planner read it. Nested sequences and residual blocks are opened. A module with `links` is one layer
-per link (a transformer block has two), and any other module is one layer. A stashed value that
+per link (a transformer block has two), modules that only compute the same bits together are one
+(`container.count_uncut`), and any other module is one layer. A stashed value that
 crosses a cut travels beside the activation. Parameters keep their names in the full model.
 """
 
@@ -17,7 +18,18 @@ from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, stash
+from nnmpi.nn.container import (
+    Pop,
+    Residual,
+    Sequential,
+    Stash,
+    check_empty,
+    count_uncut,
+    fetch,
+    fuse,
+    read_tokens,
+    stash,
+)
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
 from nnmpi.tensor.parameter import Parameter
@@ -90,8 +102,16 @@ def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
 def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
     if type(module) is Sequential:
-        for name, layer in module.children():
-            if isinstance(layer, Stash):
+        children = list(module.children())
+        while children:
+            count = count_uncut([child for _, child in children])
+            group = tuple((inside + name, child) for name, child in children[:count])
+            name, layer = children[0]
+            del children[:count]
+            if count > 1:
+                call = partial(read_tokens, *[child for _, child in group])
+                yield ChainLayer(inside + name, partial(without_stash, call), group)
+            elif isinstance(layer, Stash):
                 yield _stash_layer(inside + name, inside + layer.name)
             elif isinstance(layer, Pop):
                 yield _pop_layer(

@@ -7,6 +7,8 @@ only the number of calls changes. `nn.unfused()` runs them one by one:
     Linear, GELU               the same, in blocks that fit the cache   same bits
     Conv2d, ReLU               the same                                 equal up to rounding
     Conv2d, ReLU, MaxPool2d    bias and ReLU after pooling              equal up to rounding
+    Embedding, LSTM, GRU, RNN  W multiplies the table of few tokens     equal up to rounding,
+                               instead of a row for each                and never cut apart
 
 A connection may skip modules of a sequence, and the sequence may be cut anywhere in between:
 
@@ -29,16 +31,40 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.nn.activation import GELU, ReLU
+from nnmpi.nn.activation import GELU, Dropout, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.linear import Linear
+from nnmpi.nn.gru import GRU
+from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
+from nnmpi.nn.rnn import RNN
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
+from nnmpi.ops.embedding import TokenRows, is_small
 from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
+
+# Runs in which a recurrent layer may multiply the embedding's table.
+TOKEN_READERS = tuple(
+    (Embedding, *drop, kind) for kind in (LSTM, GRU, RNN) for drop in ((), (Dropout,))
+)
+
+
+def read_tokens(*layers_and_tokens: Any) -> Any:
+    """Return a run's result for tokens, by shapes with a product of the table."""
+    *layers, x = layers_and_tokens
+    embedding, *drops, recurrent = layers
+    own = type(embedding).forward is Embedding.forward
+    if own and current().joins and not any(drop.p for drop in drops):
+        rows = TokenRows.of(embedding.weight, x)
+        if rows.are_many:
+            return recurrent.forward(rows)
+    for layer in layers:
+        x = layer(x)
+    return x
+
 
 # The runs of layers that are fused, by their classes, and the fused operations. Methods are called
 # on the classes since the lambdas' arguments have no types.
@@ -52,6 +78,7 @@ JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyTy
             *Conv2d.operands(conv, x), pool.over.kernel
         ),
         (Conv2d, ReLU): lambda conv, _, x: conv_relu(*Conv2d.operands(conv, x)),
+        **dict.fromkeys(TOKEN_READERS, read_tokens),
     }
 )
 
@@ -69,6 +96,17 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
         calls.append(partial(JOINT[kinds], *rest[:count]) if kinds else rest[0])
         del rest[:count]
     return calls
+
+
+def count_uncut(layers: Sequence[Module]) -> int:
+    """Return how many of the first layers stay together wherever a model is cut.
+
+    A cut between an embedding and the layer that multiplies its table would change the bits.
+    """
+    kinds = (Embedding, *map(type, layers[1:3]))
+    count = next((n for n in (2, 3) if kinds[:n] in TOKEN_READERS), 1)
+    first = layers[0]
+    return count if isinstance(first, Embedding) and is_small(first.weight) else 1
 
 
 def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:

@@ -7,6 +7,7 @@ from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
+from nnmpi.ops.embedding import TokenRows
 from nnmpi.ops.gru import gru
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import UNPACKED, Tensor, stack
@@ -21,7 +22,7 @@ class GRULayer(Module):
         self.bias = Parameter((3 * features,), fan_in(features))
         self.bias_n = Parameter((features,), fan_in(features))
 
-    def forward(self, x: Tensor, h: Any = None) -> Tensor:
+    def forward(self, x: Any, h: Any = None) -> Tensor:
         """Return h of each time: (batch, time, features)."""
         return gru(x, self.weight, self.recurrent, self.bias, self.bias_n, h)
 
@@ -69,7 +70,7 @@ class GRU(Module, fixed="hidden_size"):
         ]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | TokenRows) -> Tensor:
         """Return h of each time of the last layer.
 
         Raises:
@@ -82,23 +83,24 @@ class GRU(Module, fixed="hidden_size"):
         h.made_by = next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in UNPACKED)
         return h
 
-    def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
+    def with_state(self, x: Tensor | TokenRows, state: Any = None) -> tuple[Tensor, Tensor]:
         """Return the result and the final state, (num_layers, batch, hidden_size).
 
         Args:
-            x: (batch, time, input_size), of at least one time step.
+            x: (batch, time, input_size), of at least one time step; see `ops.gru`.
             state: the initial state, (num_layers, batch, hidden_size); None for 0.
         """
-        shape = (len(self.layers), len(x), self.hidden_size)
+        shape = (len(self.layers), x.shape[0], self.hidden_size)
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
                 f"{type(self).__name__} that reads {x.shape} starts in a state of shape {shape}, not"
                 f" {state.shape}"
             )
+        y: Any = x
         ends = []
         for number, layer in enumerate(self.layers):
             if number:
-                x = self.drops[number - 1](x)
-            x = layer(x, None if state is None else state[number])
-            ends.append(x[:, -1])
-        return x, stack(ends)
+                y = self.drops[number - 1](y)
+            y = layer(y, None if state is None else state[number])
+            ends.append(y[:, -1])
+        return y, stack(ends)

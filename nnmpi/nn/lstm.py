@@ -9,6 +9,7 @@ from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
+from nnmpi.ops.embedding import TokenRows
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor, concatenate, stack
@@ -31,7 +32,11 @@ class LSTMDirection(Module):
         self.bias = Parameter((4 * features,), fan_in(features))
 
     def forward(
-        self, x: Tensor, state: State | None = None, lengths: Any = None, ends: bool = False
+        self,
+        x: Tensor | TokenRows,
+        state: State | None = None,
+        lengths: Any = None,
+        ends: bool = False,
     ) -> Tensor:
         """Return h of each time step, with `ends` followed by the final h and c. See `ops.lstm`."""
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
@@ -83,11 +88,11 @@ class LSTM(Module, fixed="hidden_size directions"):
         ]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
-    def forward(self, x: Tensor, lengths: Any = None) -> Tensor:
+    def forward(self, x: Tensor | TokenRows, lengths: Any = None) -> Tensor:
         """Return the last layer's h of each time step.
 
         Args:
-            x: (batch, time, input_size), with padding after shorter sequences.
+            x: (batch, time, input_size), with padding after shorter sequences; see `ops.lstm`.
             lengths: (batch,), integers, of the sequences; None without padding. h is 0 in the
                 padding.
         """
@@ -110,7 +115,7 @@ class LSTM(Module, fixed="hidden_size directions"):
         return y
 
     def with_state(
-        self, x: Tensor, state: State | None = None, lengths: Any = None
+        self, x: Tensor | TokenRows, state: State | None = None, lengths: Any = None
     ) -> tuple[Tensor, State]:
         """Return the result and the final state.
 
@@ -123,21 +128,22 @@ class LSTM(Module, fixed="hidden_size directions"):
         return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))
 
     def _run(
-        self, x: Tensor, state: State | None, lengths: Any, ends: bool
+        self, x: Tensor | TokenRows, state: State | None, lengths: Any, ends: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the last layer's h, and if requested the final states.
 
         These are (batch, 2, features), h and c, one per layer and direction.
         """
+        y: Any = x
         time, finals = x.shape[1], list[Tensor]()
         for number, layer in enumerate(range(0, len(self.layers), self.directions)):
             results = []
             if number:
-                x = self.drops[number - 1](x)
+                y = self.drops[number - 1](y)
             for i in range(layer, layer + self.directions):
                 local = None if state is None else (state[0][i], state[1][i])
-                y = self.layers[i](x, local, lengths, ends)
-                results.append(y[:, :time] if ends else y)
-                finals += [y[:, time:]] if ends else []
-            x = results[0] if self.directions == 1 else concatenate(results, 2)
-        return x, finals
+                h = self.layers[i](y, local, lengths, ends)
+                results.append(h[:, :time] if ends else h)
+                finals += [h[:, time:]] if ends else []
+            y = results[0] if self.directions == 1 else concatenate(results, 2)
+        return y, finals

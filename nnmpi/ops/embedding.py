@@ -1,15 +1,23 @@
-"""The embedding: rows of a table picked by integers."""
+"""The embedding: rows of a table picked by integers.
+
+A recurrent layer multiplies each row by its weight. `TokenRows` gives it table and integers instead,
+so that it multiplies the table, which may have fewer rows (see `ops.lstm`).
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from nnmpi.backend.array import Array, Dtype, is_array, namespace
+import numpy as np
+
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import to_library
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import refuse_parts, values_of
+from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
@@ -55,6 +63,60 @@ class TableRows(EmbeddingFunction):
         return table.dtype
 
 
+class TokenRows(NamedTuple):
+    """Rows of a table that nobody has picked yet: an operation's input in place of an embedding.
+
+    Attributes:
+        table: (entries, features).
+        indices: integers (...), within the table.
+    """
+
+    table: Parameter
+    indices: Array
+
+    @classmethod
+    def of(cls, table: Parameter, indices: Any) -> "TokenRows":
+        """Return the rows at indices. Same errors as `embedding`."""
+        return cls(table, _checked(table, indices, None))
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the picked rows."""
+        return (*self.indices.shape, self.table.shape[1])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the picked rows."""
+        return len(self.shape)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether products of the table take clearly less time than those of the picked rows.
+
+        With a weight of n columns, forward and backward, a row or an entry takes 3 features n
+        multiplications, and the sum of the entries' gradients entries n for each row. On a device
+        the launches of its steps take a recurrent layer's time. Half precision rounds each row.
+        """
+        return (
+            is_small(self.table)
+            and self.table.region is None  # else it is a shard
+            and 4 * self.table.shape[0] <= self.indices.size
+            and isinstance(self.table.data, np.ndarray)
+            and not is_low(product_dtype("embedding", self.table))
+        )
+
+
+def is_small(table: Any) -> bool:
+    """Return whether a full table (entries, features) is worth multiplying in place of many rows."""
+    entries, features = table.shape if table.region is None else table.region.shape
+    return bool(entries <= features)
+
+
+def opened(x: Any) -> tuple[Any, Any, Any]:
+    """Return an operation's first input, its table or None, and which of both has the numbers."""
+    return (x.indices, x.table, x.table) if isinstance(x, TokenRows) else (x, None, x)
+
+
 def embedding(
     table: Tensor,
     indices: Any,
@@ -77,6 +139,12 @@ def embedding(
         ShapeError: for an index outside 0..entries-1 (the first such is named), or a table that is
             no matrix.
     """
+    values = _checked(table, indices, entries)
+    return make()(table, indices if is_sharded(indices) else values)
+
+
+def _checked(table: Tensor, indices: Any, entries: int | None) -> Array:
+    """Return indices as an array of the table's library. Same errors as `embedding`."""
     product_dtype("embedding", table)
     values = values_of(indices)
     if not is_array(values):
@@ -90,8 +158,7 @@ def embedding(
     rows = values_of(table)
     entries = table.shape[0] if entries is None else entries
     kernels_of(rows).check(_check_indices, values, entries)
-    values = to_library(namespace(rows), values)
-    return make()(table, indices if is_sharded(indices) else values)
+    return to_library(namespace(rows), values)
 
 
 def _check_indices(indices: Array, entries: int) -> None:

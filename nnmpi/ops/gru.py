@@ -11,50 +11,58 @@ W and R. On a device a step is a product and a kernel, each way.
 from typing import Any
 
 from nnmpi.backend.array import Array, empty, namespace
-from nnmpi.backend.gemm import gemm, multiplier
+from nnmpi.backend.gemm import multiplier
 from nnmpi.backend.kernels import bias_grad, kernels_of
 from nnmpi.base.errors import ShapeError
+from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
-from nnmpi.ops.lstm import Packing, States, steps
+from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, steps
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class GRUFunction(Function):
+class GRUFunction(RecurrentFunction):
     """One layer: h over time, (batch, time, features)."""
 
     __slots__ = ()
 
-    computes = "float32"
-    is_call = captured = True
+    captured = True
 
     def forward(
-        self, x: Array, weight: Array, recurrent: Array, bias: Array, bias_n: Array, h: Any
+        self,
+        x: Array,
+        weight: Array,
+        recurrent: Array,
+        bias: Array,
+        bias_n: Array,
+        h: Any,
+        table: Any,
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        rows = packing.pack(xp, x)
-        kernels = kernels_of(x)
+        inputs = InputRows.of(xp, packing, x, table)
+        kernels = kernels_of(weight)
         weights = weight, recurrent, bias, 2 * features
-        gates, factor, shift = kernels.recurrent_gates(xp, rows, *weights)
+        products, factor, shift = kernels.recurrent_gates(xp, inputs.rows, *weights)
+        gates = inputs.pick(xp, products)
         bias_n = xp.ascontiguousarray(bias_n)
         times = multiplier(xp, factor)
         hidden = States.of(xp, packing, False, gates, (batch, features), h)
-        inner = empty(xp, hidden.after.shape, x.dtype)
-        scratch = empty(xp, (batch, 3 * features), x.dtype)
+        inner = empty(xp, hidden.after.shape, gates.dtype)
+        scratch = empty(xp, (batch, 3 * features), gates.dtype)
         for here, n, earlier in steps(packing.sizes, False):
             before = hidden.before(xp, earlier, n)
             times(before, scratch)
             after = bias_n, inner[here], before, hidden.after[here]
             kernels.gru_step(gates[here], scratch, shift, *after)
         if True in self.needs:
-            self.saved = (rows, weight, recurrent, gates, inner, hidden, kernels)
-        return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
+            self.saved = (inputs, weight, recurrent, gates, inner, hidden, kernels)
+        return packing.padded(xp, hidden.after)
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, recurrent, gates, inner, hidden, kernels = self.saved
+        inputs, weight, recurrent, gates, inner, hidden, kernels = self.saved
         xp, (batch, time, features) = namespace(grad), grad.shape
         packing = Packing((batch,) * time)
         to_hidden, to_h = packing.pack(xp, grad), xp.zeros_like(hidden.first)
@@ -66,24 +74,17 @@ class GRUFunction(Function):
             after = inner[here], before, to_hidden[here], to_h
             kernels.gru_step_grad(gates[here], to_gates[here], product, *after)
             times(product, to_h, True)
-        to_x = to_bias = to_inner = None
-        if self.needs[0]:
-            to_x = gemm(xp, to_gates, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)
-        to_weight, to_recurrent = (
-            gemm(xp, left.T, right, *self.sum_into(i)) if self.needs[i] else None
-            for i, left, right in ((1, rows, to_gates), (2, hidden.all_before(xp), to_product))
-        )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
-            bias_grad(xp, to_gates, to_bias)
+        to_inner = None
+        rest = hidden, weight, to_gates, to_product
+        *first, to_table = self.first_grads(packing, inputs, *rest)
         if self.needs[4]:
             to_inner = place_for(self, 4, (features,), grad.dtype)
             bias_grad(xp, to_product[:, 2 * features :], to_inner)
-        return to_x, to_weight, to_recurrent, to_bias, to_inner, to_h if self.needs[5] else None
+        return *first, to_inner, to_h if self.needs[5] else None, to_table
 
 
 def gru(
-    x: Tensor,
+    x: Tensor | TokenRows,
     weight: Tensor,
     recurrent: Tensor,
     bias: Tensor,
@@ -95,7 +96,7 @@ def gru(
     Mixed precision computes in float32, a device's products in tf32.
 
     Args:
-        x: (batch, time, in).
+        x: (batch, time, in); or `TokenRows`, if they `are_many`.
         weight: (in, 3 features), the gates r, z, n side by side.
         recurrent: (features, 3 features).
         bias: (3 features,).
@@ -110,7 +111,13 @@ def gru(
         DtypeError: when the dtypes differ.
     """
     parameters = weight, recurrent, bias, bias_n
-    may_meet("gru", require_floating("gru", x), *parameters, *given(state))
+    values, table, rows = opened(x)
+    may_meet(
+        "gru",
+        require_floating("gru", rows),
+        *parameters,
+        *given(state),
+    )
     n, shapes = recurrent.shape[0], [tuple(item.shape) for item in (*parameters, *given(state))]
     expected = [(x.shape[-1], 3 * n), (n, 3 * n), (3 * n,), (n,), (x.shape[0], n)]
     if x.ndim != 3 or shapes != expected[: len(shapes)]:
@@ -119,4 +126,4 @@ def gru(
             f"gru of x {x.shape} and {words} needs (batch, time, in), (in, 3 features), (features,"
             " 3 features), (3 features,), (features,) and a state (batch, features)"
         )
-    return GRUFunction()(x, *parameters, state)
+    return GRUFunction()(values, *parameters, state, table)

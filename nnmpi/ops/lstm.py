@@ -40,6 +40,7 @@ from nnmpi.backend.array import Array, Shape, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.base.errors import DtypeError, ShapeError
+from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
@@ -81,7 +82,7 @@ class Packing:
         return cls(sizes, xp.asarray(order), xp.asarray(order[places]), xp.asarray(times))
 
     def pack(self, xp: Any, x: Array) -> Array:
-        """Return the real rows, (packed rows, n), of (batch, time, n)."""
+        """Return the real rows, (packed rows, ...), of (batch, time, ...)."""
         if self.rows is not None:
             return x[self.rows, self.times]
         x = x.swapaxes(0, 1)
@@ -89,7 +90,7 @@ class Packing:
             rows = empty(xp, x.shape, x.dtype)
             copy(xp, rows, x)
             x = rows
-        return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     def unpack(self, rows: Array, into: Array) -> None:
         """Write packed rows to (time, batch, n), and 0 to the padding."""
@@ -98,6 +99,15 @@ class Packing:
         else:
             into[...] = 0
             into[self.times, self.rows] = rows
+
+    def padded(self, xp: Any, rows: Array) -> Array:
+        """Return packed rows as (batch, time, n), a view if no sequence is padded."""
+        shape = len(self.sizes), self.sizes[0], rows.shape[1]
+        if self.rows is None:
+            return rows.reshape(shape).swapaxes(0, 1)
+        result = xp.empty(shape, rows.dtype)
+        self.unpack(rows, result)
+        return result.swapaxes(0, 1)
 
     def sort(self, state: Array) -> Array:
         """Return (batch, n) in the order of the packed rows, as a new array."""
@@ -110,6 +120,43 @@ class Packing:
         result = namespace(state).empty_like(state)
         result[self.order] = state
         return result
+
+
+class InputRows(NamedTuple):
+    """What a layer's weight multiplies for all time steps.
+
+    Of tokens this is the table of their embedding, which has fewer rows than the batch has tokens:
+
+        x                     x W                       dx = d W^T            dW = x^T d
+        rows of a table T     rows of T W               dT = s W^T            dW = T^T s
+
+    s has for each entry the sum of d over its rows, as one product.
+
+    Attributes:
+        rows: (packed rows, in) or (entries, in).
+        picks: (packed rows,), each row's entry; None if the rows are those of x.
+    """
+
+    rows: Array
+    picks: Array | None
+
+    @classmethod
+    def of(cls, xp: Any, packing: Packing, x: Array, table: Any) -> InputRows:
+        """Return x (batch, time, in), or a table's rows at x (batch, time)."""
+        rows = packing.pack(xp, x)
+        return cls(rows, None) if table is None else cls(table, rows)
+
+    def pick(self, xp: Any, products: Array) -> Array:
+        """Return the products of x, given those of `rows`."""
+        return products if self.picks is None else products[self.picks]
+
+    def sums(self, xp: Any, grad: Array) -> Array:
+        """Return the gradient of the products of `rows`, given that of x's."""
+        if self.picks is None:
+            return grad
+        is_entry = xp.zeros((len(self.rows), len(grad)), grad.dtype)
+        is_entry[self.picks, xp.arange(len(grad))] = 1
+        return gemm(xp, is_entry, grad)
 
 
 class States(NamedTuple):
@@ -194,7 +241,48 @@ class States(NamedTuple):
         return packing.unsort(result)
 
 
-class LSTMFunction(Function):
+class RecurrentFunction(Function):
+    """A layer in one direction. Its inputs begin with x, W, R and b, and end with a table or None."""
+
+    __slots__ = ()
+
+    computes = "float32"
+    is_call = True
+
+    def first_grads(
+        self,
+        packing: Packing,
+        inputs: InputRows,
+        hidden: States,
+        weight: Array,
+        to_gates: Array,
+        to_product: Array | None = None,
+    ) -> Grads:
+        """Return the gradients of x, W, R and b, and the table's, where they are needed.
+
+        Args:
+            to_gates: (packed rows, gates), the gradient of x W + b.
+            to_product: that of h R, if it is another.
+        """
+        xp = namespace(to_gates)
+        to_x = to_bias = to_table = None
+        sums = inputs.sums(xp, to_gates)
+        if self.needs[-1]:
+            to_table = gemm(xp, sums, weight.T, *self.sum_into(-1))
+        if self.needs[0]:
+            to_x = packing.padded(xp, gemm(xp, sums, weight.T))
+        right = to_gates if to_product is None else to_product
+        to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
+            gemm(xp, left.T, grad, *self.sum_into(i)) if self.needs[i] else None
+            for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(xp), right))
+        )
+        if self.needs[3]:
+            to_bias = place_for(self, 3, sums.shape[1:], sums.dtype)
+            bias_grad(xp, sums, to_bias)
+        return to_x, to_weight, to_recurrent, to_bias, to_table
+
+
+class LSTMFunction(RecurrentFunction):
     """One layer in one direction: (batch, time + 2, features), h over time, the last h, the last c.
 
     Args:
@@ -205,9 +293,6 @@ class LSTMFunction(Function):
 
     __slots__ = ("ends", "lengths", "reverse")
 
-    computes = "float32"
-    is_call = True
-
     def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
         self.reverse, self.ends, self.lengths = reverse, ends, lengths
 
@@ -217,35 +302,36 @@ class LSTMFunction(Function):
         return self.lengths is None
 
     def forward(
-        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any
+        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any, table: Any
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing.of(batch, time, self.lengths, xp)
-        rows = packing.pack(xp, x)
-        kernels = kernels_of(x)
+        inputs = InputRows.of(xp, packing, x, table)
+        kernels = kernels_of(weight)
         weights = weight, recurrent, bias, 3 * features
-        gates, factor, shift = kernels.recurrent_gates(xp, rows, *weights)
+        products, factor, shift = kernels.recurrent_gates(xp, inputs.rows, *weights)
+        gates = inputs.pick(xp, products)
         times = multiplier(xp, factor)
         states = packing, self.reverse, gates, (batch, features)
         hidden, cells = (States.of(xp, *states, initial) for initial in (h, c))
-        scratch = empty(xp, (batch, 4 * features), x.dtype)
+        scratch = empty(xp, (batch, 4 * features), gates.dtype)
         for here, n, earlier in steps(packing.sizes, self.reverse):
             times(hidden.before(xp, earlier, n), scratch[:n])
             last_c, new = cells.before(xp, earlier, n), (cells.after[here], hidden.after[here])
             kernels.lstm_step(gates[here], scratch[:n], shift, last_c, *new)
         if True in self.needs:
-            self.saved = (packing, rows, weight, recurrent, gates, hidden, cells, kernels)
+            self.saved = (packing, inputs, weight, recurrent, gates, hidden, cells, kernels)
         if packing.rows is None and not self.ends:
-            return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
-        y = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
+            return packing.padded(xp, hidden.after)
+        y = xp.empty((time + 2 * self.ends, batch, features), gates.dtype)
         packing.unpack(hidden.after, y[:time])
         if self.ends:
             y[time], y[time + 1] = hidden.last(xp), cells.last(xp)
         return y.swapaxes(0, 1)
 
     def backward(self, grad: Array) -> Grads:
-        packing, rows, weight, recurrent, gates, hidden, cells, kernels = self.saved
-        xp, time, batch = namespace(grad), len(packing.sizes), grad.shape[0]
+        packing, inputs, weight, recurrent, gates, hidden, cells, kernels = self.saved
+        xp, time = namespace(grad), len(packing.sizes)
         # the gradients of the last h and c; step by step they become those of the initial state
         ends = [
             packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(cells.first)
@@ -260,25 +346,12 @@ class LSTMFunction(Function):
             states = cells.after[here], last_c, to_c[:n]
             kernels.lstm_step_grad(gates[here], slopes, to_h[:n], to_hidden[here], *states)
             times(slopes, to_h[:n])
-        to_x = to_bias = None
-        if self.needs[0]:
-            to_x = gemm(xp, to_gates, weight.T)
-            if packing.rows is not None:
-                packed, to_x = to_x, xp.empty((time, batch, weight.shape[0]), grad.dtype)
-                packing.unpack(packed, to_x)
-            to_x = to_x.reshape(time, batch, weight.shape[0]).swapaxes(0, 1)
-        to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
-            gemm(xp, left.T, to_gates, *self.sum_into(i)) if self.needs[i] else None
-            for i, left in ((1, rows), (2, hidden.all_before(xp)))
-        )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
-            bias_grad(xp, to_gates, to_bias)
-        first = (
+        *first, to_table = self.first_grads(packing, inputs, hidden, weight, to_gates)
+        last = (
             packing.unsort(end) if need else None
             for end, need in zip(ends, self.needs[4:6], strict=True)
         )
-        return to_x, to_weight, to_recurrent, to_bias, *first
+        return *first, *last, to_table
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
@@ -295,7 +368,7 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
 
 
 def lstm(
-    x: Tensor,
+    x: Tensor | TokenRows,
     weight: Tensor,
     recurrent: Tensor,
     bias: Tensor,
@@ -310,7 +383,7 @@ def lstm(
     alone or in a batch. Mixed precision computes in float32, a device's products in tf32.
 
     Args:
-        x: (batch, time, in).
+        x: (batch, time, in); or `TokenRows`, if they `are_many`.
         weight: (in, 4 features), the gates i, f, o, g side by side.
         recurrent: (features, 4 features).
         bias: (4 features,).
@@ -327,7 +400,15 @@ def lstm(
         ShapeError: when the shapes do not fit, or a length is not within 1..time.
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
-    may_meet("lstm", require_floating("lstm", x), weight, recurrent, bias, *state or ())
+    values, table, rows = opened(x)
+    may_meet(
+        "lstm",
+        require_floating("lstm", rows),
+        weight,
+        recurrent,
+        bias,
+        *state or (),
+    )
     features = recurrent.shape[0]
     expected = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
     if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != expected:
@@ -342,7 +423,7 @@ def lstm(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
     function = LSTMFunction(reverse, ends, _checked(lengths, x.shape))
-    return function(x, weight, recurrent, bias, *(state or (None, None)))
+    return function(values, weight, recurrent, bias, *(state or (None, None)), table)
 
 
 def _checked(lengths: Any, shape: Shape) -> Array | None:

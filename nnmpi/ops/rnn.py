@@ -10,17 +10,16 @@ from typing import Any
 
 from nnmpi.backend.array import Array, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
-from nnmpi.backend.kernels import bias_grad
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.ops.linear import place_for
-from nnmpi.ops.lstm import Packing, States, steps
+from nnmpi.ops.embedding import TokenRows, opened
+from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, steps
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 
-class RNNFunction(Function):
+class RNNFunction(RecurrentFunction):
     """One layer: h over time, (batch, time, features).
 
     Args:
@@ -29,22 +28,24 @@ class RNNFunction(Function):
 
     __slots__ = ("rectifies",)
 
-    computes = "float32"
-    is_call = captured = True
+    captured = True
 
     def __init__(self, rectifies: bool) -> None:
         self.rectifies = rectifies
 
-    def forward(self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any) -> Array:
+    def forward(
+        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, table: Any
+    ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        rows = packing.pack(xp, x)
-        sums = empty(xp, (len(rows), features), x.dtype)
-        gemm(xp, rows, weight, out=sums)
-        xp.add(sums, bias, out=sums)
+        inputs = InputRows.of(xp, packing, x, table)
+        products = empty(xp, (len(inputs.rows), features), weight.dtype)
+        gemm(xp, inputs.rows, weight, out=products)
+        xp.add(products, bias, out=products)
+        sums = inputs.pick(xp, products)
         times = multiplier(xp, recurrent)
         hidden = States.of(xp, packing, False, sums, (batch, features), h)
-        scratch = empty(xp, (batch, features), x.dtype)
+        scratch = empty(xp, (batch, features), sums.dtype)
         for here, n, earlier in steps(packing.sizes, False):
             times(hidden.before(xp, earlier, n), scratch)
             y = xp.add(sums[here], scratch, out=hidden.after[here])
@@ -53,11 +54,11 @@ class RNNFunction(Function):
             else:
                 xp.tanh(y, out=y)
         if True in self.needs:
-            self.saved = (rows, weight, recurrent, hidden)
-        return hidden.after.reshape(time, batch, features).swapaxes(0, 1)
+            self.saved = (inputs, weight, recurrent, hidden)
+        return packing.padded(xp, hidden.after)
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, recurrent, hidden = self.saved
+        inputs, weight, recurrent, hidden = self.saved
         xp, (batch, time, _) = namespace(grad), grad.shape
         packing = Packing((batch,) * time)
         to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(xp, grad.copy())
@@ -67,21 +68,12 @@ class RNNFunction(Function):
             slopes += to_h
             slopes *= xp.greater(y, 0) if self.rectifies else 1 - y * y
             times(slopes, to_h)
-        to_x = to_bias = None
-        if self.needs[0]:
-            to_x = gemm(xp, to_sums, weight.T).reshape(time, batch, len(weight)).swapaxes(0, 1)
-        to_weight, to_recurrent = (
-            gemm(xp, left.T, to_sums, *self.sum_into(i)) if self.needs[i] else None
-            for i, left in ((1, rows), (2, hidden.all_before(xp)))
-        )
-        if self.needs[3]:
-            to_bias = place_for(self, 3, to_sums.shape[1:], grad.dtype)
-            bias_grad(xp, to_sums, to_bias)
-        return to_x, to_weight, to_recurrent, to_bias, to_h if self.needs[4] else None
+        *first, to_table = self.first_grads(packing, inputs, hidden, weight, to_sums)
+        return *first, to_h if self.needs[4] else None, to_table
 
 
 def rnn(
-    x: Tensor,
+    x: Tensor | TokenRows,
     weight: Tensor,
     recurrent: Tensor,
     bias: Tensor,
@@ -91,7 +83,7 @@ def rnn(
     """Return h over time of a recurrent layer (Elman, "Finding structure in time", 1990).
 
     Args:
-        x: (batch, time, in).
+        x: (batch, time, in); or `TokenRows`, if they `are_many`.
         weight: (in, features).
         recurrent: (features, features).
         bias: (features,).
@@ -109,7 +101,8 @@ def rnn(
     if nonlinearity not in ("tanh", "relu"):
         raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
     parameters = weight, recurrent, bias
-    may_meet("rnn", require_floating("rnn", x), *parameters, *given(state))
+    values, table, rows = opened(x)
+    may_meet("rnn", require_floating("rnn", rows), *parameters, *given(state))
     n, shapes = recurrent.shape[0], [tuple(item.shape) for item in (*parameters, *given(state))]
     if x.ndim != 3 or shapes != [(x.shape[-1], n), (n, n), (n,), (x.shape[0], n)][: len(shapes)]:
         words = ", ".join(map(str, shapes))
@@ -117,4 +110,4 @@ def rnn(
             f"rnn of x {x.shape} and {words} needs (batch, time, in), (in, features), (features,"
             " features), (features,) and a state (batch, features)"
         )
-    return RNNFunction(nonlinearity == "relu")(x, *parameters, state)
+    return RNNFunction(nonlinearity == "relu")(values, *parameters, state, table)

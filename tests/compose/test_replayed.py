@@ -73,6 +73,7 @@ MODELS: dict[str, Kind] = {
     "passing": (passing, images),
     "gpt": (lambda: models.gpt(7, 4, 12, 1, 3, dropout=0.1), tokens),
     "lstm": (lambda: models.lstm(7, 6, 1), tokens),
+    "lstm of few tokens": (lambda: models.lstm(7, 8, 1), tokens),
 }
 
 

@@ -93,6 +93,11 @@ def lstm(*_: Any, tied: bool = True) -> Module:
     return models.lstm(TOKENS, features=9 + tied, layers=2 + tied, dropout=0.1, tied=tied)
 
 
+def few_tokens(*_: Any) -> Module:
+    """Return one that multiplies its table: of fewer tokens than features."""
+    return models.lstm(TOKENS, features=TOKENS + 1)
+
+
 def replicas(ranks: int, _: Setup) -> list[Layout | None]:
     """Return data parallelism, said and not said."""
     return [None, Layout(dp=ranks)]
@@ -338,6 +343,9 @@ ROWS = {
     "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),
     "gpt": Row(GPT, everything),
     "lstm": Row(LSTM, everything),
+    "lstm of few tokens": Row(
+        Setup(few_tokens, data=sentences, microbatches=2, batch_size=16, **MOMENTUM), everything
+    ),
     "lstm, untied": Row(replace(LSTM, model_options={"tied": False}), everything),
     # the ways of gradients
     **{

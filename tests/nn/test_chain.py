@@ -75,6 +75,22 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
         assert np.allclose(first.grad, expected[1])
 
 
+def test_no_cut_changes_the_bits_of_a_model_that_multiplies_its_table() -> None:
+    """Its embedding and first recurrent layer are one layer of the chain."""
+    model = models.lstm(5, 8, 2).initialize(seed=1)
+    tokens = np.random.default_rng(0).integers(0, 5, (4, 6))
+    layers, results = open_chain(model), list[Array]()
+    assert [layer.name for layer in layers] == ["0", "3", "4", "5", "6"]
+    for cut in range(len(layers)):
+        model.zero_grad()
+        value: Any = tokens
+        for stage in (layers[:cut], layers[cut:]):
+            value = run_layers(stage, join_layers(stage), value, {})
+        value.sum().backward()
+        results.append(np.concatenate([p.grad.ravel() for p in model.parameters()]))
+    assert all(np.array_equal(results[0], other) for other in results)
+
+
 @pytest.mark.parametrize("model", [models.mlp, models.cnn, models.resnet])
 def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     expected = model((8, 8, 1), 10).initialize(seed=3).state()

@@ -11,11 +11,12 @@ import nnmpi
 from nnmpi.backend.kernels import jit, kernels_of
 from nnmpi.base.errors import ShapeError
 from nnmpi.ops.activation import gelu, relu, silu
-from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.ops.conv.conv2d import conv2d, conv_relu_pool
 from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.ops.lstm import lstm
-from nnmpi.ops.norm import batch_norm
+from nnmpi.ops.norm import batch_norm, layer_norm, rms_norm
+from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import KERNELS, cases
 
@@ -31,6 +32,11 @@ def run(function, arrays, dtype, compiled):
         y = function(*tensors)
         y.backward((np.arange(y.size) % 7 - 3.0).reshape(y.shape).astype(dtype))
     return [y.data, *(t.grad for t in tensors)]
+
+
+def pool_overlapping(x):
+    """Return windows of 3 x 3 that share pixels."""
+    return max_pool2d(x, 3, 2)
 
 
 def compare(function, arrays, share=2e-6):
@@ -163,7 +169,48 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
         *rng.standard_normal((2, shape[-1]), dtype=np.float32),
     ]
     compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
-    assert compiled_calls == ["norm_products", "norm", "norm_products", "norm_grad"]
+    assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (0, 3), (70, 2, 33), (3, 200)])
+def test_layer_normalization(shape, compiled_calls):
+    """Of rows far from 0; in RMS normalization the mean counts as 0."""
+    rng = np.random.default_rng(0)
+    sizes = shape, shape[-1], shape[-1]
+    arrays = [1 + rng.standard_normal(size, dtype=np.float32) for size in sizes]
+    compare(layer_norm, arrays, 1e-5)
+    compare(rms_norm, arrays[:2], 1e-5)
+    assert compiled_calls == ["layer_norm", "layer_norm_grad"] * 2
+
+
+def test_equal_numbers_are_normalized_to_nothing():
+    """Their mean in float32 may be another number, whose difference 1 / sqrt(eps) would multiply."""
+    x, ones = np.full((3, 1000), 1 / 3, np.float32), np.ones(1000, np.float32)
+    with jit(True):
+        assert not layer_norm(*map(Tensor, (x, ones, 0 * ones))).data.any()
+
+
+@pytest.mark.parametrize("function", [relu, lambda x: max_pool2d(relu(x), 2), pool_overlapping])
+def test_relu_and_pooling_have_the_plain_bits(function, compiled_calls):
+    """With ties, zeros, infinities and NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 3, (5, 9, 70, 37)).astype(np.float32)
+    x[0, :3, :9] = np.nan
+    x[1, 3:6], x[2, 3:6] = np.inf, -np.inf
+    plain, compiled = (run(function, [x], np.float32, compiled) for compiled in (False, True))
+    for mine, theirs in zip(compiled, plain, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert {"relu_grad", "planes_grad"} & {*compiled_calls}
+
+
+@pytest.mark.parametrize("pool", [1, 2, 3])
+def test_pooling_after_a_convolution(pool, compiled_calls):
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.standard_normal(size, dtype=np.float32) for size in ((4, 13, 13, 3), (5, 5, 3, 6), 6)
+    ]
+    compare(lambda *args: conv_relu_pool(*args, pool=pool), arrays)
+    assert {"planes_bias_relu", "planes_grad"} <= {*compiled_calls}
 
 
 # Windows, and strides with dilations. A window is compiled for each stride, in a second or two.

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numba import float64, types
+from numba import boolean, float64, types
 
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
@@ -23,6 +23,7 @@ from nnmpi.backend.plain import (
     repeated_in,
     widened,
 )
+from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.sums import WIDE
 
@@ -43,6 +44,12 @@ LOOPS = {
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
+    "layer_norm": (read(2), read(1), read(1), write(2), write(2), write(1), float64, boolean),
+    "layer_norm_grad": (read(2), read(2), read(1), read(1), write(2), write(1), write(1), boolean),
+    "relu_grad": (read(1), read(1), write(1)),
+    "planes_largest": (read(2), write(1), write(1, types.uint8)),
+    "planes_bias_relu": (read(1), write(1), write(1, types.uint8)),
+    "planes_grad": (read(1), read(1, types.uint8), write(2)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(1), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
@@ -109,6 +116,30 @@ def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> KernelPair
     )
 
 
+class CompiledPlanes(Planes):
+    """Max-pooling by planes, with a loop for each pass of a training step."""
+
+    __slots__ = ()
+
+    def largest(self, planes: Array, h: Array, winner: Array | None) -> None:
+        """See `Planes.largest`."""
+        if winner is None or winner.dtype != np.uint8:
+            return super().largest(planes, h, winner)
+        return record_launch(loop("planes_largest"), planes, h, winner)
+
+    def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
+        """See `Planes.bias_relu`."""
+        if bias is None or winner is None or winner.dtype != np.uint8:
+            return super().bias_relu(bias, h, winner)
+        return record_launch(loop("planes_bias_relu"), bias, h, winner)
+
+    def gradient(self, grad: Array, winner: Array, out: Array) -> None:
+        """See `Planes.gradient`."""
+        if winner.dtype != np.uint8:
+            return super().gradient(grad, winner, out)
+        return record_launch(loop("planes_grad"), grad, winner, out)
+
+
 class NumbaKernels(PlainKernels):
     """The kernels that numba compiles, for NumPy's float32 arrays; the others are plain."""
 
@@ -120,6 +151,8 @@ class NumbaKernels(PlainKernels):
     depthwise = staticmethod(depthwise)
     has_products, sizes = staticmethod(conv3x3.has_products), staticmethod(conv3x3.sizes)
 
+    planes = CompiledPlanes
+
     # ---- optimizers
 
     def adam(self, block: Any, *numbers: Any) -> None:
@@ -129,6 +162,15 @@ class NumbaKernels(PlainKernels):
 
     def _own(self, rows: Array) -> Array:
         return rows.copy()
+
+    def activate_grad(
+        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
+    ) -> Array:
+        if form is not Activation.RELU:
+            return super().activate_grad(xp, form, grad, saved, number)
+        grad, result = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
+        record_launch(loop("relu_grad"), *map(flattened, (grad, saved, result)))
+        return result
 
     def bias_activate(
         self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
@@ -179,6 +221,35 @@ class NumbaKernels(PlainKernels):
         if settings != (None, 0):
             return super().softmax_loss_grad(xp, grad, saved, *settings)
         return xp.multiply(saved[0], xp.reshape(grad, (grad.size, 1)))
+
+    def layer_norm(
+        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
+    ) -> tuple[Array, Residuals]:
+        n = scale.size
+        rows = xp.ascontiguousarray(xp.reshape(x, (x.size // n, n)))
+        scale, shifts = (
+            xp.zeros((n,), x.dtype) if item is None else xp.ascontiguousarray(item.reshape(n))
+            for item in (scale, shift)
+        )
+        y, normal = (xp.empty(rows.shape, x.dtype) for _ in range(2))
+        inverse = xp.empty((len(rows),), x.dtype)
+        numbers = scale, shifts, y, normal, inverse, eps, shift is not None
+        record_launch(loop("layer_norm"), rows, *numbers)
+        return y, (normal, inverse, scale)
+
+    def layer_norm_grad(
+        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
+    ) -> Array | None:
+        normal, inverse, scale = saved
+        grad = xp.ascontiguousarray(xp.reshape(grad, normal.shape))
+        sums = [xp.empty(scale.shape, grad.dtype) for _ in range(2)]
+        for i, target in enumerate(targets):
+            if needs[i + 1]:
+                sums[i] = target.reshape(scale.shape)
+        to_x = xp.empty(grad.shape, grad.dtype)
+        last = to_x, *sums, len(targets) == 2
+        record_launch(loop("layer_norm_grad"), grad, normal, inverse, scale, *last)
+        return to_x if needs[0] else None
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 

@@ -20,6 +20,7 @@ from nnmpi.backend.jit.build import inlined
 from nnmpi.backend.normal import TAIL_SINGLE
 
 _unsigned = np.uint64
+BLOCK = 2048  # numbers of each plane
 ROWS = 64  # summed before they are added to the total: one long sum would round worse
 
 _ZERO, _HALF, _ONE, _ABOVE = map(np.float32, (0, 0.5, 1, 128.5))
@@ -235,6 +236,96 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
         row, above, result = x[r], grad[r], out[r]
         for i in range(row.size):
             result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
+
+
+# Layer normalization, see `ops.norm`: rows (count, n), and n scales and shifts. Without `centered`
+# the mean counts as 0.
+
+
+def layer_norm(x, scale, shift, y, normal, inverse, eps, centered):
+    """normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps), y = normal * scale + shift."""
+    n = scale.size
+    for r in range(x.shape[0]):
+        row, result, kept = x[r], y[r], normal[r]
+        total, squares = 0.0, _ZERO
+        if centered:  # in float64: the mean of equal numbers must be that number
+            for i in range(n):
+                total += row[i]
+        mean = np.float32(total / n)
+        for i in range(n):
+            away = row[i] - mean
+            squares += away * away
+        factor = np.float32(1 / math.sqrt(np.float64(squares) / n + eps))
+        inverse[r] = factor
+        for i in range(n):
+            value = (row[i] - mean) * factor
+            kept[i] = value
+            result[i] = value * scale[i] + shift[i]
+
+
+def layer_norm_grad(grad, normal, inverse, scale, out, to_scale, to_shift, centered):
+    """out = (h - mean(h) - normal * mean(h * normal)) * inverse, h = grad * scale; to_scale = the sum
+    of grad * normal over the rows, to_shift = that of grad.
+    """
+    n = scale.size
+    share = np.float32(1 / n)
+    to_scale[:] = _ZERO
+    to_shift[:] = _ZERO
+    scales, shifts = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for r in range(grad.shape[0]):
+        above, row, result = grad[r], normal[r], out[r]
+        total, products = _ZERO, _ZERO
+        for i in range(n):
+            g, product = above[i], above[i] * row[i]
+            shifts[i] += g
+            scales[i] += product
+            total += g * scale[i]
+            products += product * scale[i]
+        mean, slope = total * share if centered else _ZERO, products * share
+        for i in range(n):
+            result[i] = (above[i] * scale[i] - mean - row[i] * slope) * inverse[r]
+        if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
+            empty_into(scales, to_scale)
+            empty_into(shifts, to_shift)
+
+
+def relu_grad(grad, y, out):
+    """out = grad where y > 0, else 0."""
+    for i in range(y.size):
+        out[i] = grad[i] if y[i] > _ZERO else _ZERO
+
+
+# Max-pooling, see `backend.planes`: planes (positions, size), in blocks that stay in the cache.
+
+
+def planes_largest(planes, h, winner):
+    """h = the maximum over the positions, winner = its position; NaN stays."""
+    for start in range(0, h.size, BLOCK):
+        top, won = h[start : start + BLOCK], winner[start : start + BLOCK]
+        top[:] = planes[0, start : start + BLOCK]
+        for k in range(1, planes.shape[0]):
+            row = planes[k, start : start + BLOCK]
+            for i in range(top.size):
+                value, before = row[i], top[i]
+                won[i] = np.uint8(k) if value > before else won[i]
+                top[i] = value if value > before or value != value else before
+
+
+def planes_bias_relu(bias, h, winner):
+    """h = max(h + bias, 0); winner = 255 where that is 0."""
+    for i in range(h.size):
+        value = h[i] + bias[i]
+        value = _ZERO if value < _ZERO else value
+        h[i] = value
+        winner[i] = winner[i] if value > _ZERO else np.uint8(255)
+
+
+def planes_grad(grad, winner, out):
+    """out[k] = grad where k wins, else 0."""
+    for k in range(out.shape[0]):
+        row = out[k]
+        for i in range(row.size):
+            row[i] = grad[i] if winner[i] == np.uint8(k) else _ZERO
 
 
 # Depthwise convolution, see `ops.conv.depthwise`. Arrays are flat, the weight is (kh kw, c). The

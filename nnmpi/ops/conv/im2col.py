@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
-from nnmpi.backend.planes import Planes, flattened
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_of
+from nnmpi.backend.planes import flattened
 from nnmpi.backend.sums import repeated, row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
@@ -288,7 +288,7 @@ class Im2colReluPool(ConvAlgorithm):
     ) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)
         columns = Columns(xp, x, self.spec, o)
-        planes = Planes(xp, places, columns.length // places * o)
+        planes = kernels_of(x).planes(xp, places, columns.length // places * o)
         winner: Array | None = xp.empty(y.shape, planes.dtype) if keep else None
         kernel = _matrix(xp, weight)
         # without a pooling the product goes straight to y
@@ -313,7 +313,7 @@ class Im2colReluPool(ConvAlgorithm):
         grad, places = xp.ascontiguousarray(grad), prod(spec.pool)
         columns = Columns(xp, x, spec, o)
         memory = xp.empty((columns.length * o,), dtype)
-        planes = Planes(xp, places, columns.length // places * o)
+        planes = kernels_of(x).planes(xp, places, columns.length // places * o)
         to_weight = None if out.weight is None else ProductSum(xp, _matrix(xp, out.weight))
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
         ones = xp.ones(columns.length, dtype)

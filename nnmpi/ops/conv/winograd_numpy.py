@@ -45,7 +45,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, constant, ones
-from nnmpi.backend.planes import Planes, flattened
+from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.planes import flattened
 from nnmpi.backend.program.record import record_launch, viewed
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
@@ -266,7 +267,7 @@ class Tiles:
         self._half: Array = xp.empty((side * each, *tile), dtype)  # transformed one way
         self.results: Array = xp.empty((side, side, *tile), dtype)
         self.pooled: Array = xp.empty(tile, dtype)
-        self.planes = Planes(xp, side * side, self.pooled.size)
+        self.planes = kernels_of(self.pooled).planes(xp, side * side, self.pooled.size)
 
     def pixels(self, images: Array) -> Array:
         """Return images as a view (side, side, h / side, w / side, count, ...), like `results`."""
