@@ -24,6 +24,7 @@ BLOCK = 2048  # numbers of each plane
 ROWS = 64  # summed before they are added to the total: one long sum would round worse
 
 _ZERO, _HALF, _ONE, _ABOVE = map(np.float32, (0, 0.5, 1, 128.5))
+_INFINITY, _NAN = np.float32(np.inf), np.float32(np.nan)
 _LEAST, _MOST, _END = map(np.float32, (-87.3, 89, 8))
 # log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are
 # exact
@@ -256,6 +257,7 @@ def layer_norm(x, scale, shift, y, normal, inverse, eps, centered):
             away = row[i] - mean
             squares += away * away
         factor = np.float32(1 / math.sqrt(np.float64(squares) / n + eps))
+        factor = factor if squares < _INFINITY else _NAN  # 1 / infinity would hide the overflow
         inverse[r] = factor
         for i in range(n):
             value = (row[i] - mean) * factor
