@@ -278,7 +278,8 @@ def arrange(
         LayoutError: on all ranks, when the layout does not fit the world or the model; it names one
             that does.
         DeviceError: on all ranks, when a rank's part is larger than the limit.
-        UsageError: for a model that cannot be cut, or invalid shards.
+        UsageError: for a model that cannot be cut, invalid shards, and values that ranks' parts
+            would draw anew.
 
     Example:
         >>> def program(group):
