@@ -233,8 +233,9 @@ def refuse_values(model: Module) -> None:
     """
     if any(hasattr(parameter, "data") for parameter in model.parameters()):
         raise UsageError(
-            "the model has its values already; shard it first, then call model.initialize(), and"
-            " give it kept values by worker.state()[0].scatter(values.__getitem__)"
+            "the model has its values already; arrange or shard it first, then call"
+            " model.initialize(), and give it kept values by"
+            " worker.state()[0].scatter(values.__getitem__)"
         )
 
 

@@ -67,13 +67,17 @@ class Deferred:
         return _part_of_backward(node, grad, tuple(not item for item in later), recorder)
 
     def finish(self) -> None:
-        """Compute the deferred gradients in the order of an ordinary pass; free their inputs."""
+        """Compute the deferred gradients in the order of an ordinary pass; free their inputs.
+
+        It is within the pass: graphs within an operation meet no other ranks for others'.
+        """
         waiting, self._waiting = self._waiting, []
         recorder = active()
-        for node, grad, selected in waiting:
-            xp = namespace(grad) if recorder is None else recorder.module(namespace(bare(grad)))
-            _pass_on(node, _part_of_backward(node, grad, selected, recorder), xp)
-            _release(node, recorder)
+        with graph_alone():
+            for node, grad, selected in waiting:
+                xp = namespace(grad) if recorder is None else recorder.module(namespace(bare(grad)))
+                _pass_on(node, _part_of_backward(node, grad, selected, recorder), xp)
+                _release(node, recorder)
 
     def holds(self, node: Function) -> bool:
         """Whether an operation was deferred just now: only the newest entry is compared."""

@@ -195,6 +195,14 @@ def test_other_ranks_rows_change_while_this_ranks_stay(
     assert_equal(group, kind, layout, microbatches=microbatches)
 
 
+@pytest.mark.simulated(min_size=4, max_size=4)
+@pytest.mark.parametrize("microbatches", [2, 3, 4])
+def test_second_halves_meet_as_often_in_a_replay(group: Group, microbatches: int) -> None:
+    """Of experts, whose backward is a pass through graphs of their own."""
+    layout = Layout(dp=2, pp=2, pipeline="v-half", split=(1, 2, 2, 1), zero=3, expert_parallel=True)
+    assert_equal(group, (choosing, tokens), layout, microbatches=microbatches)
+
+
 @pytest.mark.simulated(max_size=2)
 def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither eagerly, nor recorded, nor replayed: a recording calls the pass of its replay."""
