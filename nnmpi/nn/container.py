@@ -33,23 +33,15 @@ from typing import Any, TypeAlias
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.nn.activation import GELU, Dropout, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
-from nnmpi.nn.rnn import RNN
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
 from nnmpi.ops.embedding import TokenRows, is_small
 from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
-
-# Runs in which a recurrent layer may multiply the embedding's table.
-TOKEN_READERS = tuple(
-    (Embedding, *drop, kind) for kind in (LSTM, GRU, RNN) for drop in ((), (Dropout,))
-)
 
 
 def read_tokens(*layers_and_tokens: Any) -> Any:
@@ -78,7 +70,6 @@ JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyTy
             *Conv2d.operands(conv, x), pool.over.kernel
         ),
         (Conv2d, ReLU): lambda conv, _, x: conv_relu(*Conv2d.operands(conv, x)),
-        **dict.fromkeys(TOKEN_READERS, read_tokens),
     }
 )
 
@@ -92,8 +83,9 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
     rest = list(layers)
     while rest:
         kinds = next((item for item in JOINT if _fit(rest, item)), ())
-        count = len(kinds) or 1
-        calls.append(partial(JOINT[kinds], *rest[:count]) if kinds else rest[0])
+        count = len(kinds) or _count_readers(rest)
+        joint = JOINT.get(kinds, read_tokens)
+        calls.append(partial(joint, *rest[:count]) if count > 1 else rest[0])
         del rest[:count]
     return calls
 
@@ -103,10 +95,16 @@ def count_uncut(layers: Sequence[Module]) -> int:
 
     A cut between an embedding and the layer that multiplies its table would change the bits.
     """
-    kinds = (Embedding, *map(type, layers[1:3]))
-    count = next((n for n in (2, 3) if kinds[:n] in TOKEN_READERS), 1)
-    first = layers[0]
+    first, count = layers[0], _count_readers(layers)
     return count if isinstance(first, Embedding) and is_small(first.weight) else 1
+
+
+def _count_readers(layers: Sequence[Module]) -> int:
+    """Return the length of a run for `read_tokens` at the beginning, else 1."""
+    kinds = [type(layer) for layer in layers[:3]]
+    count = 3 if kinds[1:2] == [Dropout] else 2
+    fits = isinstance(layers[0], Embedding) and len(kinds) >= count
+    return count if fits and "reads_rows" in vars(kinds[count - 1]) else 1
 
 
 def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:

@@ -1,7 +1,7 @@
 """Gated recurrent units: recurrent layers with one state."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
@@ -45,6 +45,8 @@ class GRU(Module, fixed="hidden_size"):
         >>> layer(np.zeros((5, 7, 4), "float32")).shape
         (5, 7, 3)
     """
+
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
 
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0

@@ -1,6 +1,6 @@
 """Long short-term memory: recurrent layers with two states, h and c."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.program.record import record_launch
@@ -64,6 +64,8 @@ class LSTM(Module, fixed="hidden_size directions"):
         >>> layer(x, lengths=np.array([10, 7, 4])).shape  # h is 0 from each length on
         (3, 10, 16)
     """
+
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Elman's recurrent layers, and cells: one time step of a recurrent layer."""
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from nnmpi.base.errors import UsageError, check_int
 from nnmpi.nn.gru import GRU, GRULayer
@@ -40,6 +40,8 @@ class RNN(GRU):
         >>> layer(np.zeros((5, 7, 4), "float32")).shape
         (5, 7, 3)
     """
+
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
 
     def __init__(
         self,

@@ -304,11 +304,10 @@ def planes_largest(planes, h, winner):
     """h = the maximum over the positions, winner = its position; NaN stays."""
     for start in range(0, h.size, BLOCK):
         top, won = h[start : start + BLOCK], winner[start : start + BLOCK]
-        top[:] = planes[0, start : start + BLOCK]
-        for k in range(1, planes.shape[0]):
-            row = planes[k, start : start + BLOCK]
+        for k in range(planes.shape[0]):
+            row = planes[k][start : start + BLOCK]
             for i in range(top.size):
-                value, before = row[i], top[i]
+                value, before = row[i], row[i] if k == 0 else top[i]
                 won[i] = np.uint8(k) if value > before else won[i]
                 top[i] = value if value > before or value != value else before
 
