@@ -257,5 +257,6 @@ def profile_of(
         (tp, 1): ShareCost(1 / tp, saved(tp) / saved(1), sums),
     }
     seconds = rows * times * sum(item.flops for item in layers) / flops_s
-    steps = {rows: StepCost(seconds, update_s, rows * saved(1))}
+    inputs = sum(item.value_bytes for item in layers) + 2 * max(item.kept_bytes for item in layers)
+    steps = {rows: StepCost(seconds, update_s, rows * saved(1), rows * inputs)}
     return Profile(steps, shares, tuple(layer(i, item) for i, item in enumerate(layers)), rows)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, zeros
-from nnmpi.backend.memory import MemoryUse, host_memory
+from nnmpi.backend.memory import HostMeter, MemoryUse, Meter, host_memory
 from nnmpi.base.errors import DeviceError
 
 
@@ -55,6 +55,10 @@ class Backend:
     def memory(self) -> MemoryUse:
         """Return the memory in use and its limit."""
         return host_memory()
+
+    def meter(self) -> Meter:
+        """Return a meter of the memory that this thread's arrays take."""
+        return HostMeter()
 
     def room_bytes(self) -> int:
         """Return the bytes that new arrays may take on a device; 0 on the host, which nobody asks."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.cuda.graph import free_unused
-from nnmpi.backend.memory import MemoryUse
+from nnmpi.backend.memory import MemoryUse, Meter, T
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.units import format_bytes
 
@@ -97,6 +98,28 @@ class _Pool:
     note: str = ""
 
 
+class _PoolMeter:
+    """Counts what the pool gives to this thread, and gets back; beside CuPy's `MemoryHook`."""
+
+    name = "nnmpi"
+    now = most = 0
+
+    def malloc_postprocess(self, **block: Any) -> None:
+        """Count new memory."""
+        self.now += block["mem_size"]
+        self.most = max(self.most, self.now)
+
+    def free_postprocess(self, **block: Any) -> None:
+        """Count freed memory."""
+        self.now -= block["mem_size"]
+
+    def measure(self, call: Callable[[], T]) -> tuple[T, int, int]:
+        """See `Meter`."""
+        self.now = self.most = 0
+        result = call()
+        return result, self.most, self.now
+
+
 @dataclass(frozen=True)
 class DeviceBackend(Backend):
     """CuPy on a device.
@@ -139,6 +162,10 @@ class DeviceBackend(Backend):
         self.pool.peak_bytes = max(self.pool.peak_bytes, taken)
         note = self.pool.note or ("CUPY_GPU_MEMORY_LIMIT or set_limit" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
+
+    def meter(self) -> Meter:
+        """Return a meter of the memory that this thread's arrays take from the pool."""
+        return cast(Meter, type("Hook", (_PoolMeter, self.xp.cuda.MemoryHook), {})())
 
     def room_bytes(self) -> int:
         """Return the bytes that new arrays may take: free on the device, or up to the limit."""

@@ -7,12 +7,17 @@ step. `keep_freed_memory` avoids that.
 
 import ctypes
 import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from nnmpi.base.units import format_bytes
 
+T = TypeVar("T")
 _STATUS = Path("/proc/self/status")
 
 # Numbers of glibc's malloc.h. The mapping threshold cannot be set above 32 MiB.
@@ -43,6 +48,78 @@ class MemoryUse:
         )
         used, peak = format_bytes(self.used_bytes), format_bytes(self.peak_bytes)
         return f"{used} in use, {peak} at the peak, {limit} ({self.note})"
+
+
+class Meter(Protocol):
+    """Counts the memory that this thread's arrays take, within `with`."""
+
+    def __enter__(self) -> "Meter": ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def measure(self, call: Callable[[], T]) -> tuple[T, int, int]:
+        """Return a call's result, and the bytes beyond those before it: the most, and those left."""
+
+
+class HostMeter:
+    """The host's: Python's tracing of memory, to which NumPy reports its arrays.
+
+    It traces the process, so other threads' arrays count, too. Simulated ranks compute one at a
+    time, and leave out what others do in their turns (see `leaving_out_others`).
+    """
+
+    _open: ClassVar[int] = 0
+    _is_ours: ClassVar[bool] = False
+
+    def __enter__(self) -> "HostMeter":
+        if not tracemalloc.is_tracing():
+            tracemalloc.start()
+            HostMeter._is_ours = True
+        HostMeter._open += 1
+        self._token = _meter.set(self)
+        self._base = self._most = 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _meter.reset(self._token)
+        HostMeter._open -= 1
+        if HostMeter._is_ours and not HostMeter._open:
+            tracemalloc.stop()
+            HostMeter._is_ours = False
+
+    def measure(self, call: Callable[[], T]) -> tuple[T, int, int]:
+        """See `Meter`."""
+        self._most = 0
+        self.resume(0)
+        result = call()
+        left = self.pause()
+        return result, self._most, left
+
+    def pause(self) -> int:
+        """Return the bytes now, beyond those before."""
+        now, most = tracemalloc.get_traced_memory()
+        self._most = max(self._most, most - self._base)
+        return now - self._base
+
+    def resume(self, now: int) -> None:
+        """Count on from these bytes."""
+        self._base = tracemalloc.get_traced_memory()[0] - now
+        tracemalloc.reset_peak()
+
+
+_meter: ContextVar[HostMeter | None] = ContextVar("nnmpi_meter", default=None)
+
+
+@contextmanager
+def leaving_out_others() -> Iterator[None]:
+    """Let this thread's meter leave out what happens in the block, in other threads."""
+    meter = _meter.get()
+    now = 0 if meter is None else meter.pause()
+    try:
+        yield
+    finally:
+        if meter is not None:
+            meter.resume(now)
 
 
 def host_memory() -> MemoryUse:

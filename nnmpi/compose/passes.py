@@ -76,7 +76,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.walk import Pass
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.memory.fitting import choose_savings
+from nnmpi.memory.fitting import StageCost, choose_savings
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import BYTE_S, Store, measure_bandwidth
@@ -84,7 +84,7 @@ from nnmpi.nn.chain import parameters_of
 from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
-from nnmpi.parallel.pipeline.stage import StageCost, Visit
+from nnmpi.parallel.pipeline.stage import Visit
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.tensor.backward import leaves_of
@@ -171,6 +171,7 @@ class BatchPass(Pass):
         self.batch = to_device(self._with_known_labels(batch), owner.model, owner.backend)
         self._parts = [self.batch.rows(cut) for cut in cuts]
         self._each = trains and owner.updates_per_microbatch
+        self.adds = batch.microbatches > 1
         total = batch.global_targets
         # the factor of each microbatch's sum of losses in a backward pass
         self._weights = [
@@ -506,7 +507,7 @@ class Passes:
         if not mode.training or mode.again:
             return self._compute(x, visit)
         assert self.planned is not None
-        return self.planned(x, visit.end, visit.size)
+        return self.planned(x, visit.end, visit.size, visit.adds)
 
     # ---- for the trainer ----
 
@@ -528,7 +529,7 @@ class Passes:
         """Return why a pass may not be recorded and replayed; empty if it may."""
         if not may_replay:
             return OBSERVED
-        return "activations are measured" if now.measures else ""
+        return "activations are measured" if now.meter is not None else ""
 
     @contextmanager
     def settling(self, now: BatchPass) -> Iterator[None]:
@@ -540,9 +541,9 @@ class Passes:
         before = [buffer.data.copy() for _, buffer in self._watched]
         fits = isinstance(self._limit, int) and now.size > self._fitted_size
         if fits:
-            now.measures = True
             self.executor.save_memory(self.executor.stages)
-        yield
+        with now.measuring() if fits else nullcontext():
+            yield
         if fits:
             self._fit_stages(now)
         for (name, buffer), values in zip(self._watched, before, strict=True):

@@ -14,23 +14,24 @@ sends travel while the rank computes, and every microbatch has buffers of its ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
+from nnmpi.backend.memory import Meter
 from nnmpi.backend.recording import active, record_call, record_note, recorded_input
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.executor import WEIGHTS, Executor, RankProgram
 from nnmpi.compose.stats import PassReport
+from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import Flight, StageCost, Visit
+from nnmpi.parallel.pipeline.stage import Flight, Visit
 from nnmpi.parallel.zero.storage import COMMON
-from nnmpi.schedule.lower import offload
-from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, USES, Instruction, Kind, peak_saved
+from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, USES, Instruction, Kind
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -113,16 +114,18 @@ class Pass:
         length, size: see `Visit`.
 
     Attributes:
-        measures: whether backward passes measure what microbatches cost.
+        meter: measures what microbatches cost, if there is one.
         costs: of the largest measured microbatch, by stage.
         report: times, messages and microbatches in memory.
         slow: minimum times and stragglers in training.
         poll: called before each backward pass on a rank that also serves others; None on other
             ranks.
+        adds: see `Visit`.
     """
 
     slow: Slow = NOT_SLOW
     poll: Callable[[], None] | None = None
+    adds = False
 
     def __init__(
         self,
@@ -134,7 +137,8 @@ class Pass:
     ) -> None:
         self.executor, self.inputs, self.length, self.size = executor, inputs, length, size
         self._seeds = seeds
-        self.measures, self.costs = False, dict.fromkeys(executor.stages, StageCost())
+        self.meter: Meter | None = None
+        self.costs = dict.fromkeys(executor.stages, StageCost())
         self.report = PassReport(len(inputs))
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
@@ -290,40 +294,26 @@ class Pass:
 
     # ---- memory ----
 
-    def peak_bytes(self, most: int) -> int:
-        """Return the peak bytes of activations of the pass, which was measured.
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure what microbatches cost, if the pass runs in the block."""
+        before = self.meter
+        with self.executor.backend.meter() if before is None else nullcontext(before) as self.meter:
+            yield
+        self.meter = before
 
-        Args:
-            most: of a microbatch of an uncut model.
-        """
+    def peak_bytes(self) -> int:
+        """Return the peak bytes of activations of the pass, which was measured."""
         executor = self.executor
-        if executor.count == 1:
-            return most
+        if not self.inputs:
+            return 0
         return int(self.peak_of(self.costs, executor.recomputed, executor.moved))
 
     def peak_of(
         self, costs: Mapping[int, StageCost], again: Collection[int], moved: Collection[int] = ()
     ) -> float:
-        """Return the peak bytes of a pass like this one, for a choice of stages.
-
-        A stage's outputs are the next one's inputs if that is on this rank; the data are no
-        activations.
-
-        Args:
-            again: the stages that are recomputed.
-            moved: those whose saved arrays are moved to a store meanwhile.
-        """
-        waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
-        staying = {
-            number: waiting[number] + cost.outputs * (number + 1 not in costs)
-            for number, cost in costs.items()
-        }
-        saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
-        schedule, rank = self._program.schedule, self.executor.rank
-        if moved:  # not checked: many choices are tried
-            schedule = offload(schedule, rank, moved)
-        left = {number: waiting[number] for number in again}
-        return peak_saved(schedule, rank, saved, left, staying)
+        """Return the peak bytes of a pass like this one; see `peak_of_stages`."""
+        return peak_of_stages(costs, self._program.schedule, self.executor.rank, again, moved)
 
     # ---- weights and gradients that replicas share out ----
 
@@ -349,7 +339,7 @@ class Pass:
     def visit(self, microbatch: int) -> Visit:
         """Return how stages compute a microbatch."""
         mode, end = partial(self.mode, microbatch), partial(self._at_end, microbatch)
-        return Visit(mode, end, self.length, self.size)
+        return Visit(mode, end, self.length, self.size, self.adds)
 
     def _at_end(self, microbatch: int, result: Tensor) -> Tensor:
         return self.head(self.executor.whole(result, self.length), microbatch)
@@ -369,7 +359,7 @@ class Pass:
         else:
             data = self.do(recorded_input, Pass._input, microbatch)
             values = BoundaryArrays((data,), (False,))
-        flight = Flight(self.executor.stages[stage], self.visit(microbatch))
+        flight = Flight(self.executor.stages[stage], self.visit(microbatch), self.meter)
         outputs = flight.forward(values)
         if self._program.trains:
             self._flights[stage, microbatch] = flight
@@ -393,8 +383,8 @@ class Pass:
         flight = self._flights[stage, microbatch]
         if not halves:
             del self._flights[stage, microbatch]
-        grads_back = flight.backward(grads, halves, self.measures)
-        if self.measures:
+        grads_back = flight.backward(grads, halves)
+        if self.meter is not None:
             self.costs[stage] = StageCost(*map(max, self.costs[stage], flight.cost))
         if stage:
             self._grads[stage - 1, microbatch] = grads_back

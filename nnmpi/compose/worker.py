@@ -15,8 +15,8 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from math import isfinite, prod
@@ -261,15 +261,20 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         world = self.group.comm.world
         world.step, world.traffic, collective_s = step, Traffic(), world.collective_s
         counts, is_new = self._note_batch(batch)
+        observed = counts or current() is not None
         with self._deterministic():
             now = self.passes.begin(batch, step, factor)
-            with self._counting(now) if counts else _UNCHANGED:
+            with now.measuring() if counts else _UNCHANGED:
                 # Counting and tracing observe every operation, so such a pass runs eagerly.
-                report = now.train(not counts)
+                report = now.train(not observed)
+            if counts:
+                self.ledger.note_activations(now.peak_bytes())
+            if observed:
+                self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
             self._note_recordings()
             read = now.send_sums()
         account = world.traffic, begin, collective_s
-        is_steady = not (counts or is_new)
+        is_steady = not (observed or is_new)
         return _Started(
             batch, now, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
         )
@@ -393,7 +398,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if is_traced or is_new:
             self._batch_bytes = nbytes
             self._note_memory({BATCHES: nbytes})
-        return self._should_count(nbytes) or is_traced, is_new
+        return self._should_count(nbytes), is_new
 
     def _note_recordings(self) -> None:
         if self.passes.replay.held_bytes != self._recorded_bytes:  # something was recorded
@@ -437,22 +442,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         }
 
     def _should_count(self, nbytes: int) -> bool:
-        # The first step is not counted: it also allocates memory that stays, such as optimizer
-        # state. Later a batch is counted if it is larger than all counted before: the second step
+        # The first step is counted in a trace alone: it also allocates memory that stays, such as
+        # optimizer state. Later a batch is counted if it is larger than all counted before: the second step
         # may be an epoch's short last batch.
         if self._counted_bytes is None:
             self._counted_bytes = -1
-        elif nbytes > self._counted_bytes:
+            return current() is not None
+        if nbytes > self._counted_bytes:
             self._counted_bytes = nbytes
             return True
         return False
-
-    @contextmanager
-    def _counting(self, now: BatchPass) -> Iterator[None]:
-        now.measures = True
-        with self.ledger.measuring(now.peak_bytes):
-            yield
-        self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 
     def _note_memory(self, held_bytes: Mapping[str, int], activations: int = 0) -> None:
         self.ledger.note(held_bytes)

@@ -6,7 +6,8 @@
                                                B0.0 computes 0.0 again, and holds all of it meanwhile
 
 A segment is kept, recomputed, or moved to a store meanwhile. The program says which microbatches are
-in flight at each moment, so the peak is a sum of measured bytes. Segments are chosen by the bytes
+in flight at each moment, so the peak is a sum of measured bytes: for a pass, the ledger and the
+planner. Segments are chosen by the bytes
 that they save per second, until the peak fits; then those that need not save are taken back, the
 slowest first. The best of all choices takes exponential time to find.
 """
@@ -16,6 +17,56 @@ from typing import NamedTuple
 
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import format_bytes
+from nnmpi.schedule.lower import offload
+from nnmpi.schedule.schedule import Schedule, peak_saved
+
+
+class StageCost(NamedTuple):
+    """What a microbatch costs a stage, the largest one.
+
+    Attributes:
+        inputs: bytes of its inputs, which it holds from the forward to the backward.
+        inner: bytes of what else its operations save.
+        outputs: bytes of its outputs, without inputs.
+        seconds: of a recomputation.
+        work: the most bytes that a forward or a backward takes besides.
+    """
+
+    inputs: float = 0
+    inner: float = 0
+    outputs: float = 0
+    seconds: float = 0.0
+    work: float = 0
+
+
+def peak_of_stages(
+    costs: Mapping[int, StageCost],
+    schedule: Schedule,
+    rank: int,
+    again: Collection[int] = (),
+    moved: Collection[int] = (),
+) -> float:
+    """Return the peak bytes of activations of a rank's stages.
+
+    A stage's outputs are the next one's inputs if that is on this rank; the data are no activations.
+
+    Args:
+        costs: by stage.
+        schedule, rank: when each stage computes.
+        again: the stages that are recomputed.
+        moved: those whose saved arrays are moved to a store meanwhile.
+    """
+    waiting = {number: cost.inputs * (number > 0) for number, cost in costs.items()}
+    staying = {
+        number: waiting[number] + cost.outputs * (number + 1 not in costs)
+        for number, cost in costs.items()
+    }
+    saved = {number: staying[number] + cost.inner for number, cost in costs.items()}
+    if moved:  # not checked: many choices are tried
+        schedule = offload(schedule, rank, moved)
+    left = {number: waiting[number] for number in again}
+    work = {number: cost.work for number, cost in costs.items()}
+    return peak_saved(schedule, rank, saved, left, staying, work)
 
 
 class Savings(NamedTuple):

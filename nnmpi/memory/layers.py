@@ -12,13 +12,15 @@ measures both kinds for all of nnmpi.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.memory import Meter, T
 from nnmpi.base.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import (
@@ -40,7 +42,7 @@ from nnmpi.tensor.sharded import mark
 from nnmpi.tensor.tensor import Tensor
 
 Layer = Callable[[Tensor], Any]
-REPEATS = 3
+REPEATS, TRACED = 3, 2  # passes that are timed, and whose memory is counted
 
 
 class Value(NamedTuple):
@@ -119,13 +121,20 @@ def run_saving(layer: Layer, value: Value, needed: bool) -> tuple[Value, LayerGr
     Args:
         needed: whether the value needs a gradient.
     """
-    graph_input, x = None, Tensor(value.array, requires_grad=needed)
-    if needed:
-        graph_input = _GraphInput()
-        x = graph_input(x)
-        graph_input.edges = (None,)  # no edge to the leaf, which would keep the value alive
-    y, cuts = local_tensor(layer(value.marked(x)))
+    x, graph_input = _begin(value, needed)
+    y, cuts = local_tensor(layer(x))
     return Value(y.data, cuts), LayerGraph(graph_input, y)
+
+
+def _begin(value: Value, needed: bool) -> tuple[Tensor, _GraphInput | None]:
+    """Return a value as the beginning of a graph, and its operation if it needs a gradient."""
+    x = Tensor(value.array, requires_grad=needed)
+    if not needed:
+        return value.marked(x), None
+    graph_input = _GraphInput()
+    x = graph_input(x)
+    graph_input.edges = (None,)  # no edge to the leaf, which would keep the value alive
+    return value.marked(x), graph_input
 
 
 def run_without_graph(layer: Layer, value: Value) -> Value:
@@ -231,7 +240,11 @@ def of_chain(
 
 
 def measure(
-    layers: Iterable[Measured], x: Tensor, backend: Backend, store: Store | None = None
+    layers: Iterable[Measured],
+    x: Tensor,
+    backend: Backend,
+    store: Store | None = None,
+    adds: bool = False,
 ) -> list[LayerCost]:
     """Return each layer's costs for this input. Collective if layers communicate.
 
@@ -242,13 +255,14 @@ def measure(
         x: the first one's input.
         backend: of the layers.
         store: a destination of saved arrays, which is tried out; None for none.
+        adds: whether passes add to gradients of earlier ones, which takes more memory.
     """
     result: list[LayerCost] = []
     around, _ = _Around.of(x, {})
     with recomputing():
         for layer in layers:
             with without_hooks(layer.parameters), _gradients_restored(layer.parameters):
-                cost, after = _measure_layer(layer, around, backend)
+                cost, after = _measure_layer(layer, around, backend, adds)
                 # the caller keeps the chain's input anyway
                 cost = replace(cost, saves_input=cost.saves_input and bool(result))
                 if store is not None:
@@ -287,15 +301,11 @@ class _Around(NamedTuple):
         needs = tuple(local.requires_grad for local in plain)
         return cls(values, needs, tuple(stashed), single), plain
 
-    def run(self, layer: Measured) -> tuple[list[Tensor], Any, Stashed]:
-        """Return leaves with these values, the layer's result, and the stashed values."""
-        leaves = [
-            Tensor(value.array, requires_grad=needs)
-            for value, needs in zip(self.values, self.needs, strict=True)
-        ]
-        inputs = [value.marked(leaf) for value, leaf in zip(self.values, leaves, strict=True)]
+    def run(self, layer: Measured) -> tuple[list[_GraphInput | None], Any, Stashed]:
+        """Return the beginnings of the graph, the layer's result, and the stashed values."""
+        inputs, begins = zip(*map(_begin, self.values, self.needs), strict=True)
         x, stashed = unpack(inputs, self.single, self.names)
-        return leaves, layer.run(x, stashed), stashed
+        return [*begins], layer.run(x, stashed), stashed
 
     @property
     def nbytes(self) -> int:
@@ -308,36 +318,35 @@ class _Around(NamedTuple):
         return {owner_id(value.array) for value in self.values}
 
 
-def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[LayerCost, _Around]:
-    """Return a layer's costs, the fastest of some repetitions, and the values after it."""
-
-    def time(call: Callable[[], Any]) -> tuple[float, Any]:
-        backend.synchronize()
-        begin = clock.now()
-        result = call()
-        backend.synchronize()
-        return clock.now() - begin, result
-
+def _measure_layer(
+    layer: Measured, before: _Around, backend: Backend, adds: bool
+) -> tuple[LayerCost, _Around]:
+    """Return a layer's costs, the least of some repetitions, and the values after it."""
     outside, rounds = [parameter.data for parameter in layer.parameters], []
-    for _ in range(1 + REPEATS):
-        with no_grad():
-            forward_s, _ = time(lambda: before.run(layer))
-        keep_s, (leaves, x, retained) = time(lambda: before.run(layer))
-        after, outputs = _Around.of(x, retained)
-        saved = saved_memory(operations_of(outputs), outside)
-        differentiable = [end for end in outputs if end.requires_grad]
-        backward_s = 0.0
-        if differentiable:
-            root = CommonRoot(
-                [namespace(item.data).ones_like(item.data, order="C") for item in differentiable]
-            )(*differentiable)
-            seed = namespace(root.data).ones_like(root.data)
-            backward_s, _ = time(lambda: root.backward(seed))  # noqa: B023
-        gradient = sum(leaf.data.nbytes for leaf in leaves if leaf.grad is not None)
-        rounds.append((forward_s, keep_s, backward_s))
-        del leaves, x, retained, outputs, differentiable
+    run = partial(before.run, layer)
+    for number in range(REPEATS + TRACED):
+        for parameter in () if adds else layer.parameters:
+            parameter.grad = None
+        # Traced are the last passes, as the first makes what lasts, and gradients to add to. The
+        # least counts: another thread may load a batch meanwhile.
+        with nullcontext() if number < REPEATS else backend.meter() as meter:
+            with no_grad():
+                forward = _spend(backend, meter, run)[1]
+            (begins, *ends), keep = _spend(backend, meter, run)
+            around, outputs = _Around.of(*ends)
+            if meter is None:
+                after, saved = around, saved_memory(operations_of(outputs), outside)
+            back = _backward_of(outputs)
+            del ends, outputs, around  # what the graph alone holds is freed meanwhile
+            backward = _spend(backend, meter, back)[1]
+        gradient = sum(item.taken.nbytes for item in begins if item and item.taken is not None)
+        rounds.append((forward, keep, backward))
+        del begins, back
     owners = before.owners, after.owners
-    forward_s, keep_s, backward_s = map(min, zip(*rounds[1:], strict=True))
+    kinds = list(zip(*rounds, strict=True))
+    forward_s, keep_s, backward_s = (min(item.seconds for item in kind[:REPEATS]) for kind in kinds)
+    forward_work, keep_work, _ = (min(item.work for item in kind[REPEATS:]) for kind in kinds)
+    backward_most = min(item.most for item in kinds[2][REPEATS:])
     return LayerCost(
         layer.name,
         after.nbytes,
@@ -349,7 +358,42 @@ def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[
         keep_s,
         backward_s,
         elements=sum(parameter.size for parameter in layer.parameters),
+        forward_work=forward_work,
+        keep_work=keep_work,
+        backward_work=max(0, backward_most - gradient),
     ), after
+
+
+class _Spent(NamedTuple):
+    """What a call took: seconds, and with a meter the most bytes and those left."""
+
+    seconds: float
+    most: int
+    left: int
+
+    @property
+    def work(self) -> int:
+        """The bytes of temporary arrays, at the peak."""
+        return self.most - self.left
+
+
+def _spend(backend: Backend, meter: Meter | None, call: Callable[[], T]) -> tuple[T, _Spent]:
+    """Return a call's result, and what it took."""
+    backend.synchronize()
+    begin = clock.now()
+    result, most, left = (call(), 0, 0) if meter is None else meter.measure(call)
+    backend.synchronize()
+    return result, _Spent(clock.now() - begin, most, left)
+
+
+def _backward_of(outputs: Sequence[Tensor]) -> Callable[[], object]:
+    """Return the backward pass from a layer's results, if some need a gradient."""
+    ends = [end for end in outputs if end.requires_grad]
+    if not ends:
+        return int
+    grads = [namespace(end.data).ones_like(end.data, order="C") for end in ends]
+    root = CommonRoot(grads)(*ends)
+    return partial(root.backward, namespace(root.data).ones_like(root.data))
 
 
 def _can_move(

@@ -3,30 +3,26 @@
     parameters              the arrays that the model computes with, or this rank's part of them
     gradients               as many, or this rank's part
     optimizer state         the arrays of the optimizer's slots
-    activations             arrays that operations save for their backward, or of a plan; memory of
-                            recordings
+    activations             arrays that operations save for their backward, what a forward or a
+                            backward takes besides; memory of recordings
     communication buffers   gathered arrays, and arrays that wait for their sum
     batches                 samples and labels of the step
 
-The owners report lasting arrays whenever these may have changed. Saved arrays are counted when a
-backward begins, for each microbatch in flight; temporary arrays of operations are not counted. The
-count is made in one step and holds for later ones: in the second step, then in each step with a
-larger batch, and while a trace is recorded.
+The owners report lasting arrays whenever these may have changed. A pass measures what a microbatch
+costs each stage (`pipeline.stage`), and its program says how many are in flight at once. The count is
+made in one step and holds for later ones: in the second step, and then in each step with a larger
+batch.
 
     nnmpi.memory.report().held["gradients"]        bytes, of the newest worker
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from nnmpi.base.errors import UsageError
-from nnmpi.memory.store import saved_memory, weights_of
-from nnmpi.tensor.backward import watching
-from nnmpi.tensor.function import Function
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
@@ -80,29 +76,10 @@ class MemoryLedger:
             self._peaks[kind] = max(self._peaks[kind], nbytes)
         self._peak = max(self._peak, sum(self._held.values()))
 
-    @contextmanager
-    def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
-        """Count the arrays that the block's operations save, as activations.
-
-        Args:
-            of_all: the peak bytes of one microbatch -> of all that were in flight at once; called
-                after the block.
-        """
-        before, most = self._held[ACTIVATIONS], 0  # before: the recordings' bytes
-
-        def see(operations: Sequence[Function]) -> None:
-            nonlocal most
-            local = weights_of(operations)
-            # an operation of a plan reports the plan's bytes
-            planned = [getattr(operation, "planned_bytes", 0) for operation in operations]
-            most = max(most, sum(saved_memory(operations, local).values()), *planned)
-
-        token = watching.set(see)
-        try:
-            yield
-        finally:
-            watching.reset(token)
-        self.note({ACTIVATIONS: before + of_all(most)})
+    def note_activations(self, nbytes: int) -> None:
+        """Note the most activations of a pass that has ended, beside those of recordings."""
+        before = self._held[ACTIVATIONS]
+        self.note({ACTIVATIONS: before + nbytes})
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:

@@ -149,8 +149,9 @@ class OptimalPlans:
         cost, grads, values = self.costs[s], self._grads, self._values
         behind, local = grads[t + 1], values[s] if owned else 0
         saved, holds = self._saved_bytes(s, owned)
-        first = behind + local + cost.saved + values[s + 1]
-        least = max(first, saved + grads[s + 1] + cost.gradient)
+        first = behind + local + cost.saved + values[s + 1] + cost.keep_work
+        back = grads[s + 1] + cost.gradient + cost.backward_work
+        least = max(first, saved + back)
         spent = cost.keep_s + cost.backward_s
         if s == t:
             points = [(np.array([least]), np.array([spent]), KEEP)]
@@ -159,14 +160,15 @@ class OptimalPlans:
             points = [(np.maximum(inner.bytes + saved, least), inner.seconds + spent, KEEP)]
             if s in self._moves:
                 (moved, moving_s), inner = self._moves[s], self._curves[s + 1, t, True]
-                floor = max(first, moved + grads[s + 1] + cost.gradient)
+                floor = max(first, moved + back)
                 points.append(
                     (np.maximum(inner.bytes, floor), inner.seconds + spent + moving_s, SWAP)
                 )
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             layer = self.costs[m - 1]
-            floor = max(floor, behind + local + values[m] + (values[m - 1] if m - 1 > s else 0))
+            entering = values[m - 1] if m - 1 > s else 0
+            floor = max(floor, behind + local + values[m] + entering + layer.forward_work)
             seconds += layer.forward_s
             right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
             points.append((*_in_sequence(right, local, left, floor, seconds), m))

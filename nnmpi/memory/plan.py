@@ -19,7 +19,7 @@
     transfers         |- O0 -|     |- I0 -|
 
 `price_plan` runs a plan on numbers alone. It checks that each action has its inputs, and computes
-the bytes at each moment and the time.
+the bytes at each moment, with the temporary arrays of F, K and B, and the time.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class LayerCost:
         saved: bytes saved for its backward, besides its input and its result.
         saves_input, saves_result: whether its backward also needs its input, and its result.
         forward_s, keep_s, backward_s: seconds.
+        forward_work, keep_work, backward_work: bytes of temporary arrays at the peak, besides the
+            result, the saved arrays and the input's gradient.
         moves: whether all saved arrays can be moved to a store and back.
         elements: of its parameters on this rank.
         timed: whether its seconds were measured; otherwise they are proportional to its parameters
@@ -91,6 +93,9 @@ class LayerCost:
     moves: bool = False
     elements: int = 0
     timed: bool = True
+    forward_work: int = 0
+    keep_work: int = 0
+    backward_work: int = 0
 
     @property
     def seconds(self) -> float:
@@ -278,7 +283,7 @@ class PlanState:
             self._saved.discard(i)
             self._offloaded.add(i)
         elif act is Act.BACKWARD:
-            peak += cost.gradient
+            peak += cost.gradient + cost.backward_work
             if i in self._returned:
                 self._returned.discard(i)
                 self.seconds = max(self.seconds, self.done[i])
@@ -290,6 +295,7 @@ class PlanState:
             self._values.add(i + 1)
             if act is Act.KEEP:
                 self._saved.add(i)
+            peak = self.bytes + (cost.keep_work if act is Act.KEEP else cost.forward_work)
         self.seconds += cost.takes(act)
         return max(peak, self.bytes)
 

@@ -163,12 +163,12 @@ class PlannedPass:
 class PlannedLayer(Function):
     """A layer on the tape: its forward and backward do the plan's actions up to its own."""
 
-    __slots__ = ("cuts", "layer", "planned_bytes", "run")
+    __slots__ = ("cuts", "layer", "run")
 
     is_call = True
 
-    def __init__(self, run: PlannedPass, layer: int, planned_bytes: int) -> None:
-        self.run, self.layer, self.planned_bytes = run, layer, planned_bytes
+    def __init__(self, run: PlannedPass, layer: int) -> None:
+        self.run, self.layer = run, layer
 
     def forward(self, *inputs: Any) -> Array:
         value = self.run.forward(self.layer, self.needs[0])
@@ -185,7 +185,8 @@ class RecomputedModel(Settled, fixed="model budget store"):
 
     The budget counts all arrays that a pass makes, from its input to the parameters' gradients:
     saved arrays, values and gradients between layers, and temporary arrays of operations. Each
-    layer's costs are measured with the first input, and with each larger one.
+    layer's costs are measured with the first input, with each larger one, and with the first pass
+    that adds to gradients.
 
     Args:
         model: initialized; use a `Sequential`, as only that can be cut.
@@ -224,9 +225,8 @@ class RecomputedModel(Settled, fixed="model budget store"):
         self.model, self.budget, self.store = model, budget, store
         self._backend, self._group = backend or numpy_backend(), group
         self._layers: tuple[Module, ...] = ()
-        self._size = 0
+        self._size, self._adds = 0, False
         self.plan: Plan = ()
-        self._peak = 0
         self.bandwidth = inf
 
     @property
@@ -248,7 +248,13 @@ class RecomputedModel(Settled, fixed="model budget store"):
             f" recomputed, {moved}predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
-    def __call__(self, x: Any, head: LastLayers | None = None, size: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Any,
+        head: LastLayers | None = None,
+        size: int | None = None,
+        adds: bool | None = None,
+    ) -> Tensor:
         """Return head(model(x)), whose backward pass is the plan's.
 
         Args:
@@ -257,6 +263,8 @@ class RecomputedModel(Settled, fixed="model budget store"):
                 in the budget.
             size: measure again if this is larger than before; by default the elements of x. All
                 ranks give the same.
+            adds: whether passes add to gradients of others; by default whether there are any now.
+                All ranks give the same.
 
         Raises:
             UsageError: for too small a budget, and in a compiled step.
@@ -268,12 +276,14 @@ class RecomputedModel(Settled, fixed="model budget store"):
         refuse_inside("recomputation")
         x, cuts = local_tensor(x)
         size = x.data.size if size is None else size
-        if size > self._size:
+        if adds is None:
+            adds = any(parameter.grad is not None for parameter in self.model.parameters())
+        if size > self._size or adds > self._adds:
+            self._size, self._adds = size, adds or self._adds
             self.measure(Value(x.data, cuts), x.requires_grad, head)
-            self._size = size
         run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, layer in enumerate(self._layers):
-            node = PlannedLayer(run, i, self._peak)
+            node = PlannedLayer(run, i)
             x = node(x, *layer.parameters())
         return head(Value(x.data, node.cuts).marked(x))
 
@@ -314,7 +324,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         )
         with together():
             x = value.marked(Tensor(value.array, requires_grad=needed))
-            costs = measure(measured, x, self._backend, self.store)
+            costs = measure(measured, x, self._backend, self.store, self._adds)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
@@ -330,7 +340,6 @@ class RecomputedModel(Settled, fixed="model budget store"):
                 if budget == "least"
                 else budget
             )
-            self._peak = self.price.peak
             if self.store is not None:
                 self.store.reserve(self.price.moved)
 

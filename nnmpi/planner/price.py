@@ -45,8 +45,9 @@ from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout, PipelineName
+from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
-from nnmpi.memory.plan import LayerCost, saved_bytes
+from nnmpi.memory.plan import LayerCost, keep_all, price_plan, saved_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
@@ -61,7 +62,7 @@ from nnmpi.parallel.zero.storage import (
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, peak_saved, stages_of
+from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, stages_of
 from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.tensor.parameter import Parameter
@@ -230,11 +231,13 @@ class StepCost:
         seconds: of forward and backward.
         update_s: seconds of the optimizer's update.
         activations: bytes.
+        least: bytes, with as few as possible.
     """
 
     seconds: float
     update_s: float
     activations: float
+    least: float
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,7 @@ class Profile:
         shares: {(tp, sp): cost}.
         layers: in the order of the chain, for `layer_rows` rows. Only ratios of their times are
             used.
+        few: the same for `few_rows` rows, as not all bytes grow with the rows.
         raced: {layout as text: seconds of a step in a race}.
     """
 
@@ -267,6 +271,8 @@ class Profile:
     shares: Mapping[Share, ShareCost]
     layers: tuple[LayerCost, ...]
     layer_rows: int
+    few: tuple[LayerCost, ...] = ()
+    few_rows: int = 0
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def step(self, rows: int, name: str) -> float:
@@ -434,7 +440,7 @@ class Pricer:
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
-        self._piped = cache(self._bubble)
+        self._piped, self._stage_cost = cache(self._bubble), cache(self._cost_of_stage)
         self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
@@ -619,36 +625,35 @@ class Pricer:
     def _activations(self, candidate: Candidate) -> list[int]:
         """Return the activation bytes of each rank of a pipeline.
 
-        Without a pipeline they are measured; with recomputation, estimated. With a pipeline they
-        are summed over the layers and the schedule's live microbatches.
+        Without a pipeline they are measured. With one they are summed over the schedule's live
+        microbatches, as the ledger does.
         """
-        rows, layers = self._rows(candidate), self.profile.layers
-        share = candidate.tp * candidate.sp
-        scale = rows / self.profile.layer_rows
+        rows, profile = self._rows(candidate), self.profile
+        ratio = profile.shares[candidate.tp, candidate.sp].activations
         if candidate.pp == 1:
-            if candidate.recompute:  # the layers' inputs, and the activations inside one layer
-                values = sum(layer.value for layer in layers)
-                most = max(saved_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
-                return [round(scale * (values + 2 * most) / share)]
-            ratio = self.profile.shares[candidate.tp, candidate.sp].activations
-            return [round(ratio * self.profile.step(rows, "activations"))]
+            name = "least" if candidate.recompute else "activations"
+            return [round(ratio * profile.step(rows, name))]
         schedule, cuts = self._stages(candidate)
+
+        def peak(layers: tuple[LayerCost, ...], rank: int) -> float:
+            costs = {s: self._stage_cost(layers, cuts[s]) for s in schedule.stages_of(rank)}
+            return peak_of_stages(costs, schedule, rank, costs if candidate.recompute else ())
+
+        part = (rows - profile.few_rows) / (profile.layer_rows - profile.few_rows)
         result = []
         for rank in range(candidate.pp):
-            stages = {s: cuts[s] for s in schedule.stages_of(rank)}
-            entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
-            inside = {s: scale * saved_bytes(layers, cut) for s, cut in stages.items()}
-            leaving = sum(
-                self._entering(cut.stop, rows)
-                for cut in stages.values()
-                if cut.stop < cuts[-1].stop
-            )
-            peak = sum(entering.values()) + leaving  # buffers of receives, which are posted ahead
-            waiting = inside  # includes the saved inputs
-            if candidate.recompute:
-                waiting, peak = entering, peak + max(inside.values())
-            result.append(round((peak_saved(schedule, rank, waiting) + peak) / share))
+            few = peak(profile.few, rank) if profile.few else 0.0
+            result.append(round(ratio * (few + part * (peak(profile.layers, rank) - few))))
         return result
+
+    def _cost_of_stage(self, every: tuple[LayerCost, ...], cut: range) -> StageCost:
+        """Return what a microbatch costs a stage, from the costs of all layers."""
+        layers = every[cut.start : cut.stop]
+        last = layers[-1]
+        inputs = every[cut.start - 1].value if cut.start else 0
+        inner = saved_bytes(layers, range(len(layers))) - last.value * last.saves_result
+        work = price_plan(layers, keep_all(layers)).peak - inner
+        return StageCost(inputs, inner, last.value, work=work)
 
     def _entering(self, layer: int, rows: int) -> float:
         if not layer:

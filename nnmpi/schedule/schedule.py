@@ -263,8 +263,9 @@ def peak_saved(
     saved: Mapping[int, N],
     waiting: Mapping[int, N] = MappingProxyType({}),
     staying: Mapping[int, N] = MappingProxyType({}),
+    work: Mapping[int, N] = MappingProxyType({}),
 ) -> N:
-    """Return a rank's peak of saved activations, weighted by each stage's size.
+    """Return a rank's peak of activations, weighted by each stage's size.
 
     With halved backwards, an activation is saved until W. Without backwards none is saved after its
     forward.
@@ -273,6 +274,7 @@ def peak_saved(
         saved: by stage.
         waiting: of the stages that are recomputed, what is saved from the forward to the backward.
         staying: of the stages that are moved to a store, what stays in memory.
+        work: what a stage takes besides while it computes.
     """
     trains = schedule.trains
     now: N = 0
@@ -287,7 +289,7 @@ def peak_saved(
         elif kind in (Kind.DROP, Kind.IN):
             gone = whole - staying.get(instruction.stage, 0)
             now += gone if kind is Kind.IN else -gone
-        most = max(most, now)
+        most = max(most, now + (work.get(instruction.stage, 0) if kind in COMPUTE else 0))
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
             now -= whole if trains else until
     return most

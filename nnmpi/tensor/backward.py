@@ -12,8 +12,7 @@ backward pass, too. Only tensors reference the tape, operations never do. So the
 cycles, and a graph is freed with its last tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from operator import attrgetter
@@ -34,11 +33,6 @@ from nnmpi.tensor.function import (
     unbroadcast,
 )
 from nnmpi.tensor.turns import Turn, find_turns, graph_alone, inside_pass
-
-watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar(
-    "nnmpi_watching", default=None
-)
-"""An observer of each graph's operations, called before backward, while all saved arrays exist."""
 
 
 class Deferred:
@@ -149,8 +143,6 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     else:
         tape = root.tape.find()
         nodes = tape.ordered()
-        if (watcher := watching.get()) is not None:
-            watcher(nodes)
         # The loss is nearly always the newest operation. Newer operations belong to other results
         # and are skipped.
         last = len(nodes) - 1 if nodes and nodes[-1] is start else _position(nodes, start)

@@ -3,7 +3,7 @@
     steps      of one replica, for several numbers of rows: seconds, update, activations
     shares     of replicas whose layers or positions are sharded: the ratio to one rank, and the
                messages between the ranks
-    layers     of the chain, forward and backward: their ratios
+    layers     of the chain, forward and backward: their ratios, and their bytes
 
 All ranks measure at the same time, since they will compute at the same time and share caches and
 memory bandwidth; the slowest counts. Replicas with sharded layers or sequences run on simulated
@@ -43,6 +43,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -55,11 +56,12 @@ from nnmpi.train.computing import explain_errors
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 16  # of the cached profile; part of its key
+FORMAT = 17  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
+LEAST = {"activation_memory": "least"}
 QUARTILE = 0.25  # other programs disturb the steps above it
 # The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
 # longer.
@@ -217,17 +219,24 @@ def measure(
         if expected <= LONGEST_S:
             steps[rows] = _measure_replica(workload, rows, group, alone, backend)
     alone.free()
-    rows = max(steps)
-    with use_precision(workload.config.numerics.precision), training():
-        model = workload.build()
-        measured = of_chain(model, open_chain(model), workload.dtype, backend)
-        layers = measure_layers(measured, Tensor(backend.asarray(workload.rows(rows))), backend)
+    few_rows, rows = min(steps), max(steps)
+    layers = _measure_layers(workload, rows, backend)
+    few = _measure_layers(workload, few_rows, backend) if few_rows < rows else ()
     result = {(1, 1): ShareCost()}
     for share in shares:
         cost = _measure_share(group, workload, share, rows, backend)
         if cost is not None:
             result[share] = cost
-    return Profile(steps, result, tuple(layers), rows)
+    return Profile(steps, result, layers, rows, few, few_rows if few else 0)
+
+
+def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerCost, ...]:
+    x = Tensor(backend.asarray(workload.rows(rows)))
+    with use_precision(workload.config.numerics.precision), training():
+        model = workload.build()
+        layers = of_chain(model, open_chain(model), workload.dtype, backend)
+        # pipelines have several microbatches
+        return tuple(measure_layers(layers, x, backend, adds=True))
 
 
 def _measure_replica(
@@ -236,8 +245,13 @@ def _measure_replica(
     with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
         step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
         update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
-        activations = worker.ledger.report().peaks[ACTIVATIONS]
-    return StepCost(max(step_s - update_s, 0.0), update_s, activations)
+        least = activations = worker.ledger.report().peaks[ACTIVATIONS]
+    with (
+        suppress(UsageError),  # a model that is not recomputed
+        ready(workload, {"batch_size": rows, **LEAST}, alone, backend) as (worker, _),
+    ):
+        least = worker.ledger.report().peaks[ACTIVATIONS]
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations, least)
 
 
 def _measure_share(

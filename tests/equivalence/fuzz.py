@@ -52,7 +52,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
         layout["unit_bytes"] = rng.choice((None, 1, 2000))
     if name == "experts" and rng.random() < 0.7:
         layout["expert_parallel"] = True
-    layout["activation_memory"] = rng.choice((None, None, "least", 10**9, 60_000, 30_000))
+    layout["activation_memory"] = rng.choice((None, None, "least", 10**9, 400_000, 70_000))
     if rng.random() < 0.15:
         state = rng.choice(("optimizer", "all" if layout.get("zero") == 3 else "optimizer"))
         layout |= {"offload": tempfile.gettempdir(), "offload_state": state}

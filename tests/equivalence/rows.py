@@ -278,9 +278,9 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
 )
 FITTED: tuple[tuple[Setup, Layout], ...] = (
-    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000)),
-    (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=110_000)),
-    (GPT, Layout(pp=2, split=(4, 4), activation_memory=32_000, offload=gettempdir())),
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000)),
+    (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=160_000)),
+    (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000, offload=gettempdir())),
     (
         GPT,
         Layout(
@@ -289,13 +289,13 @@ FITTED: tuple[tuple[Setup, Layout], ...] = (
             split=(3, 5),
             zero=3,
             unit_bytes=1,
-            activation_memory=20_000,
+            activation_memory=33_000,
             offload=gettempdir(),
         ),
     ),
-    (GPT, Layout(dp=2, pp=2, split=(3, 5), zero=3, unit_bytes=1, activation_memory=20_000)),
-    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=30_000)),
-    (NOISY, Layout(pp=3, tp=2, activation_memory=5_700)),
+    (GPT, Layout(dp=2, pp=2, split=(3, 5), zero=3, unit_bytes=1, activation_memory=33_000)),
+    (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=85_000)),
+    (NOISY, Layout(pp=3, tp=2, activation_memory=19_500)),
 )
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {

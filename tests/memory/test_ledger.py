@@ -18,6 +18,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
@@ -93,7 +94,7 @@ def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
 
     full = activations(16, 2)
     assert activations(12, 2) < full
-    assert activations(12, 3) == full
+    assert activations(12, 3) == pytest.approx(full, rel=0.05)  # with Python's own objects
 
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")
@@ -121,6 +122,52 @@ def test_mistakes_are_refused() -> None:
         contextvars.Context().run(nnmpi.memory.report)
     with pytest.raises(KeyError, match="weights"):
         MemoryLedger().note({"weights": 1})
+
+
+@pytest.mark.host_only("the host's allocations")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_meter_counts_its_own_rank(ranks: int) -> None:
+    """What lives, and the most meanwhile, without what other ranks do in their turns."""
+
+    def main(group: Group) -> tuple[int, int]:
+        size = 2**20 * (1 + group.rank)
+
+        def work() -> Any:
+            held = [np.empty(size, np.uint8), np.empty(size, np.uint8)]
+            group.gather(group.rank)
+            held.pop()
+            group.gather(group.rank)
+            return held
+
+        with numpy_backend().meter() as meter:
+            _, most, left = meter.measure(work)
+        return most // size, left // size
+
+    assert simulate(main, ranks) == [(2, 1)] * ranks
+    assert not tracemalloc.is_tracing()
+
+
+@pytest.mark.host_only("the host's allocations")
+@pytest.mark.parametrize("budget", [None, "least"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_peak_is_that_of_a_trace(budget: Any, microbatches: int) -> None:
+    """With all temporary arrays, within a plan and without one."""
+    data = Dataset("numbers", np.ones((64, 64), np.float32), np.zeros(64, int), 3)
+    (batch,) = Loader(data, 64, workers=0, microbatches=microbatches).epoch(0)
+
+    def main(group: Group) -> tuple[int, int]:
+        layout = Layout(activation_memory=budget)
+        where = arrange(models.mlp((64,), 3, [512] * 4), group, layout, data.rows(np.arange(4)))
+        model = where.model.initialize(seed=0, storage=where.storage)
+        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+        for _ in range(3):
+            worker.step(batch)
+        with numpy_backend().meter() as meter, tracing(Timeline()):  # a replay has other memory
+            _, most, _ = meter.measure(lambda: worker.step(batch))
+        return most, nnmpi.memory.report().peaks[ACTIVATIONS]
+
+    ((most, counted),) = simulate(main, 1)
+    assert counted == pytest.approx(most, rel=0.03)
 
 
 def live_and_counted(layer: nn.Module) -> tuple[int, int]:
@@ -177,7 +224,7 @@ def test_a_plan_sees_the_experts_activations(tmp_path: Path) -> None:
     peak(ordinary)
     grads = [grad.copy() for grad in model.storage.grads]
     model.zero_grad()
-    assert peak(ordinary) == pytest.approx(ordinary.price.peak, rel=0.25)
+    assert peak(ordinary) == pytest.approx(ordinary.price.peak, rel=0.03)
     for options in (
         {"budget": "least"},
         {"budget": "least", "store": Store(str(tmp_path), numpy_backend())},

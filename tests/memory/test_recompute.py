@@ -1,6 +1,8 @@
 """Models that run by a plan: the bits of an ordinary pass, within the budget."""
 
 import gc
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from nnmpi import models, nn, ops
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
 from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.nn.compiled import compile
@@ -113,6 +116,103 @@ def test_gradients_are_added_up():
     np.testing.assert_array_equal(result[1], ordinary[1])
 
 
+ROWS = DRAW.normal(size=(8, 64, 64)).astype("float32"), np.zeros((8, 64), int)
+LONG = tuple(DRAW.integers(0, 64, (2, 8, 64)))
+
+
+def images(size, channels):
+    """Return images and their labels."""
+    return DRAW.normal(size=(16, size, size, channels)).astype("float32"), DRAW.integers(0, 10, 16)
+
+
+def recurrent(layer):
+    """Return a model of two recurrent layers."""
+    return nn.Sequential(nn.Embedding(64, 64), layer(64, 64), layer(64, 64), nn.Linear(64, 64))
+
+
+def blocks(make):
+    """Return a model of four blocks."""
+    return nn.Sequential(*(make() for _ in range(4)), nn.Linear(64, 8))
+
+
+MODELS = {
+    "mlp": (
+        lambda: models.mlp((256,), 10, [512] * 4),
+        (DRAW.normal(size=(256, 256)).astype("float32"), DRAW.integers(0, 10, 256)),
+    ),
+    "wide": (
+        lambda: blocks(
+            lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU("tanh"), nn.Linear(256, 64))
+        ),
+        ROWS,
+    ),
+    "experts": (
+        lambda: blocks(lambda: nn.MixtureOfExperts(64, experts=4, top_k=2, hidden=256)),
+        ROWS,
+    ),
+    "cnn": (lambda: models.cnn((28, 28, 1), 10), images(28, 1)),
+    "resnet": (lambda: models.resnet((16, 16, 3), 10, width=8), images(16, 3)),
+    "gpt": (lambda: models.gpt(64, 64, features=64, layers=3, heads=4, dropout=0.1), LONG),
+    "lstm": (lambda: recurrent(nn.LSTM), LONG),
+    "gru": (lambda: recurrent(nn.GRU), LONG),
+}
+
+
+def traced(forward, x, y, adds=False):
+    """Return the most bytes that a pass takes, by Python's own count."""
+    if not adds:
+        forward.model.zero_grad()
+    gc.collect()
+    tracemalloc.start()
+    one_pass_of(forward, x, y)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+def one_pass_of(forward, x, y):
+    """Do a forward and a backward pass."""
+    with nn.training(seed=1):
+        loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
+    loss.backward()
+
+
+@pytest.mark.host_only("the host's allocations")
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_takes_what_is_planned(name, away, tmp_path):
+    """Temporary arrays of operations included; and what they take is not promised to others."""
+    make, (x, y) = MODELS[name]
+    forward = RecomputedModel(
+        make().initialize(seed=0), None, store=Store(tmp_path) if away else None
+    )
+    one_pass_of(forward, x, y)
+    forward.bandwidth, plans = 1e12, forward.plans
+    for budget in (plans.least, (plans.least + plans.all) // 2, plans.all):
+        forward.plan = forward.find_plan(budget)
+        assert forward.price.peak <= budget
+        assert traced(forward, x, y) == pytest.approx(forward.price.peak, rel=0.03)
+    silent = {"forward_work": 0, "keep_work": 0, "backward_work": 0}
+    before = OptimalPlans([replace(cost, **silent) for cost in plans.costs]).least
+    assert name == "mlp" or max(cost.forward_work for cost in plans.costs) > 2**16
+    assert before < plans.least
+    with pytest.raises(UsageError, match="give at least"):
+        RecomputedModel(forward.model, (before + plans.least) // 2)(x, lambda out: out.sum())
+    forward.release()
+
+
+@pytest.mark.host_only("the host's allocations")
+def test_a_pass_that_adds_to_gradients_is_measured_anew():
+    """Some products are computed apart and added: they take as much as the weights."""
+    make, (x, y) = MODELS["mlp"]
+    forward = RecomputedModel(make().initialize(seed=0), None)
+    one_pass_of(forward, x, y)
+    first = forward.price.peak
+    one_pass_of(forward, x, y)
+    assert forward.price.peak > 1.1 * first
+    assert traced(forward, x, y, adds=True) == pytest.approx(forward.price.peak, rel=0.03)
+
+
 def test_what_a_layer_keeps_is_what_its_operations_save():
     """Counted by hand: a linear layer keeps its input, tanh its result, and nothing is counted
     twice.
@@ -145,6 +245,7 @@ def test_a_larger_input_is_measured_anew_and_a_smaller_one_is_not():
     sizes = []
     for rows in (3, 2, 5):
         forward(np.ones((rows, 4), "float32")).sum().backward()
+        model.zero_grad()
         sizes.append(forward.plans.least)
     assert sizes[0] == sizes[1] < sizes[2]
     assert [cost.name for cost in forward.plans.costs] == ["0 Linear", "2.0", "2.3 Tanh", "result"]

@@ -40,6 +40,7 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeAlias
 
+from nnmpi.backend.memory import leaving_out_others
 from nnmpi.base.errors import CommError, UsageError
 
 # Injected faults: ranks that die, stop or are slow, and messages that are late.
@@ -466,13 +467,14 @@ class Scheduler:
         Raises:
             CommError: when all ranks have ended, as for a wait in a function given to `atexit`.
         """
-        if self._hand_over(rank):
-            return
-        if self._over.is_set():
-            raise CommError(
-                f"rank {rank.number} waits for others when all have ended{_at(find_lines())}"
-            )
-        rank._gate.acquire()
+        with leaving_out_others():
+            if self._hand_over(rank):
+                return
+            if self._over.is_set():
+                raise CommError(
+                    f"rank {rank.number} waits for others when all have ended{_at(find_lines())}"
+                )
+            rank._gate.acquire()
         self._running = rank
         self.on_turn(rank.number)
         if self.failure is not None:

@@ -12,6 +12,7 @@ An uncut model is a program of one stage. A stage sends nothing and does not dep
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +20,9 @@ import numpy as np
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.memory import Meter
 from nnmpi.backend.recording import active
+from nnmpi.memory.fitting import StageCost
 from nnmpi.memory.store import (
     SavedArrays,
     Store,
@@ -47,12 +50,14 @@ class Visit(NamedTuple):
         end: the model's result -> the last stage's output.
         length: of full sequences, if this rank has only some of their positions.
         size: the elements of the global batch.
+        adds: whether it has several microbatches, whose gradients are added up.
     """
 
     mode: Callable[[bool], AbstractContextManager[Any]]
     end: Callable[[Tensor], Tensor]
     length: int = 0
     size: int = 0
+    adds: bool = False
 
 
 RunStage: TypeAlias = Callable[[Sequence[Tensor], bool, Visit], Outputs]
@@ -79,22 +84,6 @@ def run_chain(
     return run
 
 
-class StageCost(NamedTuple):
-    """What a microbatch costs a stage, the largest one.
-
-    Attributes:
-        inputs: bytes of its inputs, which it holds from the forward to the backward.
-        inner: bytes of what else its operations save.
-        outputs: bytes of its outputs, without inputs.
-        seconds: of a recomputation.
-    """
-
-    inputs: float = 0
-    inner: float = 0
-    outputs: float = 0
-    seconds: float = 0.0
-
-
 @dataclass
 class Stage:
     """A part of a model that this rank computes.
@@ -119,14 +108,15 @@ class Flight:
 
     Args:
         stage, visit: where, and how.
+        meter: measures the `cost`, if there is one.
 
     Attributes:
         outputs: the stage's, if they are in memory.
-        cost: of the microbatch, once its backward has measured it.
+        cost: of the microbatch, once its backward has ended.
     """
 
-    def __init__(self, stage: Stage, visit: Visit) -> None:
-        self._stage, self._visit = stage, visit
+    def __init__(self, stage: Stage, visit: Visit, meter: Meter | None = None) -> None:
+        self._stage, self._visit, self._meter = stage, visit, meter
         self._alone = graph_alone if stage.is_cut else nullcontext
         self._leaves: list[Tensor] = []
         self._single = True
@@ -146,9 +136,7 @@ class Flight:
             for array, need in zip(values.arrays, values.needs, strict=True)
         ]
         self._single = values.single
-        _mark_as_inputs(self._leaves)
-        with self._alone(), self._visit.mode(False):
-            outputs, single = self._stage.run(self._leaves, self._single, self._visit)
+        outputs, single = self._run(self._leaves, False)
         if not self._stage.recomputes:
             self.outputs = outputs
         if self._stage.is_last:
@@ -156,37 +144,52 @@ class Flight:
         arrays = tuple(values_or_refuse("the end of a stage", y) for y in outputs)
         return BoundaryArrays(arrays, tuple(y.requires_grad for y in outputs), single)
 
-    def backward(
-        self, grads: Sequence[Array], halves: bool = False, measures: bool = False
-    ) -> list[Array]:
+    def _run(self, leaves: list[Tensor], again: bool) -> Outputs:
+        _mark_as_inputs(leaves)
+        begin, run = clock.now(), partial(self._stage.run, leaves, self._single, self._visit)
+        with self._alone(), self._visit.mode(again):
+            if self._meter is None:
+                return run()
+            result, most, left = self._meter.measure(run)
+        cost = _cost(leaves, result[0], (clock.now() - begin) * again)
+        known = cost.inner + cost.outputs
+        # of a plan, whose layers have graphs of their own
+        self._unknown = max(0, left - known)
+        self.cost = cost._replace(work=max(0, most - known))
+        return result
+
+    def backward(self, grads: Sequence[Array], halves: bool = False) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
 
         Args:
             grads: of the outputs that need one; on the last stage, of the end's scalar.
             halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero
                 bubble).
-            measures: whether to measure the `cost`.
         """
         away, self._away = self._away, None
         if away is not None:
             away.wait()
-        stage, begin, outputs = self._stage, clock.now(), self.outputs
+        stage, outputs = self._stage, self.outputs
         leaves, self._leaves, self.outputs = self._leaves, [], ()
         if stage.recomputes:
-            _mark_as_inputs(leaves)
-            with self._alone(), self._visit.mode(True):
-                outputs, _ = stage.run(leaves, self._single, self._visit)
-        if measures:
-            self.cost = _cost(leaves, outputs, (clock.now() - begin) * stage.recomputes)
+            outputs, _ = self._run(leaves, True)
         _mark_as_inputs(leaves)  # a leaf that passes through the stage is an output, too
         deferred = Deferred() if halves else None
         # the loss always has a backward, so that one that needs no gradient raises here
         differentiable = outputs if stage.is_last else [y for y in outputs if y.requires_grad]
+        back: Callable[[], object] = int
+        if len(differentiable) == 1:
+            back = partial(differentiable[0].backward, grads[0], deferred=deferred)
+        elif differentiable:
+            root = CommonRoot(grads)(*differentiable)
+            back = partial(root.backward, np.zeros(()), deferred=deferred)
         with self._alone():
-            if len(differentiable) == 1:
-                differentiable[0].backward(grads[0], deferred=deferred)
-            elif differentiable:
-                CommonRoot(grads)(*differentiable).backward(np.zeros(()), deferred=deferred)
+            if self._meter is None:
+                back()
+            else:
+                _, most, _ = self._meter.measure(back)
+                work = most + self._unknown + sum(grad.nbytes for grad in grads)
+                self.cost = self.cost._replace(work=max(self.cost.work, work))
         self._half = deferred
         grads_back = [_take_grad(leaf) for leaf in leaves if leaf.requires_grad]
         for leaf in leaves:

@@ -5,6 +5,7 @@ from cupy._streams import Event, Stream, get_current_stream, get_elapsed_time
 from cupy.cuda import device, memory, pinned_memory, runtime
 from cupy.cuda.device import Device
 from cupy.cuda.memory import (
+    MemoryHook,
     MemoryPointer,
     MemoryPool,
     UnownedMemory,
@@ -18,6 +19,7 @@ __all__ = [
     "Device",
     "Event",
     "Graph",
+    "MemoryHook",
     "MemoryPointer",
     "MemoryPool",
     "Stream",

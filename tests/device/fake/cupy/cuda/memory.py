@@ -31,6 +31,36 @@ class OutOfMemoryError(MemoryError):
         self._size, self._total, self._limit = size, total, limit
 
 
+class MemoryHook:
+    """What a thread wants to hear of the pool's memory, inside `with`."""
+
+    name = "MemoryHook"
+
+    def __enter__(self) -> MemoryHook:
+        if self.name in _hooks():
+            raise KeyError(f"memory hook {self.name} already exists")
+        _hooks()[self.name] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del _hooks()[self.name]
+
+    def malloc_postprocess(self, **block: int) -> None:
+        """Hear of memory that is given."""
+
+    def free_postprocess(self, **block: int) -> None:
+        """Hear of memory that is given back."""
+
+
+def _hooks() -> dict[str, MemoryHook]:
+    return vars(_local).setdefault("hooks", {})
+
+
+def _tell(event: str, size: int) -> None:
+    for hook in list(_hooks().values()):
+        getattr(hook, event)(device_id=0, mem_size=size, mem_ptr=0, pmem_id=0)
+
+
 class BaseMemory:
     """Some memory of the device.
 
@@ -63,6 +93,7 @@ class Memory(BaseMemory):
     def __del__(self) -> None:
         if self._counted and POOL is not None:  # None when Python ends
             POOL._used -= self._counted
+            _tell("free_postprocess", self._counted)
 
 
 class Aside(BaseMemory):
@@ -241,6 +272,7 @@ class MemoryPool:
                 raise OutOfMemoryError(size, self._total, self._limit)
             self._total = used
         self._used = used
+        _tell("malloc_postprocess", size)
 
     def malloc(self, size: int) -> MemoryPointer:
         """Return new memory, full of rubbish."""
@@ -258,10 +290,12 @@ class MemoryPool:
             block = self._allocator(whole)
             self._total += whole
         self._used += whole
+        _tell("malloc_postprocess", whole)
         return MemoryPointer(PooledMemory(block, size, self), 0)
 
     def _give_back(self, block: MemoryPointer, stream: Any) -> None:
         self._used -= block.mem.size
+        _tell("free_postprocess", block.mem.size)
         self._free.setdefault((stream, block.mem.size), []).append(block)
 
     def used_bytes(self) -> int:
@@ -298,8 +332,8 @@ class MemoryPool:
         return self._limit
 
 
-POOL = MemoryPool()
 _local = threading.local()
+POOL = MemoryPool()
 
 
 def get_allocator() -> Callable[[int], MemoryPointer]:
