@@ -27,7 +27,7 @@ class GRULayer(Module):
         return gru(x, self.weight, self.recurrent, self.bias, self.bias_n, h)
 
 
-class GRU(Module, fixed="hidden_size"):
+class GRU(Module, fixed="hidden_size reads_rows"):
     """Gated recurrent units in layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of

@@ -42,7 +42,7 @@ class LSTMDirection(Module):
         return lstm(x, self.weight, self.recurrent, self.bias, state, lengths, self.reverse, ends)
 
 
-class LSTM(Module, fixed="hidden_size directions"):
+class LSTM(Module, fixed="hidden_size directions reads_rows"):
     """LSTM layers: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates are side by side in the
