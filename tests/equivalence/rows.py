@@ -250,7 +250,7 @@ BESIDE_EXPERTS: tuple[dict[str, Any], ...] = (
     {"dp": 3, "zero": 1},
     {"dp": 3, "zero": 2, "unit_bytes": 1, "activation_memory": "least"},
     {"dp": 3, "zero": 3, "unit_bytes": 1},
-    {"dp": 3, "activation_memory": 40_000},
+    {"dp": 3, "activation_memory": 48_000},
     {"sp": 2, "sp_attention": "ring"},
     {"tp": 2},
     {"pp": 2, "split": (4, 4), "pipeline": "zero-bubble"},

@@ -25,7 +25,7 @@ def peaks(layout: dict[str, Any], ranks: int) -> list[tuple[int, int, str]]:
     """Return each rank's peak of activations, the number of recomputed segments, and its lines."""
 
     def main(group: Group) -> tuple[int, int, str]:
-        worker = build(GPT, group, Layout(**layout))
+        worker = build(GPT, group, Layout(**layout), counts=True)
         for batch in islice(batches(GPT, worker), 3):
             worker.step(batch)
         counted = worker.ledger.report().peaks["activations"]
@@ -61,7 +61,7 @@ def test_saved_arrays_go_out_where_that_is_faster(tmp_path: Path) -> None:
     layout = PLAIN | {"pipeline": "gpipe", "activation_memory": 60_000, "offload": store}
 
     def main(group: Group) -> tuple[int, int, list[float]]:
-        worker = build(GPT, group, Layout(**layout))
+        worker = build(GPT, group, Layout(**layout), counts=True)
         losses = [worker.step(batch).loss for batch in islice(batches(GPT, worker), 3)]
         peak = worker.ledger.report().peaks["activations"]
         return peak, len(worker.passes.executor.moved), losses

@@ -52,7 +52,7 @@ def train(
     setup = Setup(models.mlp, {"hidden": hidden}, dtype="float32", data=ones, batch_size=8)
     layout = Layout(zero=zero, memory_limit=2**40, unit_bytes=1)
     options = {"allreduce": allreduce, "fused_update": False, "check": False}
-    worker, timeline = build(setup, group, layout, **options), Timeline()
+    worker, timeline = build(setup, group, layout, counts=True, **options), Timeline()
     for batch in islice(batches(setup, worker), 3):
         with tracing(timeline) if trace else nullcontext():
             worker.step(batch)

@@ -34,7 +34,7 @@ def steps(group, layout):
         models.mlp, {"hidden": (64,) * 9}, "adamw", dtype="float32", data=numbers, batch_size=4
     )
     options = {"allreduce": "native", "fused_update": False, "check": False}
-    worker = build(setup, group, layout, **options)
+    worker = build(setup, group, layout, counts=True, **options)
     for batch in islice(batches(setup, worker), 2):
         worker.step(batch)
     state = [item.to_dict(everywhere=True) for item in worker.state()]

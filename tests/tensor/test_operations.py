@@ -207,9 +207,16 @@ def test_every_function_class_is_run_by_the_table():
         collect()
 
     # many channels, compiled, in half precision, or on a device: see test_winograd_numpy,
-    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm and Pool2dFunction are what
-    # others are built on
-    elsewhere = {"Product", "Elementwise", "Norm", "Pool2dFunction", "CommonRoot"}
+    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm, Pool2dFunction and
+    # RecurrentFunction are what others are built on
+    elsewhere = {
+        "Product",
+        "Elementwise",
+        "Norm",
+        "Pool2dFunction",
+        "RecurrentFunction",
+        "CommonRoot",
+    }
     elsewhere |= {"AddLow", "Upsample2dFunction"}
     # tests/ops/test_collectives, tests/nn/test_experts
     elsewhere |= {"RankSum", "Redistribute", "AllToAll", "Experts", "TableRows"}
