@@ -110,9 +110,11 @@ def try_one(seed: int, group: Group | None = None) -> tuple[str, str]:
         layout = Layout(**options)
         (serial,) = simulate(lambda alone: serial_run(setup, alone), 1)
         if group is None:
-            parallel = simulate(lambda group: run(setup, group, layout, **worker), ranks)
+            parallel = simulate(
+                lambda group: run(setup, group, layout, counts=True, **worker), ranks
+            )
         else:
-            parallel = [run(setup, group, layout, **worker)]
+            parallel = [run(setup, group, layout, counts=True, **worker)]
     except UsageError as error:  # what ranks disagree about is no refusal
         return f"refused: {str(error).splitlines()[0][:160]}", what
     except Exception as error:  # noqa: BLE001

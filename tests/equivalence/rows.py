@@ -268,13 +268,6 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (GPT, Layout(dp=2, pp=2, tp=2, split=(4, 4), unit_bytes=1, activation_memory="least")),
     (GPT, Layout(dp=1, pp=2, sp=2, split=(4, 4), unit_bytes=1000)),
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
-    # a replay of experts' second halves meets the others as often as the pass that was recorded
-    (
-        LIMITED,
-        Layout(
-            dp=2, pp=2, split=(1, 1, 5, 1), unit_bytes=1, expert_parallel=True, pipeline="v-min"
-        ),
-    ),
     (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
 )
 FITTED: tuple[tuple[Setup, Layout], ...] = (

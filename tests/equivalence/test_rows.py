@@ -16,7 +16,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import Setup, assert_same, differences, run, serial_run
-from tests.equivalence.rows import FIXED, REST, ROWS, SINGLE
+from tests.equivalence.rows import FIXED, LIMITED, REST, ROWS, SINGLE
 from tests.harness.slow import MORE_LAYOUTS, cases, once_more
 
 # what other rows have one by one
@@ -72,3 +72,14 @@ def test_the_usual_sums_have_other_bits(group: Group, alone: Group) -> None:
     assert not group.is_root or differences(
         parallel, serial_run(setup, alone, FIXED), setup, exact=True
     )
+
+
+@pytest.mark.host_only("the device's double takes long")
+def test_a_rank_that_counts_meets_the_others_as_often_as_those_that_replay() -> None:
+    """In the second halves of experts' backward, which is a pass through graphs of their own: the
+    ranks have different rows, so that some count a pass, eagerly, while others replay theirs.
+    """
+    layout = Layout(dp=2, pp=2, split=(1, 1, 5, 1), zero=3, expert_parallel=True, pipeline="v-min")
+    (serial,) = simulate(lambda group: serial_run(LIMITED, group), 1)
+    parallel = simulate(lambda group: run(LIMITED, group, layout, counts=True), 4)
+    assert not differences(parallel[0], serial, LIMITED)
