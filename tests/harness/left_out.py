@@ -1,10 +1,10 @@
 """What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
 runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but
-those of messages themselves: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all
-on one of 2, 3, 4, 6 and 8. For simulated ranks, on which most of what they try is tried on other
-numbers, see `simulated`.
+Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out: each runs
+on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of
+messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which
+most of what they try is tried on other numbers, see `simulated`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)
     needed = test.get_closest_marker("needs_ranks")
     able = [item for item in among if needed is None or item in needed.args]
+    if ranks > FEW and not is_dealt(test):
+        dealt, able = True, [item for item in able if item > FEW]
     if slow is not None:
         able = [item for item in able if item <= FEW]
     if not able or not dealt:

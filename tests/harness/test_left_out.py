@@ -40,6 +40,7 @@ def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
     [
         ("comm/test_group.py", {}, [2, 3, 4], [2, 3, 4]),  # messages
         ("equivalence/test_layouts.py", {}, [6, 8], [6, 8]),  # the contract
+        ("comm/test_group.py", {}, [2, 3, 4, 8], [2, 3, 4, 8]),
         ("equivalence/test_a.py", {"needs_ranks": (2,)}, [2, 3, 4], [2]),
         ("equivalence/test_a.py", {"needs_ranks": (2,)}, [6, 8], [6, 8]),  # it checks nothing there
         ("comm/test_group.py", {"slow": ("why",)}, [6, 8], []),
@@ -47,6 +48,14 @@ def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
 )
 def test_where_a_test_runs(name: str, marks: Any, among: list[int], wanted: list[int]) -> None:
     assert all(runs_on(item(f"{name}::test_b[{n}]", **marks), among) == wanted for n in range(20))
+
+
+def test_messages_are_tried_on_one_of_many_ranks() -> None:
+    names = [f"comm/test_group.py::test_b[{n}]" for n in range(100)]
+    runs = [runs_on(item(name), left_out.ALL_RANKS[1:]) for name in names]
+    assert [run[:3] for run in runs] == [[2, 3, 4]] * 100
+    assert 30 < [run[3:] for run in runs].count([6]) < 70
+    assert {len(run) for run in runs} == {4}
 
 
 def test_what_is_slow_is_dealt_to_few_ranks() -> None:
