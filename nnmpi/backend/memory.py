@@ -58,7 +58,7 @@ class Meter(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
     def measure(self, call: Callable[[], T]) -> tuple[T, int, int]:
-        """Return a call's result, and the bytes beyond those before it: the most, and those left."""
+        """Return a call's result, and the bytes beyond those before it: the most, those left."""
 
 
 class HostMeter:

@@ -307,7 +307,7 @@ def settings(section: type[T]) -> type[T]:
     """Make a dataclass one of the library's options: `help` shows its fields.
 
     Its constructor refuses unknown names with a suggestion, and values of other types. A class
-    attribute `_former` maps former names of options to those of today, which programs may still use.
+    attribute `_former` maps former names of options, which programs may still use, to today's.
     """
     make, hints = section.__init__, cache(lambda: get_type_hints(section))
     former: Mapping[str, str] = getattr(section, "_former", {})

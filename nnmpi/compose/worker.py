@@ -443,8 +443,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
     def _should_count(self, nbytes: int) -> bool:
         # The first step is counted in a trace alone: it also allocates memory that stays, such as
-        # optimizer state. Later a batch is counted if it is larger than all counted before: the second step
-        # may be an epoch's short last batch.
+        # optimizer state. Later a batch is counted if it is larger than all counted before: the
+        # second step may be an epoch's short last batch.
         if self._counted_bytes is None:
             self._counted_bytes = -1
             return current() is not None

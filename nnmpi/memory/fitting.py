@@ -7,9 +7,9 @@
 
 A segment is kept, recomputed, or moved to a store meanwhile. The program says which microbatches are
 in flight at each moment, so the peak is a sum of measured bytes: for a pass, the ledger and the
-planner. Segments are chosen by the bytes
-that they save per second, until the peak fits; then those that need not save are taken back, the
-slowest first. The best of all choices takes exponential time to find.
+planner. Segments are chosen by the bytes that they save per second, until the peak fits; then those
+that need not save are taken back, the slowest first. The best of all choices takes exponential time
+to find.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -48,7 +48,8 @@ def peak_of_stages(
 ) -> float:
     """Return the peak bytes of activations of a rank's stages.
 
-    A stage's outputs are the next one's inputs if that is on this rank; the data are no activations.
+    A stage's outputs are the next one's inputs if that is on this rank; the data are no
+    activations.
 
     Args:
         costs: by stage.

@@ -9,9 +9,9 @@
     batches                 samples and labels of the step
 
 The owners report lasting arrays whenever these may have changed. A pass measures what a microbatch
-costs each stage (`pipeline.stage`), and its program says how many are in flight at once. The count is
-made in one step and holds for later ones: in the second step, and then in each step with a larger
-batch.
+costs each stage (`pipeline.stage`), and its program says how many are in flight at once. The count
+is made in one step and holds for later ones: in the second step, and then in each step with a
+larger batch.
 
     nnmpi.memory.report().held["gradients"]        bytes, of the newest worker
 """

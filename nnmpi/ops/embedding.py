@@ -1,7 +1,7 @@
 """The embedding: rows of a table picked by integers.
 
-A recurrent layer multiplies each row by its weight. `TokenRows` gives it table and integers instead,
-so that it multiplies the table, which may have fewer rows (see `ops.lstm`).
+A recurrent layer multiplies each row by its weight. `TokenRows` gives it table and integers
+instead, so that it multiplies the table, which may have fewer rows (see `ops.lstm`).
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class TokenRows(NamedTuple):
 
 
 def is_small(table: Any) -> bool:
-    """Return whether a full table (entries, features) is worth multiplying in place of many rows."""
+    """Return whether a full table (entries, features) is worth multiplying, not many rows."""
     entries, features = table.shape if table.region is None else table.region.shape
     return bool(entries <= features)
 

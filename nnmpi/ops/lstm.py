@@ -242,7 +242,10 @@ class States(NamedTuple):
 
 
 class RecurrentFunction(Function):
-    """A layer in one direction. Its inputs begin with x, W, R and b, and end with a table or None."""
+    """A layer in one direction.
+
+    Its inputs begin with x, W, R and b, and end with a table or None.
+    """
 
     __slots__ = ()
 

@@ -1,9 +1,9 @@
 """What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
 runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out: each runs
-on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those of
-messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which
+Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out: each
+runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those
+of messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which
 most of what they try is tried on other numbers, see `simulated`.
 """
 

@@ -244,7 +244,9 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
 
 
 def layer_norm(x, scale, shift, y, normal, inverse, eps, centered):
-    """normal = (x - mean) * inverse, inverse = 1 / sqrt(variance + eps), y = normal * scale + shift."""
+    """inverse = 1 / sqrt(variance + eps), normal = (x - mean) * inverse, y = normal * scale +
+    shift.
+    """
     n = scale.size
     for r in range(x.shape[0]):
         row, result, kept = x[r], y[r], normal[r]
@@ -266,8 +268,8 @@ def layer_norm(x, scale, shift, y, normal, inverse, eps, centered):
 
 
 def layer_norm_grad(grad, normal, inverse, scale, out, to_scale, to_shift, centered):
-    """out = (h - mean(h) - normal * mean(h * normal)) * inverse, h = grad * scale; to_scale = the sum
-    of grad * normal over the rows, to_shift = that of grad.
+    """out = (h - mean(h) - normal * mean(h * normal)) * inverse, h = grad * scale; to_scale = the
+    sum of grad * normal over the rows, to_shift = that of grad.
     """
     n = scale.size
     share = np.float32(1 / n)

@@ -60,8 +60,8 @@ class StepProgram:
         self, calls: Sequence[Call], arena: Arena, errors: Mapping[str, Any] | None = None
     ) -> None:
         self.calls = tuple(tile(calls))
-        # What somebody else holds, for good: held before the plan, which places what nobody holds, so
-        # that nothing is freed between the two.
+        # What somebody else holds, for good: held before the plan, which places what nobody holds,
+        # so that nothing is freed between the two.
         self._held = {
             ref.allocation: owner
             for call in self.calls
