@@ -485,6 +485,34 @@ class PlainKernels:
 
     attend, attend_grad = staticmethod(attend), staticmethod(attend_grad)
 
+    def attend_next(
+        self,
+        xp: Any,
+        inputs: tuple[Array, ...],
+        room: Sequence[Array],
+        y: Array,
+        number: Any,
+    ) -> None:
+        """Write a token's keys and values to those of earlier ones, and its attention to all to y.
+
+        Args:
+            inputs: the token's q, k and v, each (batch, heads, 1, features).
+            room: the keys and the values, (batch, heads, capacity, features), finite.
+            y: (batch, heads, 1, features), with any strides.
+            number: of the token, in a tuple or an array of the library, so that the calls are the
+                same for each.
+        """
+        places = xp.arange(room[0].shape[2], dtype=xp.uint32)
+        (number,) = number if isinstance(number, tuple) else (number,)
+        for cached, new in zip(room, inputs[1:], strict=True):
+            xp.copyto(cached, new, where=(places == number)[:, None])
+        q, (k, v) = inputs[0], room
+        scores = xp.empty((*q.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
+        gemm(xp, q, k.swapaxes(2, 3), out=scores)
+        scores *= 1 / sqrt(q.shape[3])
+        scores = xp.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
+        gemm(xp, self.cast(xp, self.softmax(xp, scores, 3), q.dtype), v, out=y)
+
     # ---- rows
 
     def softmax(self, xp: Any, x: Array, axis: int) -> Array:

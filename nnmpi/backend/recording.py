@@ -76,6 +76,22 @@ def recorded_numbers(function: Callable[[], Any]) -> Any:
     return function() if recorder is None else recorder.numbers(function)
 
 
+def run_outside(function: Callable[..., Any], *args: Any) -> None:
+    """Call a function that a replay does not repeat, such as one that takes memory for later."""
+    recorder = active_calls.get()
+    if recorder is None:
+        function(*args)
+    else:
+        recorder.run_eagerly(function, *args)
+
+
+def record_condition(function: Callable[[], bool]) -> None:
+    """Let the active recording be replayed only while a function returns True."""
+    recorder = active_calls.get()
+    if recorder is not None:
+        recorder.conditions.append(function)
+
+
 def fill(buffer: Array, function: Callable[[], Any]) -> None:
     """Write a function's array to a buffer."""
     buffer[...] = function()
@@ -122,6 +138,7 @@ class Recorder(CallList):
         cleared: the ids of leaves whose gradients the step itself clears.
         owners: the objects, by id, whose settings the calls depend on: numbers, texts and flags
             among their attributes, and in dictionaries that are attributes.
+        conditions: functions of which all must return True before a replay.
         captures: whether it records graphs of a device, see `cuda.graph`.
         warms_up: whether the step is only done, and recorded another time.
     """
@@ -136,6 +153,7 @@ class Recorder(CallList):
         self.made: WeakSet[Any] = WeakSet()
         self.cleared: set[int] = set()
         self.owners: dict[int, Any] = {}
+        self.conditions: list[Callable[[], bool]] = []
         self._settings: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
 
     @contextmanager
@@ -188,6 +206,8 @@ class Recorder(CallList):
 
     def is_valid(self) -> bool:
         """True if all leaves and settings are as they were recorded."""
+        if not all(condition() for condition in self.conditions):
+            return False
         for held, count, read, values in self._settings:
             if len(held) != count or read(held) != values:
                 return False

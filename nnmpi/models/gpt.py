@@ -3,10 +3,8 @@
 from math import sqrt
 from typing import Any
 
-import numpy as np
-
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import recorded_input
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
@@ -48,18 +46,17 @@ class GPTEmbedding(Module):
             self._check(tokens.shape, 0)
             rows = self.positions.weight[: tokens.shape[1]]
         else:
-            positions = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
-            # recorded as one call: the positions differ in each replay
-            record_call(self._continue, memory, tokens.shape, positions)
-            rows = self.positions(positions)
+            xp = namespace(self.positions.weight.data)
+            rows = self.positions(recorded_input(self._continue, memory, tokens.shape, xp))
         return self.tokens(tokens) + rows
 
-    def _continue(self, memory: dict[str, Any], shape: Shape, positions: Array) -> None:
-        """Write the positions of tokens that follow those of earlier passes."""
+    def _continue(self, memory: dict[str, Any], shape: Shape, xp: Any) -> Array:
+        """Return the positions of tokens that follow those of earlier passes."""
         start = memory.get(self.path, 0)
         self._check(shape, start)
         memory[self.path] = start + shape[1]
-        positions[...] = namespace(positions).arange(start, start + shape[1])
+        positions: Array = xp.arange(start, start + shape[1])
+        return positions
 
     def _check(self, shape: Shape, start: int) -> None:
         context = self.positions.num_embeddings

@@ -30,6 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from copy import copy
 from functools import partial, update_wrapper
 from itertools import chain
 from operator import is_
@@ -182,6 +183,7 @@ class Compiled(Settled, fixed="pool"):
         elif xp is np:
             return_freed_memory()
         recorder = Recorder() if xp is np else self._device_recorder(key, xp)
+        memory = {name: copy(item) for name, item in (mode.memory or {}).items()}
         try:
             buffers = _mapped(_input_buffer, inputs)
             with recorder.running():
@@ -194,6 +196,9 @@ class Compiled(Settled, fixed="pool"):
                 raise
             restore(mode)
             recorder.restore_grads()
+            if mode.memory is not None:  # with the positions before this call
+                mode.memory.clear()
+                mode.memory.update(memory)
             self._tries[key], self._refusal = (MOST_TRIES, False), f"{error}"
             return self._record(key, inputs, mode, watch, xp)
         finally:

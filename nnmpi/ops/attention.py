@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Never
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.attend import AttentionDropout, Heads
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
-from nnmpi.backend.recording import record_call, recorded_numbers
+from nnmpi.backend.recording import record_call, record_condition, recorded_numbers, run_outside
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.dropout import MaskKey
@@ -90,11 +92,14 @@ class KeyValues:
 
     Attributes:
         count: the number of tokens.
+        room: the keys and the values, (batch, heads, capacity, features); 0 from `count` on.
     """
+
+    LEAST = 256  # the first capacity: whenever it is used up, a device captures a new graph
 
     def __init__(self) -> None:
         self.count = 0
-        self._room: list[Array] = []
+        self.room: list[Array] = []
 
     def extend(self, xp: Any, k: Heads, v: Heads) -> tuple[Heads, Heads]:
         """Append the keys and values of new tokens, and return all.
@@ -111,18 +116,31 @@ class KeyValues:
                 f"{k.shape[2]} tokens follow {self.count} others; after the first pass, give one"
                 " at a time"
             )
+        self.make_room(xp, k, v)
         start, self.count = self.count, self.count + k.shape[2]
-        if not self._room or self.count > self._room[0].shape[2]:
-            old = self._room
-            self._room = [
-                xp.empty((*item.shape[:2], 2 * self.count, item.shape[3]), item.dtype)
-                for item in (k, v)
-            ]
-            for room, before in zip(self._room, old, strict=False):
-                room[:, :, :start] = before[:, :, :start]
-        for room, new in zip(self._room, (k, v), strict=True):
+        for room, new in zip(self.room, (k, v), strict=True):
             room[:, :, start : self.count] = new
-        return self._room[0][:, :, : self.count], self._room[1][:, :, : self.count]
+        return self.room[0][:, :, : self.count], self.room[1][:, :, : self.count]
+
+    def make_room(self, xp: Any, k: Heads, v: Heads) -> None:
+        """Provide room for the keys and values of new tokens."""
+        count = self.count + k.shape[2]
+        if not self.has_room(k.shape[2]):
+            old, length = self.room, max(2 * count, self.LEAST)
+            self.room = [
+                xp.zeros((*item.shape[:2], length, item.shape[3]), item.dtype) for item in (k, v)
+            ]
+            for room, before in zip(self.room, old, strict=False):
+                room[:, :, : self.count] = before[:, :, : self.count]
+
+    def has_room(self, tokens: int = 1) -> bool:
+        """Whether so many tokens can be appended without a copy."""
+        return bool(self.room) and self.count + tokens <= self.room[0].shape[2]
+
+    def append(self) -> tuple[int]:
+        """Count one more token; return its number."""
+        self.count += 1
+        return (self.count - 1,)
 
 
 class PackedAttention(Function):
@@ -188,12 +206,15 @@ class PackedAttention(Function):
         if not self.heads:  # more ranks than heads
             self.saved = (None, ())
             return y
-        if self.before is not None:
+        if self.before is not None and (time > 1 or isinstance(qkv, np.ndarray)):
             # recorded as one call, since the number of tokens grows with each replay
             record_call(self._continue, self.before, qkv, y)
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
+        if self.before is not None:
+            self._attend_next(self.before, q, k, v, heads)
+            return y
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
             key = recorded_numbers(lambda: self._mask_place(time))
@@ -218,6 +239,18 @@ class PackedAttention(Function):
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
+
+    def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
+        """Attend to the cached tokens and one more, in a graph of a device.
+
+        The calls and the sizes are the same for every token: keys that are still to come are masked.
+        """
+        if not before.has_room():
+            run_outside(before.make_room, self.xp, k, v)
+        record_condition(before.has_room)
+        self.kernels.attend_next(
+            self.xp, (q, k, v), before.room, y, recorded_numbers(before.append)
+        )
 
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape

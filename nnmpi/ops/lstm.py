@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, empty, namespace
+from nnmpi.backend.array import Array, Shape, empty, is_array, namespace
 from nnmpi.backend.gemm import gemm, multiplier
 from nnmpi.backend.kernels import bias_grad, copy, kernels_of
 from nnmpi.base.errors import DtypeError, ShapeError
@@ -44,7 +44,7 @@ from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.operand import require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -291,24 +291,33 @@ class LSTMFunction(RecurrentFunction):
     Args:
         reverse: whether to go from the last time step to the first.
         ends: whether to append the last h and c; otherwise the result is (batch, time, features).
-        lengths: (batch,), integers on the host; None if no sequence is padded.
+        padded: whether the input before the last is the sequences' lengths, (batch,); else None.
     """
 
-    __slots__ = ("ends", "lengths", "reverse")
+    __slots__ = ("ends", "padded", "reverse")
 
-    def __init__(self, reverse: bool, ends: bool, lengths: Array | None) -> None:
-        self.reverse, self.ends, self.lengths = reverse, ends, lengths
+    def __init__(self, reverse: bool, ends: bool, padded: bool) -> None:
+        self.reverse, self.ends, self.padded = reverse, ends, padded
 
     @property
     def captured(self) -> bool:  # type: ignore[override]
         """Whether nothing is copied from the host, as the packed order is."""
-        return self.lengths is None
+        return not self.padded
 
     def forward(
-        self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any, table: Any
+        self,
+        x: Array,
+        weight: Array,
+        recurrent: Array,
+        bias: Array,
+        h: Any,
+        c: Any,
+        lengths: Any,
+        table: Any,
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
-        packing = Packing.of(batch, time, self.lengths, xp)
+        # here, since a replay has others
+        packing = Packing.of(batch, time, _checked(lengths, time), xp)
         inputs = InputRows.of(xp, packing, x, table)
         kernels = kernels_of(weight)
         weights = weight, recurrent, bias, 3 * features
@@ -354,7 +363,7 @@ class LSTMFunction(RecurrentFunction):
             packing.unsort(end) if need else None
             for end, need in zip(ends, self.needs[4:6], strict=True)
         )
-        return *first, *last, to_table
+        return *first, *last, None, to_table
 
 
 def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, slice]]:
@@ -391,7 +400,8 @@ def lstm(
         recurrent: (features, 4 features).
         bias: (4 features,).
         state: the first h and c, (batch, features) each; None for 0.
-        lengths: (batch,), integers from 1 to time; None if no sequence is padded.
+        lengths: (batch,), integers from 1 to time; None if no sequence is padded. A compiled step
+            gets them as an argument, and each replay those of its call.
         reverse: whether to read each sequence from its end.
         ends: whether to append the last h and c.
 
@@ -425,23 +435,24 @@ def lstm(
             raise ShapeError(
                 f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
             )
-    function = LSTMFunction(reverse, ends, _checked(lengths, x.shape))
-    return function(values, weight, recurrent, bias, *(state or (None, None)), table)
+    if lengths is not None:
+        lengths = values_or_refuse("lstm's lengths", lengths)
+        lengths = lengths if is_array(lengths) else np.asarray(lengths)
+        if lengths.dtype.kind not in "iu":
+            raise DtypeError(f"lstm needs integer lengths, not {lengths.dtype}")
+        if lengths.shape != x.shape[:1]:
+            raise ShapeError(f"lstm of x {x.shape} needs {x.shape[0]} lengths, not {lengths.shape}")
+    function = LSTMFunction(reverse, ends, lengths is not None)
+    return function(values, weight, recurrent, bias, *(state or (None, None)), lengths, table)
 
 
-def _checked(lengths: Any, shape: Shape) -> Array | None:
-    """Return lengths as a host array. Same errors as `lstm`."""
+def _checked(lengths: Array | None, time: int) -> Array | None:
+    """Return lengths as a host array; refuse those outside 1..time."""
     if lengths is None:
         return None
-    values = np.asarray(lengths.numpy() if isinstance(lengths, Tensor) else lengths)
-    if values.dtype.kind not in "iu":
-        raise DtypeError(f"lstm needs integer lengths, not {values.dtype}")
-    if values.shape != shape[:1]:
-        raise ShapeError(f"lstm of x {shape} needs {shape[0]} lengths, not {values.shape}")
-    wrong = (values < 1) | (values > shape[1])
+    values = Tensor(lengths).numpy().astype(np.int64)
+    wrong = (values < 1) | (values > time)
     if wrong.any():
         row = int(wrong.argmax())
-        raise ShapeError(
-            f"lstm's length {int(values[row])} of sequence {row} is outside 1..{shape[1]}"
-        )
-    return values.astype(np.int64)
+        raise ShapeError(f"lstm's length {values[row]} of sequence {row} is outside 1..{time}")
+    return values

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn, ops, optim
+from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
+from nnmpi.ops.attention import KeyValues
 from nnmpi.ops.loss import CrossEntropy
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -116,6 +117,38 @@ def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
     assert kinds.count("Segment") == 2 + is_stand_in(device)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["gpt", "lstm"])
+def test_a_token_is_one_graph(
+    device: Backend, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the eager bits, however many tokens came before; a full cache is captured anew."""
+    monkeypatch.setattr(KeyValues, "LEAST", 4)
+    model: nn.Module = (
+        models.gpt(19, 20, features=12, layers=2, heads=3)
+        if kind == "gpt"
+        else models.lstm(19, features=10, layers=2)
+    )
+    model.initialize(seed=2, backend=device)
+    draw, found, captured = np.random.default_rng(1), dict[bool, list[Any]](), []
+    tokens = device.asarray(draw.integers(0, 19, (2, 20)))
+    for compiled in (False, True):
+        run: Any = nnmpi.compile(lambda x: model(x)) if compiled else model
+        found[compiled] = []
+        with nnmpi.no_grad(), precise(mode), nn.continued({}):
+            found[compiled].append(device.to_host(model(tokens[:, :3]).data))
+            for i in range(3, 20):
+                found[compiled].append(device.to_host(run(tokens[:, i : i + 1]).data))
+                captured.append(getattr(run, "recordings", 0))
+    for eager, launched in zip(found[False], found[True], strict=True):
+        np.testing.assert_array_equal(eager, launched)
+    # rooms for 8 and 18 tokens are followed by one for 38
+    assert sum(captured) == (17 - 3 if kind == "gpt" else 17 - 1)
+    calls = run._held.popitem()[1].recorder.calls
+    kinds = [type(call.function).__name__ for call in calls]
+    assert kinds.count("Segment") == 1 + 2 * is_stand_in(device)  # which looks at both indices
+
+
 def test_a_step_that_has_changed_runs_once_before_it_is_captured_again(device: Backend) -> None:
     """Its kernels are then compiled, and the graphs' memory has room for its results."""
     step = Step("dropped twice", device, True)
@@ -179,6 +212,34 @@ def test_labels_and_targets_on_the_host_are_copied_in_each_launch(device: Backen
     assert step.recordings == 1 and not step.refusal
 
 
+@pytest.mark.parametrize("place", ["host", "device", "argument"])
+def test_lengths_of_sequences_are_those_of_each_launch(device: Backend, place: str) -> None:
+    """The packed order is made anew between two graphs."""
+    layer = nn.LSTM(3, 4).initialize(seed=2, backend=device)
+    draw = np.random.default_rng(1)
+    x = device.asarray(draw.standard_normal((3, 5, 3)).astype("float32"))
+    lengths = np.array([5, 2, 3])
+    held = device.asarray(lengths) if place == "device" else lengths.copy()
+
+    def eager(x: Tensor, given: Any) -> Tensor:
+        layer.zero_grad()
+        loss = (layer(x, held if given is None else given) ** 2).sum()
+        loss.backward()
+        return loss
+
+    step = nnmpi.compile(eager)
+    for turn in range(5):
+        lengths, given = np.roll(lengths, turn), None
+        if place == "argument":
+            given = device.asarray(lengths)
+        else:
+            held[...] = device.asarray(lengths) if place == "device" else lengths
+        found = step(x, given).item(), device.to_host(layer.layers[0].weight.grad)
+        assert found[0] == eager(Tensor(x), given).item()
+        np.testing.assert_array_equal(found[1], device.to_host(layer.layers[0].weight.grad))
+    assert step.recordings == 1 and not step.refusal
+
+
 def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> None:
     w = Tensor(device.asarray(np.ones(3, "float32")), requires_grad=True)
     counts = []
@@ -194,6 +255,29 @@ def test_what_cannot_be_captured_stays_eager_and_says_why(device: Backend) -> No
     x = device.asarray(np.ones(3, "float32"))
     assert [step(x).item() for _ in range(4)] == [6.0] * 4
     assert len(counts) == 4 and not step.recordings and "H2D" in step.refusal
+
+
+def test_text_of_a_model_that_cannot_be_captured_goes_on(device: Backend) -> None:
+    """A token whose capture fails is not counted twice."""
+    if is_stand_in(device):
+        pytest.skip("the stand-in looks at the tokens, which ends a graph before")
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            self.model = models.gpt(19, 20, features=12, layers=2, heads=3)
+
+        def forward(self, tokens: Any) -> Tensor:
+            return self.model(tokens) * Tensor(device.asarray(np.full(19, 2.0, "float32")))
+
+    model = Scaled().initialize(seed=2, backend=device)
+    tokens = device.asarray(np.random.default_rng(1).integers(0, 19, (1, 12)))
+    step, found = nnmpi.compile(lambda x: model(x)), []
+    for run in (model, step):
+        with nnmpi.no_grad(), nn.continued({}):
+            parts = [device.to_host(run(tokens[:, i : i + 1]).data) for i in range(12)]
+        found.append(np.concatenate(parts))
+    np.testing.assert_array_equal(*found)
+    assert "H2D" in step.refusal and not step.recordings
 
 
 def test_gradients_of_a_step_that_is_done_again_are_its_own(device: Backend) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, nn, ops
+from nnmpi.base.errors import ShapeError
 from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
@@ -52,34 +53,37 @@ def test_padding_behind_the_end_changes_nothing_forwards() -> None:
     assert np.array_equal(run(model, X, None)[0][:, :4], run(model, X[:, :4], None)[0])
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled(padded: bool) -> None:
     """A recorded step replays with other values and other lengths."""
     model = layer(bidirectional=True)
 
-    @nnmpi.compile
-    def step(x: Tensor) -> Tensor:
+    def eager(x: Tensor, lengths: Tensor | None) -> Tensor:
         model.zero_grad()
-        loss = (model(x) ** 2).sum()
+        loss = (model(x, lengths) ** 2).sum()
         loss.backward()
         return loss
 
-    for scale in (1.0, 0.5, 2.0):
-        result = step(Tensor(here(scale * X))).item()
+    step = nnmpi.compile(eager)
+    for turn, scale in enumerate((1.0, 0.5, 2.0, 0.3)):
+        x, lengths = Tensor(here(scale * X)), np.roll(LENGTHS, turn) if padded else None
+        result = step(x, lengths).item()
         grads = [Tensor(p.grad).numpy().copy() for p in model.parameters()]
-        model.zero_grad()
-        loss = (model(Tensor(here(scale * X))) ** 2).sum()
-        loss.backward()
-        assert result == loss.item()
+        assert result == eager(x, lengths).item()
         assert all(
             np.array_equal(a, Tensor(p.grad).numpy())
             for a, p in zip(grads, model.parameters(), strict=True)
         )
+    assert step.recordings == 1 and not step.refusal
+    if padded:
+        with pytest.raises(ShapeError, match=r"length 8 of sequence 1 is outside 1\.\.7"):
+            step(x, LENGTHS + 1)
 
 
 @pytest.mark.parametrize("shorter", [True, False])
 def test_compiled_with_constant_lengths(shorter: bool) -> None:
     """On a device they are copied from the host, so no graph contains the operation."""
-    one, lengths = layer().layers[0], LENGTHS.copy() if shorter else None
+    one, lengths = layer().layers[0], here(LENGTHS) if shorter else None
 
     @nnmpi.compile
     def step(x: Tensor) -> Tensor:
