@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nnmpi.backend.array import namespace
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import DeviceError, Settled
 from nnmpi.compose.arrange import Arrangement
@@ -109,7 +109,7 @@ class Exchange(Settled, fixed="arrangement model optimizer group strategy"):
             return math.sqrt(self.squares)
         return gradient_norm(self.model.storage, self.arrangement)
 
-    def update(self, factor: float) -> None:
+    def update(self, factor: float | Array) -> None:
         """Update the weights from the gradients times a factor."""
         self.strategy.update(self.optimizer, factor)
 

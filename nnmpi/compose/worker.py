@@ -71,7 +71,7 @@ from nnmpi.memory.ledger import (
 )
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
-from nnmpi.optim.clip import LossScale, coefficient
+from nnmpi.optim.clip import LossScale, coefficient, coefficient_there
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
@@ -530,14 +530,15 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             self.passes.is_alone
             and self.arrangement.is_plain
             and self.optimizer.can_guard
-            and (self.clip, self.scaling) == (None, None)
+            and self.scaling is None
             and not (self.slow or self.options.check or current())
         )
 
     def _update_ahead(self) -> None:
         """Launch an update that changes nothing if the step's numbers are not finite."""
-        with self.optimizer.guarded(self.passes.guard()):
-            self.exchange.update(1.0)
+        guard = self.passes.guard()  # finite, it is the square of the gradient's norm
+        with self.optimizer.guarded(guard):
+            self.exchange.update(1.0 if self.clip is None else coefficient_there(guard, self.clip))
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""

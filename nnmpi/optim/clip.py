@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.recording import record_call, refuse
+from nnmpi.backend.recording import active, record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
 
@@ -87,9 +87,8 @@ def global_norm(grads: Sequence[Any]) -> float:
         UsageError: for the gradients of a pipeline's stages, and what are no gradients.
     """
     grads = _gradients("global_norm", grads)
-    by_ranks = getattr(grads, "by_ranks", None)  # of a storage's gradients
     total = 0.0
-    for groups, parts in ({(): grads} if by_ranks is None else by_ranks()).items():
+    for groups, parts in _by_ranks(grads).items():
         squares = sum_of_squares(parts)
         for group in groups:
             squares = group.sum_floats([squares])[0]
@@ -103,22 +102,40 @@ def coefficient(norm: float, max_norm: float) -> float:
     Raises:
         UsageError: for a max_norm that is not above 0; infinity is allowed and never clips.
     """
-    if not number("max_norm", max_norm, most=math.inf):
-        raise UsageError(
-            f"max_norm is {max_norm}; give a number above 0, or inf to measure the norm without"
-            " clipping"
-        )
+    _check(max_norm)
     if not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + _MARGIN))
 
 
-def scale(grads: Sequence[Array], factor: float) -> None:
-    """Multiply every gradient by the factor, in place; a factor of 1 skips the pass."""
-    if factor == 1.0:
+def coefficient_there(squares: Array, max_norm: float) -> Array:
+    """Return the same number for a square of the norm on a device, not waiting for it."""
+    _check(max_norm)
+    xp = namespace(squares)
+    norm = xp.sqrt(squares)
+    factor: Array = xp.where(xp.isfinite(norm), xp.minimum(max_norm / (norm + _MARGIN), 1.0), 1.0)
+    return factor
+
+
+def _check(max_norm: float) -> None:
+    if not number("max_norm", max_norm, most=math.inf):
+        raise UsageError(
+            f"max_norm is {max_norm}; give a number above 0, or inf to measure the norm without"
+            " clipping"
+        )
+
+
+def scale(grads: Sequence[Array], factor: Any) -> None:
+    """Multiply every gradient in place by a number of the host or of the gradients' device.
+
+    A 1 of the host skips the pass.
+    """
+    on_host = isinstance(factor, HOST_NUMBERS)
+    if on_host and factor == 1.0:
         return
     for grad in grads:
-        namespace(grad).multiply(grad, float(factor), out=grad)
+        here = float(factor) if on_host else factor.astype(grad.dtype)
+        namespace(grad).multiply(grad, here, out=grad)
 
 
 def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
@@ -128,7 +145,7 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     algorithm 1. The numbers are those of torch's clip_grad_norm_, with one difference: gradients
     with a NaN or infinity stay unchanged, so that a caller who checks the norm can locate them
     (torch turns all gradients into NaN or 0). A compiled step clips in each replay, but the
-    returned number is the first step's.
+    returned number is the first step's; on a device, whose graph does not wait for it, NaN.
 
     Args:
         grads: model.parameters(), whose gradients are first completed, with zeros for unused
@@ -140,7 +157,20 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     Raises:
         UsageError: see `coefficient` and `global_norm`.
     """
-    return record_call(_clip, _gradients("clip_by_global_norm", grads), max_norm)
+    found = _gradients("clip_by_global_norm", grads)
+    recorder = active()
+    if recorder is not None and recorder.captures and set(_by_ranks(found)) == {()}:
+        squares = zeros(namespace(found[0]), (), "float64")
+        add_squares(found, squares)
+        scale(found, coefficient_there(squares, max_norm))
+        return math.nan
+    return record_call(_clip, found, max_norm)
+
+
+def _by_ranks(grads: Sequence[Array]) -> dict[tuple[Any, ...], Sequence[Array]]:
+    """Return gradients by the groups of ranks that have further parts of them."""
+    by_ranks = getattr(grads, "by_ranks", None)  # of a storage's gradients
+    return {(): grads} if by_ranks is None else by_ranks()
 
 
 def _gradients(name: str, grads: Any) -> Sequence[Array]:

@@ -278,7 +278,7 @@ class Replicas(
         group.count_sum(NUMBERS_BYTES, NATIVE)
         return result
 
-    def update(self, optimizer: Optimizer, factor: float) -> None:
+    def update(self, optimizer: Optimizer, factor: float | Array) -> None:
         """Update the weights from the gradients times a factor."""
         scale(self.storage.grads, factor)
         optimizer.step()

@@ -24,6 +24,7 @@ from math import sqrt
 
 import numpy as np
 
+from nnmpi.backend.array import Array
 from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.comm.algorithms.registry import SHARED
 from nnmpi.comm.group import Group
@@ -225,9 +226,9 @@ class FusedReplicas(Replicas):
         group.count_sum(sum(grad.nbytes for grad in self.storage.grads), SHARED)
         return sums, length
 
-    def update(self, optimizer: Optimizer, factor: float) -> None:
+    def update(self, optimizer: Optimizer, factor: float | Array) -> None:
         """See `Replicas.update`."""
-        self._fused.update(factor)
+        self._fused.update(float(factor))
         self.storage.zero_grad()  # what is left is no gradient
 
     def describe(self) -> str:

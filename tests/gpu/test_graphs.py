@@ -117,6 +117,39 @@ def test_a_step_is_one_graph_and_the_update(device: Backend) -> None:
     assert kinds.count("Segment") == 2 + is_stand_in(device)
 
 
+def test_clipping_is_in_the_graph(device: Backend) -> None:
+    """The host does not wait for the norm; some steps are clipped, some are not."""
+    draw, found = np.random.default_rng(1), []
+    x, y = (
+        device.asarray(values)
+        for values in (draw.standard_normal((6, 6)).astype("float32"), draw.integers(0, 5, 6))
+    )
+    for compiled in (False, True):
+        model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5))
+        optimizer = optim.AdamW(model.initialize(seed=2, backend=device).storage, lr=0.1)
+        norms: list[float] = []
+
+        def eager(
+            x: Tensor, y: Tensor, model: Any = model, optimizer: Any = optimizer, norms: Any = norms
+        ) -> Tensor:
+            model.zero_grad()
+            loss = ops.cross_entropy(model(x), y)
+            loss.backward()
+            norm = optim.clip_by_global_norm(model.parameters(), 0.47)
+            if nnmpi.backend.recording.active() is None:
+                norms.append(norm)
+            optimizer.step()
+            return loss
+
+        step = nnmpi.compile(eager) if compiled else eager
+        found.append([step(Tensor(x), Tensor(y)).item() for _ in range(7)])
+        if not compiled:
+            assert 0 < sum(norm > 0.47 for norm in norms) < 7
+    assert found[0] == found[1]
+    kinds = [type(call.function).__name__ for call in step._held.popitem()[1].recorder.calls]
+    assert kinds.count("Segment") <= 3 + is_stand_in(device)  # before and behind the update
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["gpt", "lstm"])
 def test_a_token_is_one_graph(

@@ -17,6 +17,7 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
+from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.compose.trainer import Progress
 from nnmpi.compose.worker import Worker
@@ -206,12 +207,16 @@ def apart(found: Mapping[str, Any], right: Mapping[str, Any], limit: float) -> l
 
 @pytest.mark.parametrize("bad", [None, 0, 4, 7], ids=str)
 @pytest.mark.parametrize(
-    "make",
-    [optim.Adam, partial(optim.SGD, momentum=0.9), optim.SGD],
-    ids=["adam", "momentum", "sgd"],
+    ("make", "clip"),
+    [
+        (optim.Adam, None),
+        (partial(optim.SGD, momentum=0.9), 0.6),
+        (optim.SGD, None),
+    ],
+    ids=["adam", "momentum-clip", "sgd"],
 )
 def test_numbers_that_are_read_a_step_late_change_nothing(
-    device: Backend, group: Group, make: Any, bad: int | None
+    device: Backend, group: Group, make: Any, clip: float | None, bad: int | None
 ) -> None:
     """Not a report, not a weight, and not the step at which a run stops: a batch with NaN changes
     nothing, though its update is launched, and the next step too, before anybody knows.
@@ -225,7 +230,8 @@ def test_numbers_that_are_read_a_step_late_change_nothing(
     for late in (False, True):
         model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device)
         optimizer = make(model.storage, lr=0.01)
-        worker = Worker(model, optimizer, group, backend=device)
+        numerics = Numerics(clip=clip)
+        worker = Worker(model, optimizer, group, numerics=numerics, backend=device)
         if not late:
             worker._can_go_ahead = lambda: False  # type: ignore[method-assign]
         assert worker._can_go_ahead() == (late and not is_stand_in(device))
@@ -250,6 +256,8 @@ def test_numbers_that_are_read_a_step_late_change_nothing(
         assert worker._repeated == (bad == 4 and late and not is_stand_in(device))
         worker.release()
     (reports, error, steps, state), (others, same, count, there) = results
+    if clip is not None and bad is None:  # some steps are clipped, and some are not
+        assert 0 < sum(norm > clip for norm, *_ in reports[1::2]) < 8
     assert reports == others and len(reports) == 2 * (8 if bad is None else bad)
     assert error == same and bool(error) == (bad is not None)
     assert steps == count == len(reports) // 2
