@@ -51,7 +51,8 @@ def main() -> int:
         else left_out.QUICK_RANKS
     )
     sizes = ([] if options.no_serial else [0]) + ranks
-    lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
+    # one more than cores, since a tenth of the time tests wait for something that sleeps
+    lanes = options.jobs or (1 if arguments or options.no_serial else _cores() + 1)
     words = {
         size: arguments or left_out.options(size, ranks, everything, options.rest) for size in sizes
     }
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         help=(
-            "runs at once (default: one for each core; 1 where pytest gets arguments or --no-serial"
+            "runs at once (default: cores + 1; 1 where pytest gets arguments or --no-serial"
             " is given)"
         ),
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +76,8 @@ class Call:
         result: where replays put what the function returns; None if it writes by itself.
         keeps: whether the function may keep arrays that it gets, as a send does until its wait.
         number: its place in the order of recording.
+
+    It does not change.
     """
 
     function: Callable[..., Any]
@@ -85,19 +86,26 @@ class Call:
     result: Any = None
     keeps: bool = False
     number: int = 0
+    _arrays: list[ArrayRef | Array] | None = field(default=None, init=False)
 
     def __call__(self) -> object:
         """Call the function; only for calls without references."""
         return self.function(*self.args, **self.kwargs)
 
+    def arrays(self) -> list[ArrayRef | Array]:
+        """Return the arrays in it."""
+        if self._arrays is None:
+            self._arrays = items_of((self.function, self.args, self.kwargs, self.result), ARRAYS)
+        return self._arrays
+
     def refs(self) -> list[ArrayRef]:
-        """Return the arrays in it that lie in allocations."""
-        return items_of((self.function, self.args, self.kwargs, self.result), ArrayRef)
+        """Return those that lie in allocations."""
+        return [array for array in self.arrays() if type(array) is ArrayRef]
 
     def bound(self, place: Callable[[ArrayRef], Array]) -> Callable[[], object]:
         """Return the call on arrays, in its fastest form: a keyword costs 0.1 us."""
         function, args, kwargs, result = (
-            rebuilt(item, place, ArrayRef, not self.keeps)
+            rebuilt(item, place, _REFS, not self.keeps)
             for item in (self.function, self.args, self.kwargs, self.result)
         )
         if (
@@ -128,22 +136,55 @@ def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
 # NumPy implements these by methods, which are faster to call; those need `out` by name
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
-# most values of a call; nothing is within them
-_PLAIN = frozenset({type(None), bool, int, float, str, np.ufunc, FunctionType, BuiltinFunctionType})
+# What a value may be in a search for items: none, an item, or something that may have some within
+_OTHER, _ITEM, _ROW, _DICT, _PARTIAL = range(5)
+_LIBRARIES = ("builtins", "functools", "numpy", "nnmpi")
 
 
-def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) -> Any:
+class Kinds(dict[type, int]):
+    """What values are in a search for items of some types, by their own type.
+
+    A recording searches the arguments of each call several times. To ask each value by `isinstance`
+    took a fifth of the whole recording.
+
+    Args:
+        kinds: the items' types.
+    """
+
+    def __init__(self, *kinds: type) -> None:
+        self._kinds = kinds
+
+    def __missing__(self, kind: type) -> int:
+        way = (
+            _ITEM * issubclass(kind, self._kinds)
+            or _ROW * issubclass(kind, (tuple, list))
+            or _DICT * issubclass(kind, dict)
+            or _PARTIAL * issubclass(kind, partial)
+        )
+        if kind.__module__.partition(".")[0] in _LIBRARIES:  # a user's may be many
+            self[kind] = way
+        return way
+
+
+HOST_ARRAYS, ARRAYS = Kinds(np.ndarray), Kinds(ArrayRef, np.ndarray)
+_REFS = Kinds(ArrayRef)
+
+
+def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Kinds, deep: bool = True) -> Any:
     """Return a value with `place` of each item of some types within it.
 
     Looks into tuples, partial calls and, if `deep`, lists and dictionaries.
     """
     kind = type(x)
-    if kind in _PLAIN:
-        return x
-    if isinstance(x, kinds):
+    way = kinds[kind]
+    if way == _ITEM:
         return place(x)
+    if not way:
+        return x
     if kind is tuple or (deep and kind is list):
-        return kind([rebuilt(item, place, kinds, deep) for item in x])
+        return kind(
+            [rebuilt(item, place, kinds, deep) if kinds[type(item)] else item for item in x]
+        )
     if kind is dict and deep:
         return {name: rebuilt(item, place, kinds, deep) for name, item in x.items()}
     if kind is partial:
@@ -153,27 +194,28 @@ def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Any, deep: bool = True) 
     return x
 
 
-def items_of(x: Any, kinds: Any) -> list[Any]:
+def items_of(x: Any, kinds: Kinds) -> list[Any]:
     """Return the items of some types within a value, as `rebuilt` finds them."""
     found: list[Any] = []
     _collect(x, kinds, found)
     return found
 
 
-def _collect(x: Any, kinds: Any, found: list[Any]) -> None:
-    kind = type(x)
-    if kind in _PLAIN:
-        return
-    if isinstance(x, kinds):
+def _collect(x: Any, kinds: Kinds, found: list[Any]) -> None:
+    way = kinds[type(x)]
+    if way == _ITEM:
         found.append(x)
-    elif isinstance(x, (tuple, list)):
-        for item in x:
+        return
+    if way == _DICT:
+        x = x.values()
+    elif way == _PARTIAL:
+        x = (x.func, *x.args, *x.keywords.values())
+    for item in x if way else ():
+        way = kinds[type(item)]
+        if way == _ITEM:
+            found.append(item)
+        elif way:
             _collect(item, kinds, found)
-    elif isinstance(x, dict):
-        for item in x.values():
-            _collect(item, kinds, found)
-    elif isinstance(x, partial):
-        _collect((x.func, *x.args, *x.keywords.values()), kinds, found)
 
 
 def _store(targets: Any, call: Callable[[], Any]) -> None:
@@ -205,7 +247,7 @@ def write(target: Array, result: Any) -> None:
 def owner_of(array: Array) -> Array:
     """Return the array that has an array's memory."""
     owner: Array = array
-    base: Any = array
+    base: Any = array.base
     while base is not None:
         if isinstance(base, np.ndarray):
             owner = base

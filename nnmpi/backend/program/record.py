@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from operator import getitem, setitem
+from operator import attrgetter, getitem, setitem
 from threading import get_ident
 from typing import Any
 
@@ -26,9 +26,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.program.call import (
+    HOST_ARRAYS,
     Allocation,
     ArrayRef,
     Call,
+    Kinds,
     address_of,
     items_of,
     name_of,
@@ -86,7 +88,7 @@ def record_launch(function: Callable[..., Any], *args: Any) -> Any:
 
 def bare(x: Any, deep: bool = True) -> Any:
     """Return a value with plain arrays in place of recorded ones; `deep` as for `rebuilt`."""
-    return rebuilt(x, lambda item: item._array, RecordedArray, deep)
+    return rebuilt(x, _array_of, _RECORDED, deep)
 
 
 def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
@@ -97,7 +99,7 @@ def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
 
 def has_recorded(x: Any) -> bool:
     """Whether there is a recorded array within a value."""
-    return bool(items_of(x, RecordedArray))
+    return bool(items_of(x, _RECORDED))
 
 
 class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -158,7 +160,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         own = getattr(function, "_implementation", function)
         if name in _SHAPES or recorder is None:
             return own(*_values(args), **_values(kwargs))
-        if name == "putmask" and items_of(args, RecordedNumber):
+        if name == "putmask" and items_of(args, _NUMBERS):
             recorder.spoil("np.putmask casts a number, but no array without axes")
         if (
             name in _BY_VALUE
@@ -173,7 +175,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np if recorder is None else recorder.module(np)
 
     def __getitem__(self, key: Any) -> Any:
-        masks = [item for item in items_of(key, np.ndarray) if item.dtype == bool]
+        masks = [item for item in items_of(key, _ANY_ARRAYS) if item.dtype == bool]
         if has_recorded(masks):
             self._spoil("the shape of x[mask] depends on values")
         return _apply(self._recorder(), getitem, (self, key), {}, False)
@@ -315,7 +317,7 @@ def _raise_in_place(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any
 
 def _values(x: Any) -> Any:
     """Return a value with what NumPy has in place of recorded arrays and numbers."""
-    return rebuilt(x, lambda item: item._value, RecordedArray)
+    return rebuilt(x, _value_of, _RECORDED)
 
 
 def _apply(
@@ -328,7 +330,7 @@ def _apply(
 ) -> Any:
     """Call a function, or `own` in its place, and record the call."""
     given = kwargs.get("out")
-    values, words = _values(args), _values(kwargs)
+    values, words = _values(args), _values(kwargs) if kwargs else kwargs
     # functions among the arguments are called in each replay, too
     token = active_calls.set(None) if any(map(callable, args)) else None
     try:
@@ -344,17 +346,18 @@ def _apply(
         result is None and any(isinstance(x, RecordedNumber) for x in args[:1])
     ):
         return result  # what would change an array does nothing to a number
-    if given is None:  # perhaps by position
-        given = next((arg for arg in args[1:] if result is not None and bare(arg) is result), None)
+    if given is None and result is not None:  # perhaps by position
+        pairs = zip(args[1:], values[1:], strict=True)
+        given = next((arg for arg, value in pairs if value is result), None)
     if isinstance(given, tuple) and any(item is None for item in given):
         recorder.check_written(bare(given))
-        return recorder.results(function, args, kwargs, result, False)
+        return recorder.results(function, args, kwargs, (values, words), result, False)
     if result is None or given is not None:
         # the functions that return nothing write to their first argument
         recorder.check_written([*values, *words.values()][:1] if given is None else bare(given))
         recorder.append(function, args, kwargs)
         return given
-    return recorder.results(function, args, kwargs, result, has_out)
+    return recorder.results(function, args, kwargs, (values, words), result, has_out)
 
 
 class Makers:
@@ -376,7 +379,9 @@ class Makers:
         return partial(self._recorder.copied, function) if name in _COPIES else function
 
 
-_ARRAYS = (np.ndarray, RecordedArray)
+_RECORDED, _NUMBERS = Kinds(RecordedArray), Kinds(RecordedNumber)
+_ANY_ARRAYS = Kinds(np.ndarray, RecordedArray)
+_array_of, _value_of = attrgetter("_array"), attrgetter("_value")
 
 
 class CallList:
@@ -422,11 +427,11 @@ class CallList:
     def read(self) -> set[int]:
         """Return the ids of the owners of arrays from outside that recorded calls read."""
         calls = ((call.args, call.kwargs) for call in self.calls)
-        return {id(owner_of(array)) for array in items_of(list(calls), np.ndarray)}
+        return {id(owner_of(array)) for array in items_of(list(calls), HOST_ARRAYS)}
 
     def check_written(self, x: Any) -> None:
         """Refuse to replay a write to an array from outside: it would begin with other values."""
-        for array in items_of(x, np.ndarray):
+        for array in items_of(x, HOST_ARRAYS):
             owner = id(owner_of(array))
             if owner not in self._allocations and owner not in self._written:
                 self.spoil("an operation writes to an array that self.xp has not made")
@@ -468,8 +473,8 @@ class CallList:
                 self.errors[kind] = how
                 if how in ("raise", "call"):
                     self.spoil("an operation waits for errors of floating point")
-        args, result = (rebuilt(x, self._ref, _ARRAYS, not keeps) for x in (args, result))
-        kwargs = rebuilt(kwargs or {}, self._ref, _ARRAYS)
+        args, result = (rebuilt(x, self._ref, _ANY_ARRAYS, not keeps) for x in (args, result))
+        kwargs = rebuilt(kwargs or {}, self._ref, _ANY_ARRAYS)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
 
     def _ref(self, x: Any) -> Any:
@@ -485,17 +490,19 @@ class CallList:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        values: Any,
         result: Any,
         has_out: bool,
     ) -> Any:
         """Record a call that returned arrays; return them as recorded ones.
 
         Args:
+            values: the arguments with plain arrays.
             has_out: whether the function takes `out`.
         """
-        given = {
-            id(owner_of(array)): array for array in items_of(_values((args, kwargs)), np.ndarray)
-        }
+        # a universal function returns none of its arguments, nor a view of one
+        is_new = isinstance(function, np.ufunc) and "out" not in kwargs
+        given = {id(owner_of(x)) for x in (() if is_new else items_of(values, HOST_ARRAYS))}
         is_single = not isinstance(result, tuple | list)
         items = (result,) if is_single else result
         if not all(isinstance(item, np.ndarray | np.generic) for item in items):
@@ -523,7 +530,7 @@ class CallList:
             views = {id(owner_of(item)) for item in bare(arrays)}
             if any(
                 id(owner_of(bare(item))) not in views and item.dtype.kind in "biu"
-                for item in items_of((args, kwargs), RecordedArray)
+                for item in items_of((args, kwargs), _RECORDED)
             ):
                 self.spoil("values decide of which part of an array a view is")
         if is_single:
@@ -547,7 +554,8 @@ class CallList:
 
     def copied(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function that reads an array's memory."""
-        result = function(*_values(args), **_values(kwargs))
+        values = _values((args, kwargs))
+        result = function(*values[0], **values[1])
         if not has_recorded((args, kwargs)):
             return result
-        return self.results(function, args, kwargs, result, False)
+        return self.results(function, args, kwargs, values, result, False)

@@ -21,6 +21,7 @@ import numpy as np
 
 from nnmpi.backend.array import Shape
 from nnmpi.backend.program.call import (
+    ARRAYS,
     Allocation,
     ArrayRef,
     Call,
@@ -34,7 +35,7 @@ from nnmpi.backend.program.call import (
 # L2 cache of server processors.
 ELEMENTS = 2**16
 
-_ARRAYS = ArrayRef | np.ndarray
+_ARRAYS = (ArrayRef, np.ndarray)
 _KEYWORDS = {"out", "dtype", "casting", "axis", "keepdims"}
 _REDUCTIONS = [
     getattr(owner, name) for owner in (np, np.ndarray) for name in ("sum", "mean", "max", "min")
@@ -79,7 +80,7 @@ class Rows(NamedTuple):
             return _rows(x, count, given[axes:], start, stop, scratch)
 
         out = kwargs["out"]
-        args = rebuilt(self.call.args, lambda x: cut(x, _padded(x, self.shape)), _ARRAYS)
+        args = rebuilt(self.call.args, lambda x: cut(x, _padded(x, self.shape)), ARRAYS)
         kwargs["out"] = cut(out, out.shape)
         if "axis" in kwargs:
             kwargs["axis"] = tuple(axis - axes + 1 for axis in _reduced(self.call))
@@ -150,6 +151,8 @@ def rows_of(call: Call) -> Rows | None:
 
 def tile(calls: Sequence[Call]) -> list[Call]:
     """Return calls that do the same, with runs of row-wise calls cut into blocks of rows."""
+    if all(prod(x.shape) <= ELEMENTS for call in calls for x in call.arrays()):
+        return [*calls]
     names = Counter(ref.allocation for call in calls for ref in call.refs())
     result: list[Call] = []
     run: list[Rows] = []
