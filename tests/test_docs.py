@@ -28,6 +28,7 @@ from nnmpi.commands.table import COMMANDS, PACKAGES
 from nnmpi.data.dataset import Dataset
 from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
+from tests.harness.slow import PAGES_WRITTEN
 from tests.layering.rules import Tree, dead_references
 
 ROOT = Path(__file__).parents[1]
@@ -146,6 +147,7 @@ def test_programs_run(page: str, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow(PAGES_WRITTEN)
 def test_simulated_speed_ups_are_what_the_page_shows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command, table = re.findall(
@@ -304,6 +306,7 @@ def test_ci_runs_what_the_readme_and_contributing_say() -> None:
     assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run
 
 
+@pytest.mark.slow(PAGES_WRITTEN)
 def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     """A renamed option ended the building of all pages, which only CI does."""
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
@@ -315,6 +318,7 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow(PAGES_WRITTEN)
 def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
     """Each lesson but the first has one, before its program; the page's theme gives ink and
     paper.

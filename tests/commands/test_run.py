@@ -27,6 +27,7 @@ from nnmpi.commands.launching import Launcher, find_launcher, given_hosts
 from nnmpi.commands.run import USAGE, GaveUp, SupervisedRun, Supervisor, main, without
 from nnmpi.train.cli import main as train_command
 from tests.harness.job import run
+from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import LIMIT_S, lines, send
 from tests.train.test_resume import last_checkpoint
 
@@ -292,6 +293,7 @@ FIXED = (
 )
 
 
+@pytest.mark.slow(ONCE_MORE)
 @pytest.mark.timeout(300)
 def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     """On three ranks, any of which may be killed, against a run on one."""

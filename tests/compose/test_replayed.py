@@ -25,6 +25,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.harness.slow import MORE_LAYOUTS, once_more
 
 pytestmark = pytest.mark.host_only(
     "passes on a device are not recorded: there recordings would keep more than a step takes"
@@ -263,7 +264,9 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
 
 
 @pytest.mark.simulated(min_size=2, max_size=4)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [once_more(name, name in ("dropping", "gpt"), MORE_LAYOUTS) for name in MODELS]
+)
 def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
     """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of
     several sizes.

@@ -404,9 +404,9 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
-    # each with one stage of ZeRO, and in `REST` with the other
-    *((item[0], replace(item[1], zero=2 + i % 2)) for i, item in enumerate(PIPELINES)),
-    *FITTED,
+    # every second one with one stage of ZeRO, and in `REST` with the other
+    *((item[0], replace(item[1], zero=2 + i % 4 // 2)) for i, item in [*enumerate(PIPELINES)][::2]),
+    *FITTED[::2],
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
@@ -416,12 +416,17 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
-    *WITH_EXPERTS[2:],
+    *WITH_EXPERTS[2::2],
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),
     *((GPT, layout) for layout in SHARED),
     (GPT, Layout(dp=3, tp=2, zero=2)),
-    *((item[0], replace(item[1], zero=3 - i % 2)) for i, item in enumerate(PIPELINES)),
-    *WITH_EXPERTS[:2],
+    *((item[0], replace(item[1], zero=3 - i % 4 // 2)) for i, item in enumerate(PIPELINES)),
+    *(
+        (item[0], replace(item[1], zero=2 + i % 4 // 2))
+        for i, item in [*enumerate(PIPELINES)][1::2]
+    ),
+    *FITTED[1::2],
+    *(WITH_EXPERTS[0], *WITH_EXPERTS[1::2]),
 ]

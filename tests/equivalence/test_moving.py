@@ -17,6 +17,7 @@ from tests.equivalence import own
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import Setup, batches, build, release, tolerance
 from tests.equivalence.rows import DECAY, MOMENTUM, NOISY
+from tests.harness.slow import MORE_LAYOUTS, once_more
 
 pytestmark = pytest.mark.simulated
 
@@ -60,7 +61,9 @@ def move(old: Worker, new: Worker) -> None:
     new.optimizer.steps = old.optimizer.steps
 
 
-@pytest.mark.parametrize("name", sorted(SETUPS))
+@pytest.mark.parametrize(
+    "name", [once_more(name, name != "tied", MORE_LAYOUTS) for name in sorted(SETUPS)]
+)
 def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, name: str) -> None:
     """Each kind of layout is once the first and once the second; the second starts with other
     weights.

@@ -20,7 +20,7 @@ QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
-DEALT += ("test_docs.py", "test_examples.py", "test_verify.py")
+DEALT += ("test_docs.py", "test_examples.py", "commands/test_verify.py", "comm/test_fit.py")
 # with --all: the contract itself, promised on every number of ranks
 EVERYWHERE = "equivalence/test_layouts.py"
 

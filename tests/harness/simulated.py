@@ -15,8 +15,8 @@ In a simulated test `group` and `tmp_path` are the rank's own, and so is what fi
 all else is shared. So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its
-name, and on twice as many if it is about messages and collectives themselves and this is no quick
-run; `scripts/test` has K = 1. Without it a test runs on all of them, and on few ranks with several
+name, a small number more often, and on twice as many if it is about messages and collectives
+themselves and this is no quick run; `scripts/test` has K = 1. Without it a test runs on all of them, and on few ranks with several
 seeds. What is no test of messages and collectives themselves is dealt to at most 12, the fewest
 with three axes of ranks that differ, and whole trainings (`equivalence`) but the contract of
 layouts itself to at most 8, the fewest with three; on the double of a device to at most 4.
@@ -131,9 +131,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:
-        once = config.option.quick or left_out.is_dealt(item)
-        name, count = _name(item, world), _dealt_to(config) * (1 if once else 2)
-        spread = _spread(sizes.get(name, []), count, crc32(name.encode()) / 2**32)
+        is_dealt = left_out.is_dealt(item)
+        name = _name(item, world)
+        count = _dealt_to(config) * (1 if config.option.quick or is_dealt else 2)
+        # on eight ranks a training takes four times as long as on two: few of them get many ranks
+        share = (crc32(name.encode()) / 2**32) ** (2 if is_dealt else 1)
+        spread = _spread(sizes.get(name, []), count, share)
         if config.option.but_plain and item.get_closest_marker("slow") is None:
             spread = spread[1:]  # the first is the plain run's
         if world.ranks not in spread:
@@ -170,12 +173,8 @@ def _dealt_to(config: pytest.Config) -> int:
 
 
 def _spread(sizes: list[int], count: int, share: float) -> list[int]:
-    """Return so many of the sizes, from small to large ones, beginning somewhere.
-
-    A single one is a small one more often: on eight ranks a training takes four times as long as on
-    two.
-    """
-    first = int(len(sizes) * share ** (2 if count == 1 else 1))
+    """Return so many of the sizes, from small to large ones, beginning at a share of the list."""
+    first = int(len(sizes) * share)
     return [
         sizes[(first + number * len(sizes) // count) % len(sizes)]
         for number in range(count if sizes else 0)

@@ -23,6 +23,7 @@ from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
+from tests.harness.slow import MORE_LAYOUTS
 from tests.train.jobs import arrays, train
 
 SHORT = "--max-steps 8 --batch-size 30 --log-every 4 --backend numpy"
@@ -60,7 +61,16 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.needs_ranks(LAYOUTS[name][0])) for name in LAYOUTS],
+    [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.needs_ranks(LAYOUTS[name][0]),
+                *[pytest.mark.slow(MORE_LAYOUTS)] * (number % 2),
+            ],
+        )
+        for number, name in enumerate(LAYOUTS)
+    ],
 )
 def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
     """Weights and the optimizer's state at the end, though messages come in another order."""

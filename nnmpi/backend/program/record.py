@@ -15,7 +15,7 @@ dropped (`spoiled`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, getitem, setitem
@@ -468,21 +468,27 @@ class CallList:
         A function that may keep what it gets may also change it, so its lists and dictionaries stay
         the same objects.
         """
-        for kind, how in np.geterr().items():
-            if how != self._errors[kind]:
-                self.errors[kind] = how
-                if how in ("raise", "call"):
-                    self.spoil("an operation waits for errors of floating point")
-        args, result = (rebuilt(x, self._ref, _ANY_ARRAYS, not keeps) for x in (args, result))
-        kwargs = rebuilt(kwargs or {}, self._ref, _ANY_ARRAYS)
+        errors = np.geterr()
+        if errors != self._errors:
+            self._note_errors(errors)
+        args = rebuilt(args, self._ref, _ANY_ARRAYS, not keeps)
+        result = rebuilt(result, self._ref, _ANY_ARRAYS, not keeps)
+        kwargs = rebuilt(kwargs, self._ref, _ANY_ARRAYS) if kwargs else {}
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
 
+    def _note_errors(self, errors: Mapping[str, Any]) -> None:
+        changed = {kind: how for kind, how in errors.items() if how != self._errors[kind]}
+        self.errors |= changed
+        if {"raise", "call"} & {*changed.values()}:
+            self.spoil("an operation waits for errors of floating point")
+
     def _ref(self, x: Any) -> Any:
-        array = x._array if isinstance(x, RecordedArray) else x
-        allocation = self._allocations.get(id(owner_of(array)))
+        array = x._array if issubclass(type(x), RecordedArray) else x
+        owner = owner_of(array)
+        allocation = self._allocations.get(id(owner))
         if allocation is None:
             return array
-        offset = address_of(array) - allocation.address
+        offset = 0 if owner is array else address_of(array) - allocation.address
         return ArrayRef(allocation, offset, array.shape, array.strides, array.dtype)
 
     def results(
@@ -500,9 +506,11 @@ class CallList:
             values: the arguments with plain arrays.
             has_out: whether the function takes `out`.
         """
-        # a universal function returns none of its arguments, nor a view of one
-        is_new = isinstance(function, np.ufunc) and "out" not in kwargs
-        given = {id(owner_of(x)) for x in (() if is_new else items_of(values, HOST_ARRAYS))}
+        if isinstance(function, np.ufunc) and type(result) is np.ndarray and not kwargs:
+            # the usual case: a new array, no view of an argument
+            self.append(function, args, {"out": self.adopt(result)})
+            return RecordedArray(result, self.active)
+        given = {id(owner_of(array)) for array in items_of(values, HOST_ARRAYS)}
         is_single = not isinstance(result, tuple | list)
         items = (result,) if is_single else result
         if not all(isinstance(item, np.ndarray | np.generic) for item in items):
