@@ -76,11 +76,15 @@ class RunFolder:
     def check_links(self) -> None:
         """Refuse links among the run's files: what is written to one could land anywhere.
 
+        A job that is ending may remove files meanwhile.
+
         Raises:
             UsageError: with the link and the remedy.
         """
         for entry in {*vars(self).values()} - {self.path}:
-            for file in chain([entry], entry.rglob("*")):
+            # not rglob, which raises for a folder that is gone
+            below = (Path(at, name) for at, *names in os.walk(entry) for name in chain(*names))
+            for file in chain([entry], below):
                 if file.is_symlink():
                     raise UsageError(
                         f"{file} is a link, which may lead out of the run's folder; put what it"

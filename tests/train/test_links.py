@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,25 @@ def test_a_new_run_begins_in_no_folder_with_a_link(tmp_path: Path) -> None:
     (tmp_path / "flight").symlink_to("/tmp")
     with pytest.raises(UsageError, match="flight is a link"):
         RunFolder(tmp_path).check_free()
+
+
+def test_a_folder_that_vanishes_meanwhile_is_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job before is still removing a checkpoint."""
+    checkpoint = tmp_path / "checkpoints" / "step-5"
+    checkpoint.mkdir(parents=True)
+    scandir = os.scandir
+
+    def look(path: Any) -> Any:
+        if Path(path) == checkpoint:
+            checkpoint.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    RunFolder(tmp_path).check_links()
+    assert not checkpoint.exists()
+
 
 
 def write_checkpoint(run: Path) -> None:
