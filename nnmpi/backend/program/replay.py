@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, empty
-from nnmpi.backend.program.call import ArrayRef, Call
+from nnmpi.backend.program.call import Allocation, ArrayRef, Call
 from nnmpi.backend.program.plan import lifetimes, plan
 from nnmpi.backend.program.tile import tile
 from nnmpi.base.errors import UsageError
@@ -53,25 +54,32 @@ class StepProgram:
 
     Attributes:
         calls: the calls in blocks of rows, see `tile`.
-        size_bytes: of the results' memory.
     """
 
     def __init__(
         self, calls: Sequence[Call], arena: Arena, errors: Mapping[str, Any] | None = None
     ) -> None:
         self.calls = tuple(tile(calls))
-        # What somebody else holds, for good: held before the plan, which places what nobody holds,
-        # so that nothing is freed between the two.
+        # What somebody else holds, for good: held before the plan, which places what nobody holds
         self._held = {
             ref.allocation: owner
             for call in self.calls
             for ref in call.refs()
             if (owner := ref.allocation.owner) is not None
         }
-        self._places, self.size_bytes = plan(self.calls)
         self._errors = dict(errors or {})
         self._arena, self._memory = arena, np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
+
+    @cached_property
+    def _plan(self) -> tuple[dict[Allocation, int], int]:
+        """The results' places, and the size of their memory; some recordings are never replayed."""
+        return plan(self.calls)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the results' memory."""
+        return self._plan[1]
 
     def replay(self) -> None:
         """Repeat the calls."""
@@ -89,7 +97,8 @@ class StepProgram:
         Raises:
             UsageError: for a program whose results have no place.
         """
-        if not self._places:
+        places, _ = self._plan
+        if not places:
             raise UsageError(
                 "this program's calls write no results of their own: none can be drawn"
             )
@@ -97,7 +106,7 @@ class StepProgram:
         edge = len(str(self.size_bytes))
         bars = [
             Bar(f"{start:{edge}}", begin, end + 1, "a result", f"%{allocation.number}")
-            for allocation, start in sorted(self._places.items(), key=itemgetter(1))
+            for allocation, start in sorted(places.items(), key=itemgetter(1))
             for begin, end in (lives[allocation],)
         ]
         title = f"{self.size_bytes} bytes: the results from each byte on, while they live"
@@ -105,7 +114,8 @@ class StepProgram:
 
     def _bind(self) -> None:
         self._bound = ()
-        self._arena.reserve(self.size_bytes)
+        places, size_bytes = self._plan
+        self._arena.reserve(size_bytes)
         self._memory = self._arena.memory
         arrays: dict[ArrayRef, Array] = {}
 
@@ -115,7 +125,7 @@ class StepProgram:
                 allocation = ref.allocation
                 held = self._held.get(allocation)
                 if held is None:
-                    array = ref.over(self._arena.memory, self._places[allocation])
+                    array = ref.over(self._arena.memory, places[allocation])
                 else:
                     is_writable, held.flags.writeable = held.flags.writeable, True
                     array = ref.over(held.ravel(order="K").view(np.uint8), 0)
