@@ -158,8 +158,8 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
         UsageError: see `coefficient` and `global_norm`.
     """
     found = _gradients("clip_by_global_norm", grads)
-    recorder = active()
-    if recorder is not None and recorder.captures and set(_by_ranks(found)) == {()}:
+    recorder, on_device = active(), found and not isinstance(found[0], np.ndarray)
+    if recorder is not None and recorder.captures and on_device and set(_by_ranks(found)) == {()}:
         squares = zeros(namespace(found[0]), (), "float64")
         add_squares(found, squares)
         scale(found, coefficient_there(squares, max_norm))

@@ -17,7 +17,7 @@ from nnmpi.ops.loss import CrossEntropy
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
-from tests.gpu.play import MODES, precise
+from tests.gpu.play import FLOAT64, MODES, TOLERANCES, differences, precise
 
 WIDE = 1024  # features; one row of numbers for dropout is as long
 MODELS = {
@@ -157,14 +157,17 @@ def test_a_token_is_one_graph(
 ) -> None:
     """With the eager bits, however many tokens came before; a full cache is captured anew."""
     monkeypatch.setattr(KeyValues, "LEAST", 4)
-    model: nn.Module = (
+    here, there = (
         models.gpt(19, 20, features=12, layers=2, heads=3)
         if kind == "gpt"
         else models.lstm(19, features=10, layers=2)
+        for _ in range(2)
     )
-    model.initialize(seed=2, backend=device)
+    dtype = "float64" if mode == FLOAT64 else "float32"
+    model = here.initialize(2, dtype, backend=device)
     draw, found, captured = np.random.default_rng(1), dict[bool, list[Any]](), []
-    tokens = device.asarray(draw.integers(0, 19, (2, 20)))
+    numbers = draw.integers(0, 19, (2, 20))
+    tokens = device.asarray(numbers)
     for compiled in (False, True):
         run: Any = nnmpi.compile(lambda x: model(x)) if compiled else model
         found[compiled] = []
@@ -175,6 +178,9 @@ def test_a_token_is_one_graph(
                 captured.append(getattr(run, "recordings", 0))
     for eager, launched in zip(found[False], found[True], strict=True):
         np.testing.assert_array_equal(eager, launched)
+    whole = there.initialize(2, "float64")(numbers).data
+    written = np.concatenate(found[True], axis=1).astype("float64")
+    assert not differences({"": written}, {"": whole}, TOLERANCES[mode])
     # rooms for 8 and 18 tokens are followed by one for 38
     assert sum(captured) == (17 - 3 if kind == "gpt" else 17 - 1)
     calls = run._held.popitem()[1].recorder.calls

@@ -97,7 +97,6 @@ def test_a_folder_that_vanishes_meanwhile_is_no_link(
     assert not checkpoint.exists()
 
 
-
 def write_checkpoint(run: Path) -> None:
     CheckpointWriter(run / "checkpoints", 1, run).begin()
 
