@@ -16,10 +16,11 @@ all else is shared. So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its
 name, a small number more often, and on twice as many if it is about messages and collectives
-themselves and this is no quick run; `scripts/test` has K = 1. Without it a test runs on all of them, and on few ranks with several
-seeds. What is no test of messages and collectives themselves is dealt to at most 12, the fewest
-with three axes of ranks that differ, and whole trainings (`equivalence`) but the contract of
-layouts itself to at most 8, the fewest with three; on the double of a device to at most 4.
+themselves and this is no quick run; `scripts/test` has K = 1. Without it a test runs on all of
+them, and on few ranks with several seeds. What is no test of messages and collectives themselves is
+dealt to at most 12, the fewest with three axes of ranks that differ, and whole trainings
+(`equivalence`) but the contract of layouts itself to at most 8, the fewest with three; on the
+double of a device to at most 4.
 """
 
 import inspect
