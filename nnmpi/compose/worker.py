@@ -294,8 +294,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             norm = self._meet(started, numbers)
         # Loss and norm are sums over all ranks, so all ranks take the same branch without a
         # message. One overflowed value makes the norm inf or NaN: it tests the whole gradient.
+        # An update that was launched ahead has looked at `squares`; the gradient is now the next
+        # step's.
         if isfinite(started.report.loss_sum) and (
-            isfinite(norm) or self.exchange.updates_in_passes
+            isfinite(self.exchange.squares if updated else norm) or self.exchange.updates_in_passes
         ):
             if not updated:
                 self._update(norm, started.factor)

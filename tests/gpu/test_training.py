@@ -265,6 +265,36 @@ def test_numbers_that_are_read_a_step_late_change_nothing(
         np.testing.assert_array_equal(there[name], values, err_msg=name)
 
 
+class Magnitude(nn.Module):
+    """sqrt(x^2), whose gradient at 0 is NaN."""
+
+    replayable = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x) ** 0.5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_that_alone_is_not_finite_ends_the_run(
+    device: Backend, group: Group, late: bool
+) -> None:
+    """The loss is finite, and so is the next step's gradient, which is there when the norm is read."""
+    draw = np.random.default_rng(1)
+    x, y = draw.standard_normal((40, 4)).astype("float32"), draw.integers(0, 3, 40)
+    dataset = Dataset("numbers", x, y, 3)
+    x[Loader(dataset, 5).order(0)[5 * 4 + 2]] = 0
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), Magnitude())
+    model.initialize(seed=0, backend=device)
+    optimizer = optim.SGD(model.storage, lr=0.01)
+    worker = Worker(model, optimizer, group, backend=device)
+    if not late:
+        worker._can_go_ahead = lambda: False  # type: ignore[method-assign]
+    with np.errstate(all="ignore"), pytest.raises(DivergenceError):  # the double's, by NumPy
+        worker.run(Loader(dataset, 5), 0, 0, 8, 0, lambda step: 0.01)
+    assert optimizer.steps == 4
+    worker.release()
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e20])
 def test_a_norm_that_is_read_late_is_the_steps_own(
     device: Backend, group: Group, size: float
