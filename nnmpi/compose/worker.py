@@ -71,7 +71,7 @@ from nnmpi.memory.ledger import (
 )
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
-from nnmpi.optim.clip import LossScale, coefficient, coefficient_there
+from nnmpi.optim.clip import LossScale, coefficient, device_coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
@@ -540,7 +540,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Launch an update that changes nothing if the step's numbers are not finite."""
         guard = self.passes.guard()  # finite, it is the square of the gradient's norm
         with self.optimizer.guarded(guard):
-            self.exchange.update(1.0 if self.clip is None else coefficient_there(guard, self.clip))
+            self.exchange.update(1.0 if self.clip is None else device_coefficient(guard, self.clip))
 
     def details(self, report: StepReport) -> dict[str, Any]:
         """See `Trainer.details`."""

@@ -108,7 +108,7 @@ def coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + _MARGIN))
 
 
-def coefficient_there(squares: Array, max_norm: float) -> Array:
+def device_coefficient(squares: Array, max_norm: float) -> Array:
     """Return the same number for a square of the norm on a device, not waiting for it."""
     _check(max_norm)
     xp = namespace(squares)
@@ -162,7 +162,7 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
     if recorder is not None and recorder.captures and on_device and set(_by_ranks(found)) == {()}:
         squares = zeros(namespace(found[0]), (), "float64")
         add_squares(found, squares)
-        scale(found, coefficient_there(squares, max_norm))
+        scale(found, device_coefficient(squares, max_norm))
         return math.nan
     return record_call(_clip, found, max_norm)
 

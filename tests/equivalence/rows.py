@@ -270,6 +270,14 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
     (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
 )
+# each with one of the two stages of ZeRO that share out gradients, and with the other
+SHARDED = [
+    [
+        (setup, replace(layout, zero=(2, 3)[(i // 2 + turn) % 2]))
+        for i, (setup, layout) in enumerate(PIPELINES)
+    ]
+    for turn in (0, 1)
+]
 FITTED: tuple[tuple[Setup, Layout], ...] = (
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000)),
     (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=160_000)),
@@ -404,8 +412,7 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
-    # every second one with one stage of ZeRO, and in `REST` with the other
-    *((item[0], replace(item[1], zero=2 + i % 4 // 2)) for i, item in [*enumerate(PIPELINES)][::2]),
+    *SHARDED[0][::2],
     *FITTED[::2],
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
@@ -422,11 +429,8 @@ REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),
     *((GPT, layout) for layout in SHARED),
     (GPT, Layout(dp=3, tp=2, zero=2)),
-    *((item[0], replace(item[1], zero=3 - i % 4 // 2)) for i, item in enumerate(PIPELINES)),
-    *(
-        (item[0], replace(item[1], zero=2 + i % 4 // 2))
-        for i, item in [*enumerate(PIPELINES)][1::2]
-    ),
+    *SHARDED[0][1::2],
+    *SHARDED[1],
     *FITTED[1::2],
     *(WITH_EXPERTS[0], *WITH_EXPERTS[1::2]),
 ]
