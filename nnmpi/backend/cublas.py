@@ -64,8 +64,9 @@ class Handle:
 
     Each stream has a workspace: a product's own memory, which cuBLAS would allocate at a time of its
     choice, also during a capture. They come from CuPy's default pool, because the current allocator
-    may belong to a capture. A workspace lives as long as its stream, so a graph must keep the stream
-    in which it was captured; such graphs must not run at the same time.
+    may belong to a capture. A stream of captures has that of the stream in which the graphs are
+    launched, `shares_with`. A workspace lives as long as its stream, so a graph must keep that one;
+    such graphs must not run at the same time.
 
     Args:
         xp: cupy.
@@ -80,20 +81,23 @@ class Handle:
         self._bindings, self._device = bindings, device
         self._handle: int = bindings.create()
         self._stream: Any = None
+        self._owner: Any = None
         self._workspaces: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         bindings.set_math_mode(self._handle, WIDE_SUMS)
 
     def here(self) -> int:
         """Return the handle, set to the current stream."""
         stream = self._current_stream(self._device)
-        if stream is not self._stream:
-            if stream not in self._workspaces:
-                self._workspaces[stream] = self._pool.malloc(self._bytes)
+        owner = getattr(stream, "shares_with", stream)
+        if stream is not self._stream or owner is not self._owner:
+            if owner not in self._workspaces:
+                self._workspaces[owner] = self._pool.malloc(self._bytes)
             self._bindings.set_stream(self._handle, stream.ptr)
             # in this order: a new stream takes the workspace away
-            workspace = self._workspaces[stream]
+            workspace = self._workspaces[owner]
             self._bindings.set_workspace(self._handle, workspace.ptr, self._bytes)
-            self._stream = stream  # kept: another one might get its address
+            # kept: another one might get its address
+            self._stream, self._owner = stream, owner
         return self._handle
 
 

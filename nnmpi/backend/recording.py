@@ -316,6 +316,10 @@ class Recorder(CallList):
             for item in known
         ):
             return array
+        return self._copied(array)
+
+    def _copied(self, array: Array) -> Array:
+        """Return a copy of a result, as the step's own memory."""
         array = array.copy(order="K")
         return self.adopt(array) if isinstance(array, np.ndarray) else array
 

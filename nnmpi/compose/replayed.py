@@ -5,8 +5,8 @@
                                             `nn.compiled`)
                                later        the calls are replayed: the same bits, no graph, no
                                             checks
-    on a device                2nd time     eager, in the memory of its graphs (see `cuda.graph`)
-                               3rd time     captured
+    on a device                1st time     eager, in the memory of its graphs (see `cuda.graph`)
+                               2nd time     captured
                                later        the graphs are launched
 
 A replay would freeze any decision that Python makes in a forward pass. So a model is replayed only
@@ -128,7 +128,7 @@ class Replay(Compiled):
             self._reason = "a parameter has another array, or was frozen"
         elif key in self._spoiled:
             self._reason = self._spoiled[key]
-        elif key in self._shapes and len(self._held) < MOST_RECORDINGS:
+        elif (key in self._shapes or self._xp is not np) and len(self._held) < MOST_RECORDINGS:
             self._record(key, (), mode, xp=self._xp)
             self._reason = self.refusal or self._reason
             return

@@ -11,6 +11,7 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
+from nnmpi.compose.replayed import Replay
 from nnmpi.compose.worker import Worker
 from nnmpi.ops.attention import KeyValues
 from nnmpi.ops.loss import CrossEntropy
@@ -402,6 +403,52 @@ def test_memory_of_graphs_returns_to_the_pool(device: Backend) -> None:
         used.append(pool.used_bytes())
         assert held > used[-1]
     assert used[1] == used[2]
+
+
+class Apart(Halved):
+    """The same, called between graphs."""
+
+    is_call = True
+
+
+class Halves(nn.Module):
+    """Halves what comes, apart from graphs."""
+
+    replayable = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Apart()(x)
+
+
+@pytest.mark.parametrize("end", [128, 90])
+def test_memory_of_a_worker(
+    device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, end: int
+) -> None:
+    """Recorded steps take what eager ones do, also of two shapes, and with calls between graphs."""
+    draw = np.random.default_rng(1)
+    x, y = draw.standard_normal((128, 8)).astype("float32"), draw.integers(0, 5, 128)
+    Tensor(device.asarray(x)) @ Tensor(device.asarray(x.T))  # takes cuBLAS's workspace
+    pool, grown = device.xp.get_default_memory_pool(), []
+    for replays in (False, True):
+        if not replays:
+            monkeypatch.setattr(
+                Replay, "run_or_replay", lambda self, kind, now, refusal: now.walk()
+            )
+        body = [layer for _ in range(12) for layer in (Halves(), nn.Linear(WIDE // 16, WIDE // 16))]
+        model = nn.Sequential(nn.Linear(8, WIDE // 16), *body, nn.Linear(WIDE // 16, 5))
+        model.initialize(seed=2, backend=device)
+        gc.collect()
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        worker = Worker(model, optim.AdamW(model.storage), group, backend=device)
+        for _ in range(5):
+            worker.step(x, y)
+            worker.step(x[:end], y[:end])
+        grown.append(pool.total_bytes() - before)
+        assert (worker.passes.replay.replays > 2) == replays
+        worker.release()
+        monkeypatch.undo()
+    assert grown[1] < 1.1 * grown[0]
 
 
 def test_a_worker_launches_graphs_from_the_third_step_of_a_shape_on(

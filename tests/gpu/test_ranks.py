@@ -2,6 +2,7 @@
 travel.
 """
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -10,18 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import optim
+from nnmpi import models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
+from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.replayed import Replay
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
+from nnmpi.tensor.tensor import Tensor
 from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small
 from tests.equivalence.cover import SETUPS, spread
 from tests.equivalence.reference import batches, build, evaluate, release
+from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise
 from tests.harness.slow import MORE_LAYOUTS
 
@@ -102,6 +109,56 @@ def assert_equal(
     result = train(group, device, setup, mode, layout, **options)
     words = group.gather(differences(result, {name: right[name] for name in result}, LIMITS[mode]))
     assert not any(words), words
+
+
+def grown(group: Group, device: Backend, options: dict[str, Any]) -> tuple[int, int]:
+    """Return how many bytes of memory a few steps of a GPT take, and how often it was replayed."""
+    draw = np.random.default_rng(0)
+    x, y = (draw.integers(0, 30, (16 * group.size, 24)) for _ in range(2))
+    text = Dataset("text", x.astype(np.uint16), y, 30)
+    where = arrange(models.gpt(30, 24, 32, 4, 1), group, Layout(**options), x[:2], backend=device)
+    model = where.model.initialize(seed=0, backend=device, storage=where.storage)
+    gc.collect()
+    pool = device.xp.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    worker = Worker(model, optim.AdamW(model.storage), group, backend=device, arrangement=where)
+    place = {"rank": where.data_rank, "world": where.data_ranks}
+    microbatches = 4 if "pp" in options else 1
+    loader = Loader(text, 8 * group.size, microbatches=microbatches, workers=0, **place)
+    for epoch in range(3):
+        for batch in loader.epoch(epoch, backend=device):
+            worker.step(batch)
+    bytes_, replays = pool.total_bytes() - before, worker.passes.replay.replays
+    worker.release()
+    return bytes_, replays
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 0, "dp": 1},
+        {"pp": 0, "dp": 1, "pipeline": "gpipe"},
+        {"zero": 3},
+        pytest.param({"pp": 0, "dp": 1, "pipeline": "1f1b"}, marks=pytest.mark.slow(MORE_LAYOUTS)),
+        pytest.param({"zero": 1}, marks=pytest.mark.slow(MORE_LAYOUTS)),
+    ],
+    ids=lambda options: " ".join(map(str, options.items())),
+)
+def test_memory_of_graphs(
+    group: Group, device: Backend, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded steps take what the eager ones do; the double's pool does not cut its blocks."""
+    given = {name: value or group.size for name, value in options.items()}
+    Tensor(device.xp.ones((2, 2))) @ Tensor(device.xp.ones((2, 2)))  # takes cuBLAS's workspace
+    bytes_, replays = grown(group, device, given)
+    with monkeypatch.context() as patch:
+        patch.setattr(Replay, "run_or_replay", lambda self, kind, now, refusal: now.walk())
+        eager, _ = grown(group, device, given)
+    ratios = group.gather(bytes_ / eager)
+    assert all(ratio < (1.2 if is_stand_in(device) else 1.1) for ratio in ratios), ratios
+    assert replays > 1
 
 
 @pytest.mark.mpi

@@ -18,9 +18,11 @@ is written before a launch.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
+from math import inf
 from threading import local
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,7 @@ from weakref import finalize
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.program.call import Kinds, rebuilt
 from nnmpi.backend.recording import Recorder, fill
 from nnmpi.base.errors import UsageError
 
@@ -59,16 +62,20 @@ class GraphMemory:
     """The memory in which steps are captured.
 
     The memory is a pool that takes its blocks from CuPy's default pool: there it counts, and the
-    limit applies to it.
+    limit applies to it. CuPy keeps what was freed for the stream in which it was taken, so what
+    earlier eager steps have freed is given back before work in the stream of the captures begins.
 
     Args:
         xp: cupy.
     """
 
     def __init__(self, xp: ModuleType) -> None:
-        self.xp = xp
-        self._pool = xp.cuda.MemoryPool(xp.get_default_memory_pool().malloc)
+        self.xp, self.arrays = xp, Kinds(xp.ndarray)
+        default = xp.get_default_memory_pool()
+        self._blocks: list[tuple[int, int]] = []  # where they begin and end
+        self._pool = xp.cuda.MemoryPool(partial(_take, default.malloc, self._blocks))
         free_unused()
+        default.free_all_blocks(xp.cuda.get_current_stream())
         finalize(self, _unused().append, self._pool)
 
     @property
@@ -76,11 +83,51 @@ class GraphMemory:
         """The memory that the graphs hold, in bytes."""
         return int(self._pool.total_bytes())
 
+    def borrowed(self, array: Array) -> Array:
+        """Return an array in this memory as one that does not hold it, any other array unchanged.
+
+        Later results of the step may lie there, as they did while it was captured.
+        """
+        memory: Any = array.data
+        i = bisect_right(self._blocks, (memory.ptr, inf)) - 1
+        if not array.nbytes or i < 0 or memory.ptr >= self._blocks[i][1]:
+            return array
+        cuda = self.xp.cuda
+        room = cuda.UnownedMemory(memory.ptr, self._blocks[i][1] - memory.ptr, self._pool)
+        pointer = cuda.MemoryPointer(room, 0)
+        result: Array = self.xp.ndarray(array.shape, array.dtype, pointer, array.strides)
+        return result
+
+    def room_for(self, array: Array) -> Array:
+        """Return an uninitialized array in this memory, like another one, for the current stream."""
+        with self.inside():
+            result: Array = self.xp.empty_like(array)
+        return result
+
     @contextmanager
-    def inside(self) -> Iterator[Any]:
-        """Queue the block's work on the thread's stream for captures, with results in this memory."""
+    def inside(self, captures: bool = False) -> Iterator[Any]:
+        """Queue the block's work on the thread's stream for captures, with results in this memory.
+
+        If it is not captured, it waits for what the current stream has to do, which waits for it:
+        earlier results may have lain in the same memory.
+        """
+        outer = self.xp.cuda.get_current_stream()
         with self.xp.cuda.using_allocator(self._pool.malloc), stream_of(self.xp) as stream:
+            stream.shares_with = (
+                outer  # the two never compute at the same time, see `cublas.Handle`
+            )
+            if not captures:
+                stream.wait_event(outer.record())
             yield stream
+        if not captures:
+            outer.wait_event(stream.record())
+
+
+def _take(allocate: Callable[[int], Any], blocks: list[tuple[int, int]], size: int) -> Any:
+    """Return a block of memory, and note where it lies."""
+    block = allocate(size)
+    insort(blocks, (block.ptr, block.ptr + size))
+    return block
 
 
 _streams = local()
@@ -103,7 +150,7 @@ class Segment:
 
     Args:
         graph: CuPy's.
-        stream: in which it was captured; kept, since products compute in its workspace.
+        stream: in whose workspace products compute, which lives as long as this.
         numbers: pairs of arrays on the device and on the host.
     """
 
@@ -174,6 +221,27 @@ class GraphRecorder(Recorder):
         self._begin()
         return result
 
+    def append(
+        self,
+        function: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        result: Any = None,
+        keeps: bool = False,
+    ) -> None:
+        """Add a call that was made, which does not hold memory of the graphs."""
+        memory = self._memory
+        args, result = (
+            rebuilt(item, memory.borrowed, memory.arrays, not keeps) for item in (args, result)
+        )
+        super().append(function, args, kwargs, result, keeps)
+
+    def _copied(self, array: Array) -> Array:
+        """Return a copy of a result in the memory of the graphs, made between two of them."""
+        result = self._memory.room_for(array)
+        result[...] = array
+        return result
+
     def input(self, function: Callable[[], Array]) -> Array:
         """Return a buffer with a function's array, which replays fill before the graph."""
         if self.warms_up:
@@ -225,12 +293,10 @@ class GraphRecorder(Recorder):
 
     def _begin(self) -> None:
         cuda = self._memory.xp.cuda
-        outer = self._outer = cuda.get_current_stream()
+        self._outer = cuda.get_current_stream()
         with ExitStack() as stack:
-            stream = stack.enter_context(self._memory.inside())
-            if self.warms_up:
-                stream.wait_event(outer.record())
-            else:
+            stream = stack.enter_context(self._memory.inside(captures=not self.warms_up))
+            if not self.warms_up:
                 stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
             self._capture = stack.pop_all(), stream
 
@@ -241,9 +307,8 @@ class GraphRecorder(Recorder):
         with stack:
             graph = None if self.warms_up else stream.end_capture()
         if self.warms_up:
-            xp.cuda.get_current_stream().wait_event(stream.record())
             return
-        segment = Segment(xp, graph, stream, self._take_numbers())
+        segment = Segment(xp, graph, self._outer, self._take_numbers())
         self._numbers = []
         segment()
         self._launched += 1

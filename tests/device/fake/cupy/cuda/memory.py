@@ -8,6 +8,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,21 +80,19 @@ class Memory(BaseMemory):
         owner: the NumPy array that has the memory.
     """
 
-    __slots__ = ("_counted",)
+    __slots__ = ("_counted", "_stream")
 
     def __init__(self, owner: Any) -> None:
         self.size = owner.nbytes
-        self._counted = 0
-        POOL._take(self.size)
-        self._counted = -(-self.size // UNIT) * UNIT
+        self._counted, self._stream = 0, _streams.current()
+        self._counted = POOL._take(self.size, self._stream)
         self._owner = owner
         self.ptr = owner.__array_interface__["data"][0] if self.size else 0
         OWNERS[id(owner)] = self
 
     def __del__(self) -> None:
         if self._counted and POOL is not None:  # None when Python ends
-            POOL._used -= self._counted
-            _tell("free_postprocess", self._counted)
+            POOL._keep(self._counted, self._stream)
 
 
 class Aside(BaseMemory):
@@ -244,6 +243,8 @@ def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
 class MemoryPool:
     """Counts memory: what arrays hold, what was freed and is kept, and the limit of both.
 
+    As in CuPy, what was freed serves the stream alone in which it was taken.
+
     Args:
         allocator: gives memory, which this keeps until `free_all_blocks` and uses again for arrays
             of the same size in the same stream; by default it is the device's.
@@ -252,6 +253,7 @@ class MemoryPool:
     def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
         self._allocator = allocator
         self._free: dict[Any, list[MemoryPointer]] = {}
+        self._kept = Counter[Any]()  # bytes of the device's own memory, by stream
         self._used = 0
         self._total = 0
         self._limit = 0
@@ -261,18 +263,26 @@ class MemoryPool:
         elif text:
             self.set_limit(size=int(text))
 
-    def _take(self, size: int) -> None:
+    def _take(self, size: int, stream: Any) -> int:
+        """Count memory of the device for an array in a stream; return how much it is."""
         size = -(-size // UNIT) * UNIT
-        used = self._used + size
-        if used > self._total:
-            limit = self._limit or runtime.settings().memory_bytes
-            if used > limit:
-                # what was kept has been given back, as CuPy does before it gives up
-                self._total = self._used
+        again = min(size, self._kept[stream])
+        limit = self._limit or runtime.settings().memory_bytes
+        if self._total + size - again > limit:
+            self.free_all_blocks()  # as CuPy does before it gives up
+            again = 0
+            if self._total + size > limit:
                 raise OutOfMemoryError(size, self._total, self._limit)
-            self._total = used
-        self._used = used
+        self._kept[stream] -= again
+        self._total += size - again
+        self._used += size
         _tell("malloc_postprocess", size)
+        return size
+
+    def _keep(self, size: int, stream: Any) -> None:
+        self._used -= size
+        self._kept[stream] += size
+        _tell("free_postprocess", size)
 
     def malloc(self, size: int) -> MemoryPointer:
         """Return new memory, full of rubbish."""
@@ -311,9 +321,13 @@ class MemoryPool:
         return self._total
 
     def free_all_blocks(self, stream: Any = None) -> None:
-        """Give back what is kept."""
-        self._free.clear()
-        self._total = self._used
+        """Give back what is kept, or what is kept for a stream."""
+        for key in [key for key in self._free if stream in (None, key[0])]:
+            del self._free[key]
+        for key in [key for key in self._kept if stream in (None, key)]:
+            del self._kept[key]
+        kept = sum(size * len(blocks) for (_, size), blocks in self._free.items())
+        self._total = self._used + self._kept.total() + kept
 
     def set_limit(self, size: int | None = None, fraction: float | None = None) -> None:
         """Set the limit in bytes, or as a part of the device's memory; 0 means none."""
