@@ -252,7 +252,12 @@ class Sharer:
         return True
 
     def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
-        for file, tests in groupby(items, key=lambda item: item.nodeid.partition("::")[0]):
+        """Yield the tests of files that no other run has claimed.
+
+        The last files come first: those of whole jobs take longest, and would be waited for.
+        """
+        files = groupby(items, key=lambda item: item.nodeid.partition("::")[0])
+        for file, tests in reversed([(file, [*tests]) for file, tests in files]):
             if records.claim(self._claims, file):
                 yield from tests
 

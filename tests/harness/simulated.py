@@ -19,8 +19,8 @@ name, a small number more often, and on twice as many if it is about messages an
 themselves and this is no quick run; `scripts/test` has K = 1. Without it a test runs on all of
 them, and on few ranks with several seeds. What is no test of messages and collectives themselves is
 dealt to at most 12, the fewest with three axes of ranks that differ, and whole trainings
-(`equivalence`) but the contract of layouts itself to at most 8, the fewest with three; on the
-double of a device to at most 4.
+(`equivalence`) to at most 6, since rows of their own have three axes on 8; on the double of a device
+to at most 4.
 """
 
 import inspect
@@ -39,7 +39,7 @@ from tests.harness import left_out
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
 MOST_DEALT = 12  # ranks of what is no test of messages and collectives themselves
-MOST_OF_A_TRAINING = 8
+MOST_OF_A_TRAINING = 6
 MOST_ON_DOUBLE = 4
 
 
@@ -159,7 +159,7 @@ def most_ranks(item: pytest.Item, on_host: bool) -> int:
         return MANY[-1]
     if not on_host:
         return MOST_ON_DOUBLE
-    is_training = item.nodeid.startswith("tests/equivalence/") and not left_out.is_contract(item)
+    is_training = item.nodeid.startswith("tests/equivalence/")
     return MOST_OF_A_TRAINING if is_training else MOST_DEALT
 
 

@@ -70,8 +70,7 @@ def test_what_is_slow_is_dealt_to_few_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "on_host", "on_double"),
     [
-        ("equivalence/test_layouts.py", 12, 4),
-        ("equivalence/test_modes.py", 8, 4),
+        ("equivalence/test_layouts.py", 6, 4),
         ("parallel/test_data.py", 12, 4),
         ("comm/test_group.py", 33, 33),
     ],

@@ -53,7 +53,6 @@ LEFT_OUT = {
     "test_msgspec": "TestMessageRMA TestMessageCAIBuf TestMessageDLPackCPUBuf testBuffer",
 }
 QUICK = (
-    "test_request",
     "test_group",
     "test_comm_topo",
     "test_p2p_obj",
