@@ -20,36 +20,24 @@ from nnmpi.backend.recording import record_call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import log_softmax
-from nnmpi.ops.likelihood import NLL
+from nnmpi.ops.likelihood import NLL, OfLabels, Reduced
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads, Variable, converted
+from nnmpi.tensor.function import Grads, Variable, converted
 from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class CrossEntropy(Function):
-    """-log softmax(logits)[label] per row, smoothed and masked; softmax and loss in one operation.
-
-    Args:
-        reduction: one of REDUCTIONS.
-        ignore_index: rows with this label have loss 0 and no gradient; or None.
-        smoothing: the share of each target that is distributed evenly over all classes.
+class CrossEntropy(OfLabels):
+    """-log softmax(logits)[label] per row, smoothed and masked; softmax and loss in one
+    operation.
     """
 
-    __slots__ = ("ignore_index", "reduction", "smoothing")
+    __slots__ = ()
 
     computes = "kernels"
     returns = "float32"
-
-    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
-        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
-
-    @property
-    def averages(self) -> bool:
-        """See `Function.averages`."""
-        return self.reduction == "mean"
 
     @property
     def summands(self) -> tuple[int, ...]:
@@ -87,7 +75,7 @@ class CrossEntropy(Function):
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
 
-class ElementwiseLoss(Function):
+class ElementwiseLoss(Reduced):
     """A loss of each element, summed or averaged.
 
     Args:
@@ -96,18 +84,14 @@ class ElementwiseLoss(Function):
         delta: of Huber's; of `KL_DIV` 1 if the target is logarithms.
     """
 
-    __slots__ = ("delta", "form", "reduction")
+    __slots__ = ("delta", "form")
 
     computes = "kernels"
     returns = "float32"
 
     def __init__(self, reduction: str, form: Loss, delta: float) -> None:
-        self.reduction, self.form, self.delta = reduction, form, delta
-
-    @property
-    def averages(self) -> bool:
-        """See `Function.averages`."""
-        return self.reduction == "mean"
+        super().__init__(reduction)
+        self.form, self.delta = form, delta
 
     @property
     def summands(self) -> tuple[int, ...]:
