@@ -154,10 +154,10 @@ REFUSED = {
             ShapeError,
             r"\(2, 4\), \(5, 4\); .* 4 features .*\(16,\), \(5, 4\), \(5, 4\)",
         ),
-        ([LSTM[0], LSTM[2], *LSTM[2:]], {}, ShapeError, "16 features"),
+        ([LSTM[0], LSTM[2], *LSTM[2:]], {}, ShapeError, r"4 features \(3, 16\)"),
     ],
     ops.gru: [
-        ([GRU[0], GRU[2], *GRU[2:]], {}, ShapeError, "12 features"),
+        ([GRU[0], GRU[2], *GRU[2:]], {}, ShapeError, r"4 features \(3, 12\)"),
         (GRU, {"state": np.zeros((2, 4))}, ShapeError, r"\(2, 4\); .*\(5, 4\)"),
         (GRU, {"state": np.zeros((5, 4), "float32")}, DtypeError, "float32"),
     ],
