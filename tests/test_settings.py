@@ -16,6 +16,7 @@ from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
 from nnmpi.optim.clip import LossScale
 from tests.harness.refusals import told
+from tests.worker_options import arranged
 
 pytestmark = pytest.mark.host_only("settings are read on the host")
 
@@ -331,11 +332,8 @@ def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(grou
         drop = nn.Dropout(0.5)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), drop, nn.Linear(8, 3))
         model.sharding = {"0": nn.Sharding.COLUMN, "3": nn.Sharding.ROW}
-        where = nnmpi.arrange(model, group, layout)
-        where.model.initialize(seed=0)
-        worker = nnmpi.Worker(
-            where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where
-        )
+        worker = arranged(model, group, layout)
+        where = worker.arrangement
         part = np.array_split(np.arange(12), where.data_ranks)[where.data_rank]
         losses = []
         for step in range(8):
