@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
 from nnmpi.optim.clip import LossScale
 from tests.harness.refusals import told
+from tests.worker_options import arranged
 
 pytestmark = pytest.mark.host_only("settings are read on the host")
 
@@ -39,68 +40,67 @@ def optimizer(kind: type[optim.Optimizer]) -> Any:
     return kind(small().storage, lr=0.1)  # type: ignore[call-arg]
 
 
+def made(*args: Any, may: str = "", **named: Any) -> tuple[Callable[[type], Any], str]:
+    """Return what makes an object of a class, and the attributes that may be written to it."""
+    return lambda kind: kind(*args, **named), may
+
+
 # Public classes: what makes an object of one, and the attributes that may be written to it. The
 # tests below try that each of them is followed; of layers the parts may be written, too.
 OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
-    nn.Linear: (lambda kind: kind(3, 2), ""),
-    nn.Conv2d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
-    nn.Conv1d: (lambda kind: kind(2, 4, 3), "stride padding dilation groups"),
-    nn.Conv3d: (lambda kind: kind(2, 4, 3), "options"),
-    nn.MaxPool1d: (lambda kind: kind(2), ""),
-    nn.AvgPool1d: (lambda kind: kind(2), ""),
-    nn.InstanceNorm: (lambda kind: kind(3, affine=True), "eps"),
-    nn.RNN: (lambda kind: kind(2, 3, 2), ""),
-    nn.RNNCell: (lambda kind: kind(2, 3), "nonlinearity"),
-    nn.GRUCell: (lambda kind: kind(2, 3), ""),
-    nn.LSTMCell: (lambda kind: kind(2, 3), ""),
-    nn.ELU: (lambda kind: kind(), "alpha"),
-    nn.Softplus: (lambda kind: kind(), "beta threshold"),
-    nn.BCELoss: (lambda kind: kind(), "options"),
-    nn.KLDivLoss: (lambda kind: kind(), "options"),
-    nn.NLLLoss: (lambda kind: kind(), "options"),
-    nn.ConvTranspose2d: (lambda kind: kind(2, 4, 3), "options"),
-    nn.MaxPool2d: (lambda kind: kind(2), ""),
-    nn.AvgPool2d: (lambda kind: kind(2), ""),
-    nn.AdaptiveAvgPool2d: (lambda kind: kind(2), "output_size"),
-    nn.GlobalAvgPool2d: (lambda kind: kind(), ""),
-    nn.Upsample: (lambda kind: kind(2), "scale_factor"),
-    nn.BatchNorm: (lambda kind: kind(3), "eps momentum all_reduce observe"),
-    nn.LayerNorm: (lambda kind: kind(3), "eps"),
-    nn.RMSNorm: (lambda kind: kind(3), "eps"),
-    nn.GroupNorm: (lambda kind: kind(2, 4), "eps num_groups"),
-    nn.Dropout: (lambda kind: kind(), "p"),
-    nn.Dropout2d: (lambda kind: kind(), "p"),
-    nn.LSTM: (lambda kind: kind(2, 3, 2), ""),
-    nn.GRU: (lambda kind: kind(2, 3, 2), ""),
-    nn.CausalSelfAttention: (lambda kind: kind(4, 2), "causal dropout"),
-    nn.MultiheadAttention: (lambda kind: kind(4, 2), "causal dropout"),
-    nn.TransformerBlock: (lambda kind: kind(4, 2), ""),
-    nn.MixtureOfExperts: (lambda kind: kind(4, 3), "chooses all_reduce ranks exchange"),
-    nn.Embedding: (lambda kind: kind(3, 2), ""),
+    nn.Linear: made(3, 2),
+    nn.Conv2d: made(2, 4, 3, may="stride padding dilation groups"),
+    nn.Conv1d: made(2, 4, 3, may="stride padding dilation groups"),
+    nn.Conv3d: made(2, 4, 3, may="options"),
+    nn.MaxPool1d: made(2),
+    nn.AvgPool1d: made(2),
+    nn.InstanceNorm: made(3, affine=True, may="eps"),
+    nn.RNN: made(2, 3, 2),
+    nn.RNNCell: made(2, 3, may="nonlinearity"),
+    nn.GRUCell: made(2, 3),
+    nn.LSTMCell: made(2, 3),
+    nn.ELU: made(may="alpha"),
+    nn.Softplus: made(may="beta threshold"),
+    nn.BCELoss: made(may="options"),
+    nn.KLDivLoss: made(may="options"),
+    nn.NLLLoss: made(may="options"),
+    nn.ConvTranspose2d: made(2, 4, 3, may="options"),
+    nn.MaxPool2d: made(2),
+    nn.AvgPool2d: made(2),
+    nn.AdaptiveAvgPool2d: made(2, may="output_size"),
+    nn.Upsample: made(2, may="scale_factor"),
+    nn.BatchNorm: made(3, may="eps momentum all_reduce observe"),
+    nn.LayerNorm: made(3, may="eps"),
+    nn.RMSNorm: made(3, may="eps"),
+    nn.GroupNorm: made(2, 4, may="eps num_groups"),
+    nn.Dropout: made(may="p"),
+    nn.Dropout2d: made(may="p"),
+    nn.LSTM: made(2, 3, 2),
+    nn.GRU: made(2, 3, 2),
+    nn.CausalSelfAttention: made(4, 2, may="causal dropout"),
+    nn.MultiheadAttention: made(4, 2, may="causal dropout"),
+    nn.TransformerBlock: made(4, 2),
+    nn.MixtureOfExperts: made(4, 3, may="chooses all_reduce ranks exchange"),
+    nn.Embedding: made(3, 2),
     nn.TiedLinear: (lambda kind: kind(nn.Embedding(3, 2)), ""),
-    nn.Stash: (lambda kind: kind("a"), ""),
-    nn.Pop: (lambda kind: kind("a"), "shortcut"),
+    nn.Stash: made("a"),
+    nn.Pop: made("a", may="shortcut"),
     nn.Sequential: (lambda kind: kind(nn.Linear(3, 2)), ""),
     nn.Residual: (lambda kind: kind(nn.ReLU()), "shortcut"),
     nn.Branches: (lambda kind: kind(nn.ReLU(), nn.Tanh()), "join"),
-    nn.ReLU: (lambda kind: kind(), ""),
-    nn.LeakyReLU: (lambda kind: kind(), "negative_slope"),
-    nn.GELU: (lambda kind: kind(), "approximate"),
-    nn.SiLU: (lambda kind: kind(), ""),
-    nn.Tanh: (lambda kind: kind(), ""),
-    nn.Sigmoid: (lambda kind: kind(), ""),
-    nn.Softmax: (lambda kind: kind(), "dim"),
-    nn.LogSoftmax: (lambda kind: kind(), "dim"),
-    nn.Flatten: (lambda kind: kind(), ""),
-    nn.MSELoss: (lambda kind: kind(), "options"),
-    nn.L1Loss: (lambda kind: kind(), "options"),
-    nn.HuberLoss: (lambda kind: kind(), "options"),
-    nn.BCEWithLogitsLoss: (lambda kind: kind(), "options"),
-    nn.CrossEntropyLoss: (lambda kind: kind(), "options"),
+    nn.LeakyReLU: made(may="negative_slope"),
+    nn.GELU: made(may="approximate"),
+    nn.Softmax: made(may="dim"),
+    nn.LogSoftmax: made(may="dim"),
+    nn.MSELoss: made(may="options"),
+    nn.L1Loss: made(may="options"),
+    nn.HuberLoss: made(may="options"),
+    nn.BCEWithLogitsLoss: made(may="options"),
+    nn.CrossEntropyLoss: made(may="options"),
     nn.Normal: (lambda kind: kind(0.1), ""),
     nn.Uniform: (lambda kind: kind(0.1), ""),
     nn.Constant: (lambda kind: kind(0.1), ""),
-    nn.Units: (lambda kind: kind(2), ""),
+    nn.Units: made(2),
     **dict.fromkeys(
         (optim.SGD, optim.Adam, optim.AdamW, optim.Muon, optim.Adadelta),
         (optimizer, "lr steps run_id"),
@@ -126,30 +126,41 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     ),
     data.Dataset: (lambda kind: kind("mine", np.ones((2, 3)), np.array([0, 1]), 2), ""),
     data.Compose: (lambda kind: kind(data.Flip()), "transforms"),
-    data.Flip: (lambda kind: kind(), ""),
-    data.Shift: (lambda kind: kind(1), ""),
-    data.Rotate: (lambda kind: kind(3), ""),
-    data.Cutout: (lambda kind: kind(2), ""),
+    data.Shift: made(1),
+    data.Rotate: made(3),
+    data.Cutout: made(2),
     data.ColorJitter: (lambda kind: kind(0.1), ""),
     data.Normalize: (lambda kind: kind.fit(rows()), ""),
-    ByteTokenizer: (lambda kind: kind(), ""),
-    CharacterTokenizer: (lambda kind: kind("abc"), ""),
-    nnmpi.Layout: (lambda kind: kind(), ""),
-    nnmpi.Numerics: (lambda kind: kind(), ""),
-    nnmpi.GradientExchange: (lambda kind: kind(), ""),
-    nnmpi.Sync: (lambda kind: kind(), ""),
+    CharacterTokenizer: made("abc"),
     nnmpi.Group: (lambda kind: kind(alone().comm), "fit turns"),
     nnmpi.Worker: (trained, ""),
     nnmpi.AsynchronousWorker: (lambda kind: trained(kind, nnmpi.Sync("local")), "steps"),
     # what the passes of a Worker write
     nnmpi.DataParallel: (lambda kind: kind(small(), alone()), "before_sum microbatch"),
     nnmpi.ShardedDataParallel: (lambda kind: kind(small(), alone()), "before_sum microbatch"),
-    SumError: (lambda kind: kind("mse"), ""),
-    SumCrossEntropy: (lambda kind: kind(), ""),
+    SumError: made("mse"),
     LabelLoss: (lambda kind: kind(ops.cross_entropy), ""),
-    LossScale: (lambda kind: kind(), "value good skipped"),
+    LossScale: made(may="value good skipped"),
     memory.RecomputedModel: (lambda kind: kind(small(), None), "plan bandwidth"),
     type(nnmpi.compile(abs)): (lambda kind: kind(abs), "calls"),
+    **dict.fromkeys(
+        (
+            nn.GlobalAvgPool2d,
+            nn.ReLU,
+            nn.SiLU,
+            nn.Tanh,
+            nn.Sigmoid,
+            nn.Flatten,
+            data.Flip,
+            ByteTokenizer,
+            nnmpi.Layout,
+            nnmpi.Numerics,
+            nnmpi.GradientExchange,
+            nnmpi.Sync,
+            SumCrossEntropy,
+        ),
+        made(),
+    ),
 }
 # of arrays and of what has happened, and what others implement or a function makes
 OTHERS = {
@@ -245,56 +256,44 @@ def test_a_class_of_ones_own_may_have_more(kind: type) -> None:
 IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 4)).astype(np.float32)
 ROWS = IMAGES.reshape(16, 32)[:, :4]
 TEXT = IMAGES.reshape(4, 32, 4)
-CHANGES: list[tuple[Callable[..., nn.Module], dict[str, Any], str, Any, Any]] = [
-    # a layer, its arguments, the attribute with its value: then it is one with these arguments
-    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"stride": 2}, "stride", (2, 2), IMAGES),
-    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"padding": 1}, "padding", (1, 1), IMAGES),
-    (lambda **more: nn.Conv2d(4, 4, 3, **more), {"dilation": 2}, "dilation", (2, 2), IMAGES),
-    (
-        lambda output_size=2: nn.AdaptiveAvgPool2d(output_size),
-        {"output_size": 4},
-        "output_size",
-        (4, 4),
-        IMAGES,
+CHANGES: list[tuple[Callable[..., nn.Module], str, Any, Any]] = [
+    # a layer; an argument, to whose value the attribute is set: then it is a layer made with it
+    *(
+        (partial(nn.Conv2d, 4, 4, 3), name, value, IMAGES)
+        for name, value in (("stride", (2, 2)), ("padding", (1, 1)), ("dilation", (2, 2)))
     ),
-    (
-        lambda scale_factor=2: nn.Upsample(scale_factor),
-        {"scale_factor": 3},
-        "scale_factor",
-        (3, 3),
-        IMAGES,
+    (partial(nn.AdaptiveAvgPool2d, output_size=2), "output_size", (4, 4), IMAGES),
+    (partial(nn.Upsample, scale_factor=2), "scale_factor", (3, 3), IMAGES),
+    *(
+        (partial(kind, *sizes), "eps", 0.5, ROWS)
+        for kind, *sizes in (
+            (nn.BatchNorm, 4),
+            (nn.LayerNorm, 4),
+            (nn.RMSNorm, 4),
+            (nn.GroupNorm, 2, 4),
+        )
     ),
-    (lambda **more: nn.BatchNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
-    (lambda **more: nn.BatchNorm(4, **more), {"momentum": 0.5}, "momentum", 0.5, ROWS),
-    (lambda **more: nn.LayerNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
-    (lambda **more: nn.RMSNorm(4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
-    (lambda **more: nn.GroupNorm(2, 4, **more), {"eps": 0.5}, "eps", 0.5, ROWS),
-    (lambda num_groups=2: nn.GroupNorm(num_groups, 4), {"num_groups": 4}, "num_groups", 4, ROWS),
-    (nn.Dropout, {"p": 0.1}, "p", 0.1, ROWS),
-    (nn.Dropout2d, {"p": 0.1}, "p", 0.1, ROWS),
-    (lambda **more: nn.CausalSelfAttention(4, 2, **more), {"dropout": 0.5}, "dropout", 0.5, TEXT),
-    (nn.LeakyReLU, {"negative_slope": 0.5}, "negative_slope", 0.5, ROWS),
-    (nn.ELU, {"alpha": 0.5}, "alpha", 0.5, ROWS),
-    (nn.Softplus, {"beta": 2}, "beta", 2, ROWS),
-    (nn.GELU, {"approximate": "tanh"}, "approximate", "tanh", ROWS),
-    (nn.Softmax, {"dim": 0}, "dim", 0, ROWS),
-    (nn.LogSoftmax, {"dim": 0}, "dim", 0, ROWS),
-    (
-        lambda **more: nn.Branches(nn.ReLU(), nn.Tanh(), **more),
-        {"join": "add"},
-        "join",
-        "add",
-        ROWS,
-    ),
+    (partial(nn.BatchNorm, 4), "momentum", 0.5, ROWS),
+    (partial(nn.GroupNorm, num_groups=2, num_channels=4), "num_groups", 4, ROWS),
+    (nn.Dropout, "p", 0.1, ROWS),
+    (nn.Dropout2d, "p", 0.1, ROWS),
+    (partial(nn.CausalSelfAttention, 4, 2), "dropout", 0.5, TEXT),
+    (nn.LeakyReLU, "negative_slope", 0.5, ROWS),
+    (nn.ELU, "alpha", 0.5, ROWS),
+    (nn.Softplus, "beta", 2, ROWS),
+    (nn.GELU, "approximate", "tanh", ROWS),
+    (nn.Softmax, "dim", 0, ROWS),
+    (nn.LogSoftmax, "dim", 0, ROWS),
+    (lambda **more: nn.Branches(nn.ReLU(), nn.Tanh(), **more), "join", "add", ROWS),
 ]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("make", "given", "name", "value", "x"), CHANGES, ids=[str(case[1]) for case in CHANGES]
+    ("make", "name", "value", "x"), CHANGES, ids=[str(case[1]) for case in CHANGES]
 )
 def test_a_changed_layer_is_the_one_that_is_made_so(
-    make: Any, given: dict[str, Any], name: str, value: Any, x: Any, compiled: bool
+    make: Any, name: str, value: Any, x: Any, compiled: bool
 ) -> None:
     """Also after it has computed, been fused with its neighbour, and been recorded."""
 
@@ -316,7 +315,7 @@ def test_a_changed_layer_is_the_one_that_is_made_so(
         return [first, *results, *(item.data.copy() for _, item in layer.named_buffers())]
 
     (before, *unchanged), (_, *changed) = compute(make(), False), compute(make(), True)
-    _, *expected = compute(make(**given), False)
+    _, *expected = compute(make(**{name: value}), False)
     assert before
     assert not all(map(np.array_equal, unchanged, changed))
     assert all(map(np.array_equal, changed, expected))
@@ -331,11 +330,8 @@ def test_a_setting_of_a_layer_is_followed_by_replayed_steps_of_every_layout(grou
         drop = nn.Dropout(0.5)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), drop, nn.Linear(8, 3))
         model.sharding = {"0": nn.Sharding.COLUMN, "3": nn.Sharding.ROW}
-        where = nnmpi.arrange(model, group, layout)
-        where.model.initialize(seed=0)
-        worker = nnmpi.Worker(
-            where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where
-        )
+        worker = arranged(model, group, layout)
+        where = worker.arrangement
         part = np.array_split(np.arange(12), where.data_ranks)[where.data_rank]
         losses = []
         for step in range(8):

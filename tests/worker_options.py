@@ -1,9 +1,40 @@
-"""A worker's keyword arguments from flat ones, so that a test's case is one dict."""
+"""Workers of a layout, and their keyword arguments from flat ones: a test's case is one dict."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nnmpi.compose.layout import GradientExchange, Numerics
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
+from nnmpi.compose.worker import Worker
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.updates import SGD
+
+
+def arranged(
+    model: Module,
+    group: Group,
+    layout: Layout,
+    sample: Any = None,
+    dtype: str = "float32",
+    initial: int = 0,
+    make: Callable[..., Optimizer] = SGD,
+    lr: float = 0.1,
+    **options: Any,
+) -> Worker:
+    """Return a worker of a model in a layout; `model` and `arrangement` are its attributes.
+
+    Args:
+        initial: the seed of the weights.
+        make: of the optimizer.
+        options: of the worker.
+    """
+    where = arrange(model, group, layout, sample, dtype)
+    where.model.initialize(seed=initial, dtype=dtype, storage=where.storage)
+    optimizer = make(where.model.storage, lr=lr)
+    return Worker(where.model, optimizer, group, arrangement=where, **options)
 
 
 def grouped(**options: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ such error.
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,20 +114,20 @@ def add_missing(kind: type) -> None:
             setattr(kind, name, property(partial(_raise_missing, name=name)))
 
 
-def refuse_words(function: str, words: Mapping[str, Any]) -> NoReturn:
+def refuse_words(function: str, words: Iterable[str]) -> None:
     """Refuse arguments that a function does not have.
 
     Args:
         function: its name.
-        words: the arguments, by name.
+        words: their names; mostly there are none.
 
     Raises:
         TypeError: as Python's, with what to write instead.
     """
-    name = next(iter(words))
-    raise TypeError(
-        f"{function}() got an unexpected keyword argument {name!r}{_instead_of_argument(name)}"
-    )
+    for name in words:
+        raise TypeError(
+            f"{function}() got an unexpected keyword argument {name!r}{_instead_of_argument(name)}"
+        )
 
 
 def answering(kind: type[T]) -> type[T]:

@@ -737,22 +737,15 @@ def _warn_of_untracked(model: Module, loss: Tensor) -> None:
             return
 
 
-# Families of a device's kernels by what needs them; nearly every model needs those of "".
+# Families of a device's kernels, and the modules that need them; nearly every model needs _ALWAYS.
+_ALWAYS = "dense", "activation", "softmax", "copy"
 _FAMILIES = {
-    "": ("dense", "activation", "softmax", "copy"),
-    "BatchNorm": ("norm",),
-    "GroupNorm": ("norm",),
-    "RMSNorm": ("layer_norm",),
-    "LayerNorm": ("layer_norm",),
-    "Embedding": ("embedding",),
-    "Dropout": ("dropout",),
-    "GRULayer": ("recurrent",),
-    "LSTMDirection": ("recurrent",),
-    "MaxPool2d": ("pooling",),
-    "AvgPool2d": ("pooling",),
-    "AdaptiveAvgPool2d": ("pooling",),
-    "GlobalAvgPool2d": ("pooling",),
-    "Upsample": ("pooling",),
+    "norm": "BatchNorm GroupNorm",
+    "layer_norm": "RMSNorm LayerNorm",
+    "embedding": "Embedding",
+    "dropout": "Dropout",
+    "recurrent": "GRULayer LSTMDirection",
+    "pooling": "MaxPool2d AvgPool2d AdaptiveAvgPool2d GlobalAvgPool2d Upsample",
 }
 
 
@@ -765,7 +758,8 @@ def _compile_ahead(model: Module, xp: Any, mode: str) -> None:
     if kernels is None or not model.storage.data:
         return
     names = {type(module).__name__ for _, module in model.named_modules()}
-    families = {family for name in ("", *names) for family in _FAMILIES.get(name, ())}
+    families = {family for family, users in _FAMILIES.items() if names & {*users.split()}}
+    families |= {*_ALWAYS}
     wide, low = model.storage.dtype.name, low_dtype(mode)
     narrow = wide if low is None else low.name
     inside = families & {"recurrent"}  # computes in float32 inside of half precision

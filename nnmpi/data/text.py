@@ -33,7 +33,6 @@ Documents are read one by one from a file in UTF-8, plain or .gz:
     .jsonl        each line is one: the chosen fields of its object, joined by newlines
 """
 
-import csv
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,7 +60,6 @@ from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the token files; part of KEY, so that files of other formats are written again
 PIECE = 2**20  # characters: size of the pieces that a document is tokenized in
-CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
 ENDINGS = (".txt", ".jsonl")
 TOKENS, ENDS = "tokens.bin", "ends.npy"
 
@@ -140,7 +138,6 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the chosen cells of each row of a CSV table with a header."""
-    csv.field_size_limit(CELL_BYTES)
     rows = read_cells(path)
     _, header = next(rows, (1, []))
     _check_columns(str(path), header, columns)

@@ -217,8 +217,7 @@ class MSELoss(Module):
     def __init__(self, reduction: str = "mean", **options: Any) -> None:
         check_reduction(reduction)
         known = signature(self.function).parameters
-        if unknown := {name: value for name, value in options.items() if name not in known}:
-            refuse_words(type(self).__name__, unknown)
+        refuse_words(type(self).__name__, [name for name in options if name not in known])
         self.options = {"reduction": reduction, **options}
 
     def forward(self, x: Tensor, target: Any) -> Tensor:

@@ -13,6 +13,12 @@ from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import UNPACKED, Tensor, stack
 
 
+def checked_sizes(name: str, *sizes: int) -> list[int]:
+    """Return a recurrent module's input_size, hidden_size and perhaps num_layers; refuse others."""
+    names = "input_size", "hidden_size", "num_layers"
+    return [check_int(f"{name}'s {what}", n) for what, n in zip(names, sizes, strict=False)]
+
+
 class GRULayer(Module):
     """One layer. See `ops.gru`."""
 
@@ -61,10 +67,8 @@ class GRU(Module, fixed="hidden_size reads_rows"):
         num_layers: int,
         dropout: float,
     ) -> None:
-        name = type(self).__name__
-        input_size = check_int(f"{name}'s input_size", input_size)
-        hidden_size = check_int(f"{name}'s hidden_size", hidden_size)
-        num_layers = check_int(f"{name}'s num_layers", num_layers)
+        sizes = input_size, hidden_size, num_layers
+        input_size, hidden_size, num_layers = checked_sizes(type(self).__name__, *sizes)
         self.hidden_size, dropout = hidden_size, Dropout(dropout).p
         self.layers = [
             layer(hidden_size if number else input_size, hidden_size)

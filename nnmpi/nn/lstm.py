@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 from nnmpi.backend.array import namespace
 from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.recording import active
-from nnmpi.base.errors import UsageError, check_int
+from nnmpi.base.errors import UsageError
 from nnmpi.nn.activation import Dropout
+from nnmpi.nn.gru import checked_sizes
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.embedding import TokenRows
@@ -76,9 +77,8 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
         bidirectional: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        input_size = check_int("LSTM's input_size", input_size)
-        hidden_size = check_int("LSTM's hidden_size", hidden_size)
-        num_layers = check_int("LSTM's num_layers", num_layers)
+        sizes = input_size, hidden_size, num_layers
+        input_size, hidden_size, num_layers = checked_sizes("LSTM", *sizes)
         self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1
         self.layers = [

@@ -457,8 +457,7 @@ class Module(Settled):
 
     def zero_grad(self, **words: Never) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
-        if words:
-            refuse_words("zero_grad", words)
+        refuse_words("zero_grad", words)
         storage = vars(self).get("storage")
         if storage is not None:  # faster: it has a list of all parameters
             storage.zero_grad()

@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Any, ClassVar
 
-from nnmpi.base.errors import UsageError, check_int
-from nnmpi.nn.gru import GRU, GRULayer
+from nnmpi.base.errors import UsageError
+from nnmpi.nn.gru import GRU, GRULayer, checked_sizes
 from nnmpi.nn.lstm import LSTMDirection, State
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.rnn import rnn
@@ -60,7 +60,8 @@ class RNNCell(RNNLayer):
     """One time step of an `RNN`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
 
     def __init__(self, input_size: int, hidden_size: int, nonlinearity: str = "tanh") -> None:
-        super().__init__(*_sizes("RNNCell", input_size, hidden_size), nonlinearity)
+        inputs, features = checked_sizes("RNNCell", input_size, hidden_size)
+        super().__init__(inputs, features, nonlinearity)
 
     def forward(self, x: Tensor, h: Any = None) -> Tensor:
         """Return the next h; it begins with 0 without one."""
@@ -71,7 +72,8 @@ class GRUCell(GRULayer):
     """One time step of a `GRU`: x (batch, input_size), h (batch, hidden_size) -> the next h."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(*_sizes("GRUCell", input_size, hidden_size))
+        inputs, features = checked_sizes("GRUCell", input_size, hidden_size)
+        super().__init__(inputs, features)
 
     def forward(self, x: Tensor, h: Any = None) -> Tensor:
         """Return the next h; it begins with 0 without one."""
@@ -82,7 +84,8 @@ class LSTMCell(LSTMDirection, fixed="reverse"):
     """One time step of an `LSTM`: x (batch, input_size), (h, c) -> the next (h, c)."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
-        super().__init__(*_sizes("LSTMCell", input_size, hidden_size), reverse=False)
+        inputs, features = checked_sizes("LSTMCell", input_size, hidden_size)
+        super().__init__(inputs, features, reverse=False)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the next h and c, each (batch, hidden_size); they begin with 0 without a state."""
@@ -90,9 +93,3 @@ class LSTMCell(LSTMDirection, fixed="reverse"):
             raise UsageError("an LSTMCell's state is a pair: h, c = cell(x, (h, c))")
         y = super().forward(x[:, None], state, ends=True)
         return y[:, 1], y[:, 2]
-
-
-def _sizes(name: str, input_size: int, hidden_size: int) -> tuple[int, int]:
-    return check_int(f"{name}'s input_size", input_size), check_int(
-        f"{name}'s hidden_size", hidden_size
-    )

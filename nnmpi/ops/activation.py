@@ -26,15 +26,13 @@ from nnmpi.tensor.tensor import Tensor
 
 def relu(x: Tensor, **words: Never) -> Tensor:
     """Return max(x, 0), elementwise."""
-    if words:
-        refuse_words("relu", words)
+    refuse_words("relu", words)
     return activated(Activation.RELU, x)
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, **words: Never) -> Tensor:
     """Return x where it is positive and negative_slope * x elsewhere."""
-    if words:
-        refuse_words("leaky_relu", words)
+    refuse_words("leaky_relu", words)
     require_floating("leaky_relu", x)
     slope = float(operands("leaky_relu", x, negative_slope)[1])
     return activated(Activation.LEAKY_RELU, x, slope)
@@ -49,8 +47,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor, **words: Never) -> Tensor:
     """Return SiLU, x * sigmoid(x), elementwise (swish; Elfwing, Uchibe and Doya, 2017)."""
-    if words:
-        refuse_words("silu", words)
+    refuse_words("silu", words)
     return activated(Activation.SILU, x)
 
 
@@ -125,8 +122,7 @@ def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    if words:
-        refuse_words("softmax", words)
+    refuse_words("softmax", words)
     y: Tensor = SoftmaxFunction(_checked_axis("softmax", x, axis))(x)
     y.made_by = "softmax"
     return y
@@ -138,8 +134,7 @@ def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
     Raises:
         ShapeError: when x has no such axis, or no elements along it.
     """
-    if words:
-        refuse_words("log_softmax", words)
+    refuse_words("log_softmax", words)
     return LogSoftmaxFunction(_checked_axis("log_softmax", x, axis))(x)
 
 

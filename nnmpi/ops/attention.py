@@ -355,8 +355,7 @@ def scaled_dot_product_attention(
         ShapeError: when the shapes do not fit together, or there are no keys or features.
         DtypeError: when the inputs are not floating point, or differ in dtype.
     """
-    if words:
-        refuse_words("scaled_dot_product_attention", words)
+    refuse_words("scaled_dot_product_attention", words)
     reads = product_dtype("attention", require_floating("attention", q), k, v)
     shapes = f"queries {q.shape}, keys {k.shape} and values {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:

@@ -101,8 +101,7 @@ def dropout(
     Raises:
         UsageError: for p outside [0, 1), or a missing key.
     """
-    if words:
-        refuse_words("dropout", words)
+    refuse_words("dropout", words)
     require_floating("dropout", x)
     number("dropout's p", p, 1)
     if not callable(key) and not isinstance(key, tuple):

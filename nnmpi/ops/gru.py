@@ -13,10 +13,9 @@ from typing import Any
 from nnmpi.backend.array import Array, empty, namespace
 from nnmpi.backend.gemm import multiplier
 from nnmpi.backend.kernels import bias_grad, kernels_of
-from nnmpi.base.errors import ShapeError
 from nnmpi.ops.embedding import TokenRows, opened
 from nnmpi.ops.linear import place_for
-from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, steps
+from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, check_shapes, steps
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
@@ -112,18 +111,9 @@ def gru(
     """
     parameters = weight, recurrent, bias, bias_n
     values, table, rows = opened(x)
-    may_meet(
-        "gru",
-        require_floating("gru", rows),
-        *parameters,
-        *given(state),
-    )
-    n, shapes = recurrent.shape[0], [tuple(item.shape) for item in (*parameters, *given(state))]
-    expected = [(x.shape[-1], 3 * n), (n, 3 * n), (3 * n,), (n,), (x.shape[0], n)]
-    if x.ndim != 3 or shapes != expected[: len(shapes)]:
-        words = ", ".join(map(str, shapes))
-        raise ShapeError(
-            f"gru of x {x.shape} and {words} needs (batch, time, in), (in, 3 features), (features,"
-            " 3 features), (3 features,), (features,) and a state (batch, features)"
-        )
+    arrays = *parameters, *given(state)
+    may_meet("gru", require_floating("gru", rows), *arrays)
+    n = recurrent.shape[0]
+    expected = (x.shape[-1], 3 * n), (n, 3 * n), (3 * n,), (n,), (x.shape[0], n)
+    check_shapes("gru", x, arrays, *expected)
     return GRUFunction()(values, *parameters, state, table)

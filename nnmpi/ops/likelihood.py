@@ -1,4 +1,4 @@
-"""The loss of logarithms of probabilities, for `ops.loss`."""
+"""What losses have in common, and the loss of logarithms of probabilities, for `ops.loss`."""
 
 from math import prod
 from typing import Any
@@ -7,26 +7,48 @@ from nnmpi.backend.array import Array
 from nnmpi.tensor.function import Function, Grads
 
 
-class NLL(Function):
-    """-log p[label] per row of logarithms, with class weights, smoothed and masked.
+class Reduced(Function):
+    """A loss whose result is all losses' mean, their sum, or each.
 
     Args:
-        reduction: "mean" over the labels' weights, "sum" or "none".
-        ignore_index: rows with this label have loss 0 and no gradient; or None.
-        smoothing: the share of each target that is distributed evenly over all classes.
+        reduction: "mean", "sum" or "none".
     """
 
-    __slots__ = ("ignore_index", "reduction", "smoothing")
+    __slots__ = ("reduction",)
 
-    computes = returns = "float32"
-
-    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
-        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
+    def __init__(self, reduction: str) -> None:
+        self.reduction = reduction
 
     @property
     def averages(self) -> bool:
         """See `Function.averages`."""
         return self.reduction == "mean"
+
+
+class OfLabels(Reduced):
+    """A loss of labels.
+
+    Args:
+        ignore_index: rows with this label have loss 0 and no gradient; or None.
+        smoothing: the share of each target that is distributed evenly over all classes.
+    """
+
+    __slots__ = ("ignore_index", "smoothing")
+
+    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
+        super().__init__(reduction)
+        self.ignore_index, self.smoothing = ignore_index, smoothing
+
+
+class NLL(OfLabels):
+    """-log p[label] per row of logarithms, with class weights, smoothed and masked.
+
+    The mean is over the labels' weights.
+    """
+
+    __slots__ = ()
+
+    computes = returns = "float32"
 
     @property
     def summands(self) -> tuple[int, ...]:

@@ -20,36 +20,24 @@ from nnmpi.backend.recording import record_call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import log_softmax
-from nnmpi.ops.likelihood import NLL
+from nnmpi.ops.likelihood import NLL, OfLabels, Reduced
 from nnmpi.tensor.dtypes import may_meet
-from nnmpi.tensor.function import Function, Grads, Variable, converted
+from nnmpi.tensor.function import Grads, Variable, converted
 from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class CrossEntropy(Function):
-    """-log softmax(logits)[label] per row, smoothed and masked; softmax and loss in one operation.
-
-    Args:
-        reduction: one of REDUCTIONS.
-        ignore_index: rows with this label have loss 0 and no gradient; or None.
-        smoothing: the share of each target that is distributed evenly over all classes.
+class CrossEntropy(OfLabels):
+    """-log softmax(logits)[label] per row, smoothed and masked; softmax and loss in one
+    operation.
     """
 
-    __slots__ = ("ignore_index", "reduction", "smoothing")
+    __slots__ = ()
 
     computes = "kernels"
     returns = "float32"
-
-    def __init__(self, reduction: str, ignore_index: int | None, smoothing: float) -> None:
-        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
-
-    @property
-    def averages(self) -> bool:
-        """See `Function.averages`."""
-        return self.reduction == "mean"
 
     @property
     def summands(self) -> tuple[int, ...]:
@@ -87,7 +75,7 @@ class CrossEntropy(Function):
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
 
-class ElementwiseLoss(Function):
+class ElementwiseLoss(Reduced):
     """A loss of each element, summed or averaged.
 
     Args:
@@ -96,18 +84,14 @@ class ElementwiseLoss(Function):
         delta: of Huber's; of `KL_DIV` 1 if the target is logarithms.
     """
 
-    __slots__ = ("delta", "form", "reduction")
+    __slots__ = ("delta", "form")
 
     computes = "kernels"
     returns = "float32"
 
     def __init__(self, reduction: str, form: Loss, delta: float) -> None:
-        self.reduction, self.form, self.delta = reduction, form, delta
-
-    @property
-    def averages(self) -> bool:
-        """See `Function.averages`."""
-        return self.reduction == "mean"
+        super().__init__(reduction)
+        self.form, self.delta = form, delta
 
     @property
     def summands(self) -> tuple[int, ...]:
@@ -181,8 +165,7 @@ def cross_entropy(
         >>> round(ops.cross_entropy(logits, np.array([0, 1])).item(), 4)
         0.41
     """
-    if words:
-        refuse_words("cross_entropy", words)
+    refuse_words("cross_entropy", words)
     if require_floating("cross_entropy", logits).made_by == "softmax":
         warnings.warn(
             "cross_entropy applies the softmax itself, and got the result of one, after which"
@@ -218,8 +201,7 @@ def nll(
 
     Same errors as `cross_entropy`, and a UsageError for the result of a softmax.
     """
-    if words:
-        refuse_words("nll", words)
+    refuse_words("nll", words)
     _refuse_softmax("nll", require_floating("nll", x))
     classes = x.shape[-1] if x.ndim else 0
     values = checked_labels(x, labels, classes, reduction, ignore_index, label_smoothing, "nll")
@@ -247,8 +229,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction, and on the host for an x outside [0, 1].
     """
-    if words:
-        refuse_words("binary_nll", words)
+    refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x).data, np.ndarray):
         record_call(_check_probabilities, x.data)
     return _error(Loss.BINARY_NLL, x, target, reduction, make=ProbabilityLoss)
@@ -267,8 +248,7 @@ def kl_div(
 
     Same errors as `mse`, and a UsageError for the result of a softmax.
     """
-    if words:
-        refuse_words("kl_div", words)
+    refuse_words("kl_div", words)
     _refuse_softmax("kl_div", require_floating("kl_div", x))
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
@@ -348,8 +328,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    if words:
-        refuse_words("mse", words)
+    refuse_words("mse", words)
     return _error(Loss.MSE, x, target, reduction)
 
 
@@ -358,8 +337,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean", **words: Never) -> Tens
 
     Same arguments and errors as `mse`.
     """
-    if words:
-        refuse_words("mae", words)
+    refuse_words("mae", words)
     return _error(Loss.MAE, x, target, reduction)
 
 
@@ -377,8 +355,7 @@ def huber(
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    if words:
-        refuse_words("huber", words)
+    refuse_words("huber", words)
     if not (isinstance(delta, Real) and delta > 0):
         raise UsageError(f"delta is {delta!r}; give a number above 0")
     return _error(Loss.HUBER, x, target, reduction, float(delta))
@@ -401,8 +378,7 @@ def binary_cross_entropy(
         UsageError: for an unknown reduction, and for logits that are a sigmoid's result, as PyTorch's
             function of this name takes them.
     """
-    if words:
-        refuse_words("binary_cross_entropy", words)
+    refuse_words("binary_cross_entropy", words)
     if isinstance(logits, Tensor) and logits.made_by == "sigmoid":
         raise UsageError(
             "binary_cross_entropy applies the sigmoid itself; give it the logits, without a sigmoid"

@@ -241,6 +241,24 @@ class States(NamedTuple):
         return packing.unsort(result)
 
 
+def check_shapes(name: str, x: Any, arrays: Sequence[Any], *expected: Shape) -> None:
+    """Refuse an x without three axes, and parameters and state of other shapes than expected.
+
+    Args:
+        arrays: the parameters, and the state if there is one.
+
+    Raises:
+        ShapeError: with all shapes.
+    """
+    shapes = [tuple(item.shape) for item in arrays]
+    if x.ndim != 3 or shapes != [*expected[: len(shapes)]]:
+        given, needed = (", ".join(map(str, item)) for item in (shapes, expected))
+        raise ShapeError(
+            f"{name} of x {x.shape} has parameters and a state of shapes {given}; give x (batch,"
+            f" time, in), and with a recurrent of {expected[1][0]} features {needed}"
+        )
+
+
 class RecurrentFunction(Function):
     """A layer in one direction.
 
@@ -414,27 +432,12 @@ def lstm(
         DtypeError: when the dtypes differ, or the lengths are no integers.
     """
     values, table, rows = opened(x)
-    may_meet(
-        "lstm",
-        require_floating("lstm", rows),
-        weight,
-        recurrent,
-        bias,
-        *state or (),
-    )
-    features = recurrent.shape[0]
-    expected = ((x.shape[-1], 4 * features), (features, 4 * features), (4 * features,))
-    if x.ndim != 3 or (weight.shape, recurrent.shape, bias.shape) != expected:
-        raise ShapeError(
-            f"lstm of x {x.shape}, weight {weight.shape}, recurrent {recurrent.shape} and bias"
-            f" {bias.shape} needs (batch, time, in), (in, 4 features), (features, 4 features) and"
-            " (4 features,)"
-        )
-    for item in state or ():
-        if tuple(item.shape) != (x.shape[0], features):
-            raise ShapeError(
-                f"lstm's state needs two of shape {(x.shape[0], features)}, not {tuple(item.shape)}"
-            )
+    arrays = weight, recurrent, bias, *(state or ())
+    may_meet("lstm", require_floating("lstm", rows), *arrays)
+    n = recurrent.shape[0]
+    state_shape = x.shape[0], n
+    expected = (x.shape[-1], 4 * n), (n, 4 * n), (4 * n,), state_shape, state_shape
+    check_shapes("lstm", x, arrays, *expected)
     if lengths is not None:
         lengths = values_or_refuse("lstm's lengths", lengths)
         lengths = lengths if is_array(lengths) else np.asarray(lengths)

@@ -10,9 +10,9 @@ from typing import Any
 
 from nnmpi.backend.array import Array, empty, namespace
 from nnmpi.backend.gemm import gemm, multiplier
-from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.errors import UsageError
 from nnmpi.ops.embedding import TokenRows, opened
-from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, steps
+from nnmpi.ops.lstm import InputRows, Packing, RecurrentFunction, States, check_shapes, steps
 from nnmpi.tensor.dtypes import may_meet
 from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
@@ -102,12 +102,9 @@ def rnn(
         raise UsageError(f"nonlinearity is 'tanh' or 'relu', not {nonlinearity!r}")
     parameters = weight, recurrent, bias
     values, table, rows = opened(x)
-    may_meet("rnn", require_floating("rnn", rows), *parameters, *given(state))
-    n, shapes = recurrent.shape[0], [tuple(item.shape) for item in (*parameters, *given(state))]
-    if x.ndim != 3 or shapes != [(x.shape[-1], n), (n, n), (n,), (x.shape[0], n)][: len(shapes)]:
-        words = ", ".join(map(str, shapes))
-        raise ShapeError(
-            f"rnn of x {x.shape} and {words} needs (batch, time, in), (in, features), (features,"
-            " features), (features,) and a state (batch, features)"
-        )
+    arrays = *parameters, *given(state)
+    may_meet("rnn", require_floating("rnn", rows), *arrays)
+    n = recurrent.shape[0]
+    expected = (x.shape[-1], n), (n, n), (n,), (x.shape[0], n)
+    check_shapes("rnn", x, arrays, *expected)
     return RNNFunction(nonlinearity == "relu")(values, *parameters, state, table)

@@ -50,8 +50,7 @@ def _softplus(beta: float, threshold: float, xp: Any, x: Array) -> tuple[Array, 
 
 def elu(x: Tensor, alpha: float = 1.0, **words: Never) -> Tensor:
     """Return x where positive, alpha (e^x - 1) elsewhere (Clevert et al., 2016), elementwise."""
-    if words:
-        refuse_words("elu", words)
+    refuse_words("elu", words)
     return _soft("elu", partial(_elu, number("elu's alpha", alpha)), x)
 
 
@@ -61,8 +60,7 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Nev
     Raises:
         UsageError: unless beta is above 0.
     """
-    if words:
-        refuse_words("softplus", words)
+    refuse_words("softplus", words)
     if not number("softplus's beta", beta):
         raise UsageError(f"softplus's beta is {beta}; give a number above 0")
     return _soft("softplus", partial(_softplus, float(beta), number("threshold", threshold)), x)

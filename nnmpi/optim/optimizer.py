@@ -360,8 +360,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
 
     def zero_grad(self, **words: Never) -> None:
         """Clear all gradients, as the model's `zero_grad` does."""
-        if words:
-            refuse_words("zero_grad", words)
+        refuse_words("zero_grad", words)
         self.storage.zero_grad()
 
     def over(self, storage: Storage) -> Self:

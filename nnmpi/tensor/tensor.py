@@ -13,7 +13,7 @@ input's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from math import prod
@@ -384,8 +384,7 @@ class Tensor(Variable):
 
     def sum(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the sum over axes, by default all; `keepdims` keeps them with length 1."""
-        if words:
-            refuse_words("sum", words)
+        refuse_words("sum", words)
         return reduce.Sum(_axes(self, axis, keepdims), keepdims)(self)
 
     def mean(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
@@ -394,8 +393,7 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there is nothing to average.
         """
-        if words:
-            refuse_words("mean", words)
+        refuse_words("mean", words)
         function = reduce.Sum(_axes(self, axis, keepdims), keepdims, averages=True)
         return function(require_floating("mean", self))
 
@@ -411,33 +409,29 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there are not more elements than `correction`.
         """
-        if words:
-            refuse_words("var", words)
+        refuse_words("var", words)
         number("correction", correction)
         function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
         return function(require_floating("variance", self))
 
     def max(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the maximum over axes; ties share the gradient evenly. Arguments as for `sum`."""
-        if words:
-            refuse_words("max", words)
-        return self._extreme("max", _axes(self, axis, keepdims), keepdims)
+        return self._extreme("max", axis, keepdims, words)
 
     def min(self, axis: Axis = None, keepdims: bool = False, **words: Never) -> Tensor:
         """Return the minimum over axes; ties share the gradient evenly. Arguments as for `sum`."""
-        if words:
-            refuse_words("min", words)
-        return self._extreme("min", _axes(self, axis, keepdims), keepdims)
+        return self._extreme("min", axis, keepdims, words)
 
-    def _extreme(self, name: str, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+    def _extreme(self, name: str, axis: Axis, keepdims: bool, words: Iterable[str]) -> Tensor:
+        refuse_words(name, words)
+        axes = _axes(self, axis, keepdims)
         result: Tensor = reduce.Largest(axes, keepdims, largest=name == "max")(self)
         result.made_by = name
         return result
 
     def argmax(self, axis: int | None = None, keepdims: bool = False, **words: Never) -> Any:
         """Return the indices of the maxima along an axis, or of all, as an integer array."""
-        if words:
-            refuse_words("argmax", words)
+        refuse_words("argmax", words)
         refuse("argmax")
         # not every array library implements argmax of bfloat16
         values: Any = to_float32(namespace(self.data), self.data)
@@ -528,8 +522,7 @@ class Tensor(Variable):
 
     def flatten(self, start: int = 1, **words: Never) -> Tensor:
         """Return the tensor with the axes from `start` on flattened into one."""
-        if words:
-            refuse_words("flatten", words)
+        refuse_words("flatten", words)
         start = check_int("flatten's start", start, -self.ndim)
         return self.reshape(*self.shape[:start], prod(self.shape[start:]))
 
@@ -627,8 +620,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Ten
         ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
         DtypeError: for dtypes that differ.
     """
-    if words:
-        refuse_words("concatenate", words)
+    refuse_words("concatenate", words)
     _check_items("concatenate", tensors)
     shapes = [x.shape for x in tensors]
     (at,) = checked_axes(len(shapes[0]), axis)
@@ -641,8 +633,7 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Ten
 
 def stack(tensors: Sequence[Tensor], axis: int = 0, **words: Never) -> Tensor:
     """Return tensors of one shape along a new axis. Same errors as `concatenate`."""
-    if words:
-        refuse_words("stack", words)
+    refuse_words("stack", words)
     _check_items("stack", tensors)
     (at,) = checked_axes(len(tensors[0].shape) + 1, axis)
     return concatenate([x.reshape(*x.shape[:at], 1, *x.shape[at:]) for x in tensors], at)

@@ -20,6 +20,7 @@ from nnmpi.optim.updates import SGD
 from nnmpi.parallel.zero.storage import predict_bytes
 from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.own import skipping
+from tests.worker_options import arranged
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -87,11 +88,10 @@ def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group,
     wide = [nn.Linear(16, 65), nn.ReLU(), nn.Linear(65, 16), nn.Linear(16, 40), nn.Tanh()]
     model = nn.Sequential(nn.Flatten(), *wide, nn.Linear(40, 3))
     model.sharding = {"1": nn.Sharding.COLUMN, "3": nn.Sharding.ROW}
-    where = arrange(model, group, Layout(dp=3, tp=2, zero=zero))
-    where.model.initialize(seed=1, storage=where.storage)
     options = GradientExchange(allreduce="auto" if zero else "ring")
-    optimizer = SGD(where.model.storage, lr=0.1)
-    worker = Worker(where.model, optimizer, group, exchange=options, arrangement=where)
+    layout = Layout(dp=3, tp=2, zero=zero)
+    worker = arranged(model, group, layout, initial=1, exchange=options)
+    where = worker.arrangement
     generator = np.random.default_rng(where.data_rank)
     for _ in range(3):
         x = generator.normal(size=(5, 4, 4, 1)).astype("float32")
@@ -109,10 +109,9 @@ def test_what_ranks_have_alike_keeps_its_bits_beside_uneven_shards(group: Group,
 def test_a_table_that_stages_share_keeps_its_bits_under_zero(group: Group) -> None:
     """Its replicas' sums are added in the order of its place, which is the same on both stages."""
     layout = Layout(dp=3, pp=2, zero=1, split=(2, 6))
-    where = arrange(models.gpt(19, 5, 12, 2, 3), group, layout)
-    where.model.initialize(seed=1, storage=where.storage)
-    optimizer, ring = SGD(where.model.storage, lr=0.1), GradientExchange(allreduce="ring")
-    worker = Worker(where.model, optimizer, group, exchange=ring, arrangement=where)
+    ring = GradientExchange(allreduce="ring")
+    worker = arranged(models.gpt(19, 5, 12, 2, 3), group, layout, initial=1, exchange=ring)
+    where = worker.arrangement
     generator = np.random.default_rng(where.data_rank)
     for _ in range(3):
         worker.step(generator.integers(0, 19, (4, 5)), generator.integers(0, 19, (4, 5)))

@@ -15,6 +15,7 @@ from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import AsynchronousWorker
+from tests.worker_options import arranged
 
 WEIGHT = np.array([0.2, 3.0, 0.0, 1.5])
 DRAW = np.random.default_rng(0)
@@ -39,11 +40,9 @@ def plain(loss: Any) -> Any:
 
 
 def train(group: Group, name: str, layout: Layout) -> list[float]:
-    where = nnmpi.arrange(models.mlp((6,), 4, hidden=[8, 8]), group, layout)
-    model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-    worker = Worker(
-        model, optim.SGD(model.storage, lr=0.3), group, loss=LOSSES[name], arrangement=where
-    )
+    model, options = models.mlp((6,), 4, hidden=[8, 8]), {"lr": 0.3, "loss": LOSSES[name]}
+    worker = arranged(model, group, layout, dtype="float64", **options)
+    where = worker.arrangement
     found = []
     for start in (0, 5, 10):
         part = split(min(5, 11 - start), where.data_ranks)[where.data_rank]
@@ -118,11 +117,9 @@ def test_of_sequences_every_label_that_counts_has_its_weight(
     samples = data.Dataset("t", TOKENS[:, :-1], NEXT, 4)
 
     def train(group: Group) -> list[float]:
-        model = models.gpt(4, 6, 8, 1, 2)
-        where = nnmpi.arrange(model, group, layout, samples.x[:1], dtype="float64")
-        where.model.initialize(0, "float64")
-        optimizer = optim.SGD(where.model.storage, lr=0.5)
-        worker = Worker(where.model, optimizer, group, loss=loss, arrangement=where)
+        model, sample = models.gpt(4, 6, 8, 1, 2), samples.x[:1]
+        worker = arranged(model, group, layout, sample, "float64", lr=0.5, loss=loss)
+        where = worker.arrangement
         ranks: dict[str, Any] = {"rank": where.data_rank, "world": where.data_ranks}
         loader = data.Loader(samples, 4, microbatches=microbatches, shuffle=False, **ranks)
         found = [worker.step(batch).loss for batch in loader.epoch(0)]
@@ -145,9 +142,7 @@ def test_sharded_classes_are_refused() -> None:
     def program(group: Group) -> None:
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
         net.sharding = {"1": nn.Sharding.VOCAB}
-        where = nnmpi.arrange(net, group, Layout(tp=2, dp=1))
-        optimizer = optim.SGD(where.model.initialize(seed=0).storage, lr=0.1)
-        Worker(where.model, optimizer, group, loss=LOSSES["layer"], arrangement=where)
+        arranged(net, group, Layout(tp=2, dp=1), loss=LOSSES["layer"])
 
     with pytest.raises(UsageError, match=r"this loss would see only part.*Sharding\.COLUMN"):
         nnmpi.simulate(program, 2)

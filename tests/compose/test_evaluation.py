@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, ops, optim
+from nnmpi import models, ops
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import LabelLoss, squared_errors
@@ -17,6 +16,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 from tests.compose.small_runs import build, dataset, optimizer_of
+from tests.worker_options import arranged
 
 ROWS = 23
 
@@ -80,10 +80,8 @@ def test_replicas_that_meet_in_a_forward_have_as_many(
     with no_grad():
         expected = ops.cross_entropy(whole(tokens[:, :-1]), tokens[:, 1:]).item()
     layout = Layout(pp=2, pipeline=schedule, **options)
-    place = arrange(model, group, layout, tokens[:1, :-1])
-    place.model.initialize(seed=0, dtype="float64", storage=place.storage)
-    sgd = optim.SGD(place.model.storage, lr=0.1)
-    worker = Worker(place.model, sgd, group, arrangement=place)
+    worker = arranged(model, group, layout, tokens[:1, :-1], "float64")
+    place = worker.arrangement
     part = np.array_split(np.arange(5), place.data_ranks)[place.data_rank]
     report = worker.evaluate(tokens[part, :-1], tokens[part, 1:])
     worker.release()

@@ -115,19 +115,6 @@ def test_what_cannot_be_written() -> None:
         with pytest.raises(ShapeError, match=r"at most 9\), not \(1, 1\) after 9 others"):
             model(np.zeros((1, 1), np.int64))
 
-    def prompts(group: Group) -> None:
-        where = arrange(build("gpt"), group, Layout(), None, "float64")
-        where.model.initialize(1, "float64")
-        generator = TokenGenerator(where, numpy_backend())
-        with pytest.raises(
-            UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"
-        ):
-            next(generator.write([0] * 10, CONTEXT, likeliest))
-        with pytest.raises(UsageError, match="the prompt is empty"):
-            next(generator.write([], CONTEXT, likeliest))
-
-    simulate(prompts, 1)
-
 
 def test_a_tensor_of_tokens_is_fine_too() -> None:
     model = build("gpt").initialize(1, "float64")

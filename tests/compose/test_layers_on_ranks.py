@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Layout, Worker, nn, ops, optim
+from nnmpi import Layout, nn, ops, optim
 from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
 from nnmpi.tensor.tensor import stack
+from tests.worker_options import arranged
 
 STEPS, ROWS = 5, 7
 TIMES = np.random.default_rng(0).standard_normal((STEPS, ROWS, 6, 4))
@@ -85,10 +86,8 @@ def test_a_layer_learns_the_same(name: str, layout: Layout) -> None:
     """Layers without a rule for tensor parallelism are whole on every rank."""
 
     def train(group: Group) -> list[float]:
-        where = nnmpi.arrange(model_of(name), group, layout, TIMES[0][:1], dtype="float64")
-        model = where.model.initialize(seed=0, dtype="float64")
-        optimizer = optim.SGD(model.storage, lr=0.1)
-        worker = Worker(model, optimizer, group, arrangement=where)
+        worker = arranged(model_of(name), group, layout, TIMES[0][:1], "float64")
+        where = worker.arrangement
         part = split(ROWS, where.data_ranks)[where.data_rank]
         rows = slice(part.start, part.stop)
         return [worker.step(x[rows], y[rows]).loss for x, y in zip(TIMES, LABELS, strict=True)]

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from nnmpi import models, optim
+from nnmpi import models
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
-from nnmpi.compose.worker import Worker
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
+from tests.worker_options import arranged
 
 GIVEN: dict[str, dict[str, Any]] = {
     "pp": {"pp": 2},
@@ -64,11 +63,7 @@ def test_a_worker_refuses_what_does_not_go_with_its_layout(
     split = "auto" if layout.pp == "auto" else (3, len(open_chain(build())) - 3)
 
     def main(group: Group) -> None:
-        where = arrange(build(), group, replace(layout, split=split))
-        where.model.initialize(seed=0, storage=where.storage)
-        Worker(
-            where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options
-        )
+        arranged(build(), group, replace(layout, split=split), **options)
 
     with pytest.raises(UsageError, match=words):
         simulate(main, 2)

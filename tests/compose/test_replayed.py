@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,16 +17,15 @@ from nnmpi import models, nn, optim
 from nnmpi.base import timeline
 from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics, PipelineName
 from nnmpi.compose.passes import BatchPass
-from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import MORE_LAYOUTS, once_more
+from tests.worker_options import arranged
 
 pytestmark = pytest.mark.host_only(
     "passes on a device are not recorded: there recordings would keep more than a step takes"
@@ -102,14 +102,13 @@ def train(
     A trace is recorded of the others: what is looked at runs as it stands.
     """
     make, data = kind
-    where = arrange(make(), group, layout)
-    where.model.initialize(seed=1, storage=where.storage)
-    optimizer = optim.SGD(where.model.storage, lr=0.05, momentum=0.9)
+    sgd = partial(optim.SGD, momentum=0.9)
     cuts = {
         "microbatches": options.pop("microbatches", 1),
         "whole_microbatches": options.pop("whole", False),
     }
-    worker = Worker(where.model, optimizer, group, arrangement=where, seed=3, **options)
+    worker = arranged(make(), group, layout, initial=1, make=sgd, lr=0.05, seed=3, **options)
+    where = worker.arrangement
     loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, workers=0, **cuts)
     seen, replays = [], 0
     for epoch in range(epochs):
@@ -207,13 +206,10 @@ def test_second_halves_meet_as_often_in_a_replay(group: Group, microbatches: int
 @pytest.mark.simulated(max_size=2)
 def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither eagerly, nor recorded, nor replayed: a recording calls the pass of its replay."""
-    where = arrange(
-        MODELS["dropping"][0](),
-        group,
-        Layout(pp=group.size, split=cut(MODELS["dropping"][0], group.size)),
-    )
-    where.model.initialize(seed=1)
-    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
+    make, _ = MODELS["dropping"]
+    layout = Layout(pp=group.size, split=cut(make, group.size))
+    worker = arranged(make(), group, layout, initial=1)
+    where = worker.arrangement
     loader = Loader(images(), 7, rank=where.data_rank, world=where.data_ranks, microbatches=2)
     begin, passes = worker.passes.begin, []
 

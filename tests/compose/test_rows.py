@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models, optim
+from nnmpi import data, models
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
+from tests.worker_options import arranged
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
@@ -23,9 +24,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 def make(group: Group, options: dict[str, Any]) -> nnmpi.Worker:
     net = models.gpt(9, 6, 8, 1, 2) if "sp" in options else models.mlp((6,), 9, hidden=[8, 8])
-    where = nnmpi.arrange(net, group, Layout(**options), dtype="float64")
-    model = where.model.initialize(seed=0, dtype="float64")
-    return nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+    return arranged(net, group, Layout(**options), dtype="float64")
 
 
 def rows(worker: nnmpi.Worker, seed: int, count: int = 4) -> tuple[Any, Any]:

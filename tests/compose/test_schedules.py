@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models, optim
+from nnmpi import data, models
 from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.comm.group import Group
 from nnmpi.commands.verify import main as verify
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import Instruction, Kind
 from tests.harness.refusals import caught
+from tests.worker_options import arranged
 
 TRAINING = [name for name in schedules.SCHEDULES if name != "inference"]
 
@@ -28,9 +28,8 @@ def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:
     layout = Layout(
         pp=2, pipeline=schedule, split=(2, 1, 1, 2) if stages(schedule) == 2 else (3, 3)
     )
-    where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
-    model = where.model.initialize(seed=0)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.5), group, arrangement=where)
+    worker = arranged(models.mlp((6,), 3, hidden=[8, 8]), group, layout, lr=0.5)
+    where = worker.arrangement
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("f")
     samples = data.Dataset("rows", x, np.arange(8) % 3, 3)
     loader = data.Loader(

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import nnmpi
-from nnmpi import data, models, nn, optim
+from nnmpi import data, models, nn
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
 from nnmpi.nn.chain import open_chain
+from tests.worker_options import arranged
 
 NUMBERS = 32  # bytes of a step's loss, score, targets and norm
 
@@ -21,15 +20,9 @@ def mlp() -> nn.Module:
 
 def traffic(group: Group, layout: Layout, model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:
     """Return a step's bytes and calls, without its numbers', and this rank's parameters' bytes."""
-    where = nnmpi.arrange(model, group, layout, x[:1])
-    part = where.model.initialize(seed=0)
-    worker = Worker(
-        part,
-        optim.SGD(part.storage, lr=0.1),
-        group,
-        arrangement=where,
-        exchange=GradientExchange(fused_update=False),
-    )
+    exchange = GradientExchange(fused_update=False)
+    worker = arranged(model, group, layout, x[:1], exchange=exchange)
+    part, where = worker.model, worker.arrangement
     samples = data.Dataset("rows", x, y, 17)
     loader = data.Loader(
         samples, 8, rank=where.data_rank, world=where.data_ranks, microbatches=4, shuffle=False

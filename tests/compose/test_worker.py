@@ -17,6 +17,7 @@ from nnmpi.data.loader import Loader
 from tests.compose.small_runs import dataset
 from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told
+from tests.worker_options import arranged
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -290,11 +291,9 @@ def test_what_is_done_to_weights_between_two_runs_survives(
     layers = [nn.Linear(6, 6) for _ in range(max(group.size, 2) - 1)]
     if pipelined and group.size == 1:
         options |= {"pipeline": "1f1b", "split": "auto"}
-    where = nnmpi.arrange(
-        nn.Sequential(*layers, nn.Linear(6, 3)), group, Layout(**options), np.zeros((2, 6))
-    )
-    model = where.model.initialize(seed=0, storage=where.storage)
-    worker = Worker(model, optim.AdamW(model.storage, lr=0.1), group, arrangement=where)
+    net, sample = nn.Sequential(*layers, nn.Linear(6, 3)), np.zeros((2, 6))
+    worker = arranged(net, group, Layout(**options), sample, make=optim.AdamW)
+    model, where = worker.model, worker.arrangement
     loader = Loader(
         dataset(),
         12,
@@ -327,9 +326,9 @@ def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> N
     train, test = data.load("iris")
 
     def program(group: Group, **layout: Any) -> list[float]:
-        where = nnmpi.arrange(models.mlp((4,), 3, hidden=[8]), group, Layout(**layout))
-        model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-        worker = Worker(model, optim.SGD(model.storage, lr=0.2), group, arrangement=where)
+        net = models.mlp((4,), 3, hidden=[8])
+        worker = arranged(net, group, Layout(**layout), dtype="float64", lr=0.2)
+        model = worker.model
         part = {"rank": group.rank, "world": group.size, "dtype": "float64"}
         average, losses = model.state(), []
         for batch in Loader(train, 40, **part).epoch(0):
@@ -384,10 +383,8 @@ def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: 
 
     def program(group: Group) -> list[Any]:
         layout = Layout(pp=2, split=(3, 3), pipeline=schedule) if group.size > 1 else Layout()
-        where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
-        model, loss = where.model.initialize(seed=0), refusing if own else None
-        optimizer = optim.SGD(model.storage, lr=0.1)
-        worker = Worker(model, optimizer, group, loss=loss, arrangement=where)
+        model, loss = models.mlp((6,), 3, hidden=[8, 8]), refusing if own else None
+        worker = arranged(model, group, layout, loss=loss)
         found = list[Any]()
         for bad in (True, False, False, False, False, True, False):
             labels = np.where(np.arange(8) == 5, y + 7 * bad, y)

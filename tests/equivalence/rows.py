@@ -20,7 +20,16 @@ from nnmpi.compose.losses import ERRORS
 from nnmpi.data.dataset import IGNORED, Dataset, Samples
 from nnmpi.nn.module import Module
 from tests.equivalence import own
-from tests.equivalence.cover import MEMORIES, SCHEDULES, SETUPS, kinds, layers, meshes, spread
+from tests.equivalence.cover import (
+    ALGORITHMS,
+    MEMORIES,
+    SCHEDULES,
+    SETUPS,
+    kinds,
+    layers,
+    meshes,
+    spread,
+)
 from tests.equivalence.reference import Setup, digits
 
 TOKENS, TIME, COUNT = 13, 7, 17  # nothing divides anything
@@ -298,7 +307,6 @@ FITTED: tuple[tuple[Setup, Layout], ...] = (
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), expert_parallel=True, activation_memory=85_000)),
     (NOISY, Layout(pp=3, tp=2, activation_memory=19_500)),
 )
-WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
     "mlp": ZERO_MLP,
     "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
@@ -358,7 +366,7 @@ ROWS = {
     # the ways of gradients
     **{
         f"{way}": Row((MLP, CNN)[i % 2], replicas, BUCKETS | {"allreduce": way})
-        for i, way in enumerate(WAYS)
+        for i, way in enumerate(ALGORITHMS)
     },
     "experts": Row(EXPERTS, experts),
     "experts with capacity": Row(LIMITED, experts),

@@ -18,7 +18,6 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
@@ -34,6 +33,7 @@ from nnmpi.memory.ledger import (
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, saved_memory
 from tests.equivalence.reference import Setup, batches, build
+from tests.worker_options import arranged
 
 HIDDEN = (30, 20, 40)
 
@@ -157,9 +157,8 @@ def test_the_peak_is_that_of_a_trace(budget: Any, microbatches: int) -> None:
 
     def main(group: Group) -> tuple[int, int]:
         layout = Layout(activation_memory=budget)
-        where = arrange(models.mlp((64,), 3, [512] * 4), group, layout, data.rows(np.arange(4)))
-        model = where.model.initialize(seed=0, storage=where.storage)
-        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+        net, sample = models.mlp((64,), 3, [512] * 4), data.rows(np.arange(4))
+        worker = arranged(net, group, layout, sample)
         for _ in range(3):
             worker.step(batch)
         with numpy_backend().meter() as meter, tracing(Timeline()):  # a replay has other memory

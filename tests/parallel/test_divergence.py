@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim
+from nnmpi import models, nn
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.module import Module
@@ -19,6 +18,7 @@ from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.tensor.tensor import Tensor
+from tests.worker_options import arranged
 
 LABELS = np.array([0, 2, 1])
 
@@ -111,9 +111,7 @@ def test_a_planned_pass_that_diverges_is_explained(
         net = nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
         )
-        where = arrange(net, group, Layout(**options), sample=x[:1], dtype="float64")
-        model = where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-        worker = Worker(model, optim.SGD(model.storage, lr=0.05), group, arrangement=where)
+        worker = arranged(net, group, Layout(**options), x[:1], "float64", lr=0.05)
         mine = np.array_split(np.arange(10), group.size)[group.rank]
         losses = []
         for rows in (x, bad, x):
@@ -122,7 +120,7 @@ def test_a_planned_pass_that_diverges_is_explained(
             except DivergenceError as error:
                 assert rows is bad
                 assert "values that are not finite were first found in" in str(error)
-                for name, buffer in model.named_buffers():  # the bad rows' statistics
+                for name, buffer in worker.model.named_buffers():  # the bad rows' statistics
                     buffer.data[...] = "variance" in name
         return losses
 

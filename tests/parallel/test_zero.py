@@ -38,6 +38,7 @@ from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, batches, build, differences, run
 from tests.equivalence.rows import GPT, LIMITED, ZERO
 from tests.harness.refusals import told
+from tests.worker_options import arranged
 
 TOKENS, TIME = 13, 6
 
@@ -220,12 +221,9 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     """By the rank that has it, on all ranks, and the weights are those of before."""
 
     def main(group: Group) -> None:
-        where = arrange(mlp(), group, Layout(zero=3, unit_bytes=1))
-        where.model.initialize(seed=0, storage=where.storage)
-        worker = Worker(
-            where.model, optim.SGD(where.model.storage, lr=1.0), group, arrangement=where
-        )
-        before = [array.copy() for array in where.model.storage.data]
+        worker = arranged(mlp(), group, Layout(zero=3, unit_bytes=1), lr=1.0)
+        storage = worker.model.storage
+        before = [array.copy() for array in storage.data]
         batch = next(
             Loader(samples("mlp"), 7, rank=group.rank, world=group.size, workers=0).epoch(0)
         )
@@ -233,7 +231,7 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         place = "first found in the gradient of '10.weight'.* on rank 0"
         with pytest.raises(DivergenceError, match=place), np.errstate(all="ignore"):
             worker.step(batch)
-        assert all((a == b).all() for a, b in zip(before, where.model.storage.data, strict=True))
+        assert all((a == b).all() for a, b in zip(before, storage.data, strict=True))
 
     simulate(main, 3)
 
@@ -421,9 +419,8 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ShardedStorage, "wait_for_others", lambda self: wait(self, old))
 
     def main(group: Group) -> None:
-        where = arrange(models.mlp((6,), 3, hidden=[8] * 5), group, Layout(zero=1, unit_bytes=1))
-        model = where.model.initialize(seed=0, storage=where.storage)
-        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, arrangement=where)
+        net = models.mlp((6,), 3, hidden=[8] * 5)
+        worker = arranged(net, group, Layout(zero=1, unit_bytes=1))
         for _ in range(2):
             waits[group.rank] = 0
             worker.step(np.ones((4, 6)), np.arange(4) % 3)

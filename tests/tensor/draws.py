@@ -41,11 +41,19 @@ class Row:
     cases: st.SearchStrategy[Case]
 
 
-def rows(public: str, **cases: Callable[[Draw], Case]) -> list[Row]:
-    """Return rows for one public function from functions that draw a case."""
+Build = Callable[[Draw], Case]
+
+
+def table(package: str, **functions: Build | dict[str, Build]) -> list[Row]:
+    """Return the rows of a package's public functions.
+
+    Args:
+        functions: what draws a case of each; several by their names, for rows of their own.
+    """
     return [
-        Row(f"{public}-{variant}", public, st.composite(lambda draw, build=build: build(draw))())
-        for variant, build in cases.items()
+        Row(f"{name}-{variant}", name, st.composite(lambda draw, build=build: build(draw))())
+        for name, builds in ((f"{package}.{key}", value) for key, value in functions.items())
+        for variant, build in (builds if isinstance(builds, dict) else {"any": builds}).items()
     ]
 
 

@@ -207,8 +207,8 @@ def test_every_function_class_is_run_by_the_table():
         collect()
 
     # many channels, compiled, in half precision, or on a device: see test_winograd_numpy,
-    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm, Pool2dFunction and
-    # RecurrentFunction are what others are built on
+    # test_compiled_3x3, test_half and tests/gpu; Elementwise, Norm, Pool2dFunction,
+    # RecurrentFunction, Reduced and OfLabels are what others are built on
     elsewhere = {
         "Product",
         "Elementwise",
@@ -216,6 +216,8 @@ def test_every_function_class_is_run_by_the_table():
         "Pool2dFunction",
         "RecurrentFunction",
         "CommonRoot",
+        "Reduced",
+        "OfLabels",
     }
     elsewhere |= {"AddLow", "Upsample2dFunction"}
     # tests/ops/test_collectives, tests/nn/test_experts

@@ -52,85 +52,77 @@ WRONG_SCHEDULES = (
     "step:1e300,0.1",
     "step:10",
 )
-WRONG: list[tuple[type, dict[str, Any], str]] = [
-    (ModelConfig, {"hidden": (3, 0), "model": "mlp"}, "--hidden is 3,0; give whole numbers, 1"),
-    (ModelConfig, {"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
-    (ModelConfig, {"dropout": -0.1, "model": "mlp"}, "--dropout is -0.1"),
-    (
-        ModelConfig,
-        {"hidden": (5,), "model": "resnet"},
-        "--hidden is for --model mlp or cnn, not for resnet",
-    ),
-    (
-        ModelConfig,
-        {"activation": "tanh", "model": "cnn"},
-        "--activation is for --model mlp, not for cnn",
-    ),
-    (ModelConfig, {"layers": 3}, "--layers is for --model lstm or gpt, not for cnn; leave it out"),
-    (ModelConfig, {"heads": 2, "model": "lstm"}, "--heads is for --model gpt, not for lstm"),
-    (ModelConfig, {"heads": 3, "model": "gpt"}, "--features 128 is not a multiple of --heads 3"),
-    (ModelConfig, {"context": 0, "model": "gpt"}, "--context is 0; give a whole number, 1 or more"),
-    (
-        ModelConfig,
-        {"dropout": 0.5, "model": "resnet"},
-        "--dropout is for --model mlp or cnn or lstm or gpt, not",
-    ),
-    (ModelConfig, {"experts": 4}, "--experts is for --model gpt, not"),
-    (
-        ModelConfig,
-        {"model": "gpt", "experts_top": 3},
-        "--experts-top and --experts-capacity need --experts",
-    ),
-    (
-        ModelConfig,
-        {"model": "gpt", "experts": 2, "experts_top": 3},
-        "--experts-top 3 is more than --experts 2",
-    ),
-    (
-        ModelConfig,
-        {"model": "gpt", "experts": 2, "pretrained": Path("x")},
-        "--pretrained has no experts",
-    ),
-    (DataConfig, {"dataset": ""}, "--dataset is empty"),
-    (DataConfig, {"test_fraction": 0.0}, "--test-fraction is 0.0"),
-    (DataConfig, {"test_fraction": 1.0}, "--test-fraction is 1.0"),
-    (OptimizationConfig, {"epochs": 0}, "--epochs is 0"),
-    (OptimizationConfig, {"max_steps": 0}, "--max-steps is 0"),
-    (OptimizationConfig, {"batch_size": 0}, "--batch-size is 0"),
-    (OptimizationConfig, {"batch_size": -3}, "--batch-size is -3"),
-    (OptimizationConfig, {"lr": -1.0}, "--lr is -1.0"),
-    (OptimizationConfig, {"lr": 0.0}, "--lr is 0.0"),
-    (OptimizationConfig, {"lr": float("nan")}, "--lr is nan"),
-    (OptimizationConfig, {"lr": float("inf")}, "--lr is inf"),
-    (OptimizationConfig, {"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1.0"),
-    (
-        OptimizationConfig,
-        {"momentum": 0.9, "optimizer": "adam"},
-        "--momentum is for --optimizer sgd or rmsprop or muon, not",
-    ),
-    (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
-    (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
-    *(
-        (OptimizationConfig, {"lr_schedule": text}, f"--lr-schedule is {text}")
-        for text in WRONG_SCHEDULES
-    ),
-    (
-        OptimizationConfig,
-        {"warmup_epochs": 1e300},
-        "--warmup-epochs is 1e+300; give a finite number, 0 or more, and below",
-    ),
-    (NumericsConfig, {"clip": 0.0}, "--clip is 0.0"),
-    (ParallelConfig, {"microbatches": 0}, "--microbatches is 0"),
-    (OptimizationConfig, {"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
-    (ParallelConfig, {"dp": 0}, "--dp is 0"),
-    (ParallelConfig, {"offload": ""}, "--offload is empty; give a folder or host"),
-    (RunConfig, {"seed": -1}, "--seed is -1"),
-    (RunConfig, {"log_every": 0}, "--log-every is 0"),
-    (RunConfig, {"out": "a", "resume": "b"}, "--resume continues in the run's folder b"),
-]
+WRONG: dict[type, list[tuple[dict[str, Any], str]]] = {
+    ModelConfig: [
+        ({"hidden": (3, 0), "model": "mlp"}, "--hidden is 3,0; give whole numbers, 1"),
+        ({"dropout": 1.0, "model": "mlp"}, "--dropout is 1.0"),
+        ({"dropout": -0.1, "model": "mlp"}, "--dropout is -0.1"),
+        ({"hidden": (5,), "model": "resnet"}, "--hidden is for --model mlp or cnn, not for resnet"),
+        ({"activation": "tanh", "model": "cnn"}, "--activation is for --model mlp, not for cnn"),
+        ({"layers": 3}, "--layers is for --model lstm or gpt, not for cnn; leave it out"),
+        ({"heads": 2, "model": "lstm"}, "--heads is for --model gpt, not for lstm"),
+        ({"heads": 3, "model": "gpt"}, "--features 128 is not a multiple of --heads 3"),
+        ({"context": 0, "model": "gpt"}, "--context is 0; give a whole number, 1 or more"),
+        (
+            {"dropout": 0.5, "model": "resnet"},
+            "--dropout is for --model mlp or cnn or lstm or gpt, not",
+        ),
+        ({"experts": 4}, "--experts is for --model gpt, not"),
+        ({"model": "gpt", "experts_top": 3}, "--experts-top and --experts-capacity need --experts"),
+        (
+            {"model": "gpt", "experts": 2, "experts_top": 3},
+            "--experts-top 3 is more than --experts 2",
+        ),
+        ({"model": "gpt", "experts": 2, "pretrained": Path("x")}, "--pretrained has no experts"),
+    ],
+    DataConfig: [
+        ({"dataset": ""}, "--dataset is empty"),
+        ({"test_fraction": 0.0}, "--test-fraction is 0.0"),
+        ({"test_fraction": 1.0}, "--test-fraction is 1.0"),
+    ],
+    OptimizationConfig: [
+        ({"epochs": 0}, "--epochs is 0"),
+        ({"max_steps": 0}, "--max-steps is 0"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"batch_size": -3}, "--batch-size is -3"),
+        ({"lr": -1.0}, "--lr is -1.0"),
+        ({"lr": 0.0}, "--lr is 0.0"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": float("inf")}, "--lr is inf"),
+        ({"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1.0"),
+        (
+            {"momentum": 0.9, "optimizer": "adam"},
+            "--momentum is for --optimizer sgd or rmsprop or muon, not",
+        ),
+        ({"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
+        ({"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
+        *(({"lr_schedule": text}, f"--lr-schedule is {text}") for text in WRONG_SCHEDULES),
+        (
+            {"warmup_epochs": 1e300},
+            "--warmup-epochs is 1e+300; give a finite number, 0 or more, and below",
+        ),
+        ({"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
+    ],
+    NumericsConfig: [
+        ({"clip": 0.0}, "--clip is 0.0"),
+    ],
+    ParallelConfig: [
+        ({"microbatches": 0}, "--microbatches is 0"),
+        ({"dp": 0}, "--dp is 0"),
+        ({"offload": ""}, "--offload is empty; give a folder or host"),
+    ],
+    RunConfig: [
+        ({"seed": -1}, "--seed is -1"),
+        ({"log_every": 0}, "--log-every is 0"),
+        ({"out": "a", "resume": "b"}, "--resume continues in the run's folder b"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("section", "values", "text"), WRONG, ids=[text for _, _, text in WRONG])
+@pytest.mark.parametrize(
+    ("section", "values", "text"),
+    [pytest.param(section, *row, id=row[1]) for section, rows in WRONG.items() for row in rows],
+)
 def test_wrong_values_are_refused_with_a_sentence(
     section: type, values: dict[str, Any], text: str
 ) -> None:

@@ -26,7 +26,7 @@ from nnmpi.backend.random import least_kept, place_of
 
 COPY_AXES = 6  # as in copy.cu
 
-# Each kernel's source, and the roles of its first arguments, a letter each:
+# The kernels in each source, and the roles of their first arguments, a letter each:
 #
 #     T    an array in the activations' dtype, floating point
 #     P    an array in T's dtype, or in float32 if T has 16 bits
@@ -40,60 +40,84 @@ COPY_AXES = 6  # as in copy.cu
 #     .    a number
 #
 # Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
+_FAMILIES = {
+    "dense": {
+        "add_bias": "TP",
+        "bias_relu": "TP",
+        "relu_grad_bias": "TTTPA",
+        "slope_grad_bias": "TTTPA",
+        "column_sum": "TPA",
+        "column_total": "AP",
+    },
+    "copy": {"copy": "XY"},
+    "activation": {
+        "bias_gelu_slope": "TPT",
+        "bias_gelu_tanh_slope": "TPT",
+        "activate": "TT",
+        "activate_grad": "TTT",
+        "add": "TTT",
+        "multiply": "TTT",
+        "add_low": "PTP",
+    },
+    "softmax": {
+        "softmax": "ST",
+        "softmax_grad": "TTT",
+        "softmax_loss": "Yi.AA",
+        "softmax_loss_grad": "Yi.AAY",
+    },
+    "layer_norm": {
+        "layer_norm": "TPP.TAA",
+        "layer_norm_grad": "TTAAPT",
+        "layer_norm_sums": "TTAAPPA",
+        "layer_norm_total": "APP",
+    },
+    "norm": {
+        "moments": "TPPPA",
+        "moments_total": "TPPPA",
+        "group_moments": "TPP",
+        "group_sums": "PPPPP",
+        "normalize": "TPPPPT",
+        "norm_sums": "TTPPPPA",
+        "norm_total": "APP",
+        "norm_grad": "TTPPPPPT",
+    },
+    "embedding": {"embedding": "Si.T", "embedding_grad": "Ti.iS"},
+    "dropout": {"dropout": "TTuu"},
+    "recurrent": {
+        "lstm_step": "TTTTTT",
+        "lstm_step_grad": "TTTTTTT",
+        "gru_step": "TTTTTTT",
+        "gru_step_grad": "TTTTTTT",
+    },
+    "depthwise": {
+        "depthwise": "TPT",
+        "depthwise_grad": "TPT",
+        "depthwise_sums": "TTA",
+    },
+    "pooling": {
+        "max_pool": "TTb",
+        "max_pool_grad": "TbT",
+        "avg_pool": "TT",
+        "avg_pool_grad": "TT",
+        "whole_pool": "TT",
+    },
+    "sums": {
+        "loss": "TTAD",
+        "loss_grad": "TTATT",
+        "squares": "TD",
+        "sum_total": "DAD",
+    },
+    "updates": {
+        "sgd": "TT",
+        "sgd_momentum": "TTT",
+        "adam": "TTTT",
+        "track": "TTTT",
+    },
+}
 KERNELS = {
-    "add_bias": ("dense", "TP"),
-    "bias_relu": ("dense", "TP"),
-    "copy": ("copy", "XY"),
-    "relu_grad_bias": ("dense", "TTTPA"),
-    "slope_grad_bias": ("dense", "TTTPA"),
-    "column_sum": ("dense", "TPA"),
-    "column_total": ("dense", "AP"),
-    "bias_gelu_slope": ("activation", "TPT"),
-    "bias_gelu_tanh_slope": ("activation", "TPT"),
-    "activate": ("activation", "TT"),
-    "activate_grad": ("activation", "TTT"),
-    "add": ("activation", "TTT"),
-    "multiply": ("activation", "TTT"),
-    "add_low": ("activation", "PTP"),
-    "softmax": ("softmax", "ST"),
-    "softmax_grad": ("softmax", "TTT"),
-    "softmax_loss": ("softmax", "Yi.AA"),
-    "softmax_loss_grad": ("softmax", "Yi.AAY"),
-    "layer_norm": ("layer_norm", "TPP.TAA"),
-    "layer_norm_grad": ("layer_norm", "TTAAPT"),
-    "layer_norm_sums": ("layer_norm", "TTAAPPA"),
-    "layer_norm_total": ("layer_norm", "APP"),
-    "moments": ("norm", "TPPPA"),
-    "moments_total": ("norm", "TPPPA"),
-    "group_moments": ("norm", "TPP"),
-    "group_sums": ("norm", "PPPPP"),
-    "normalize": ("norm", "TPPPPT"),
-    "norm_sums": ("norm", "TTPPPPA"),
-    "norm_total": ("norm", "APP"),
-    "norm_grad": ("norm", "TTPPPPPT"),
-    "embedding": ("embedding", "Si.T"),
-    "embedding_grad": ("embedding", "Ti.iS"),
-    "dropout": ("dropout", "TTuu"),
-    "lstm_step": ("recurrent", "TTTTTT"),
-    "lstm_step_grad": ("recurrent", "TTTTTTT"),
-    "gru_step": ("recurrent", "TTTTTTT"),
-    "gru_step_grad": ("recurrent", "TTTTTTT"),
-    "depthwise": ("depthwise", "TPT"),
-    "depthwise_grad": ("depthwise", "TPT"),
-    "depthwise_sums": ("depthwise", "TTA"),
-    "max_pool": ("pooling", "TTb"),
-    "max_pool_grad": ("pooling", "TbT"),
-    "avg_pool": ("pooling", "TT"),
-    "avg_pool_grad": ("pooling", "TT"),
-    "whole_pool": ("pooling", "TT"),
-    "loss": ("sums", "TTAD"),
-    "loss_grad": ("sums", "TTATT"),
-    "squares": ("sums", "TD"),
-    "sum_total": ("sums", "DAD"),
-    "sgd": ("updates", "TT"),
-    "sgd_momentum": ("updates", "TTT"),
-    "adam": ("updates", "TTTT"),
-    "track": ("updates", "TTTT"),
+    name: (family, roles)
+    for family, kernels in _FAMILIES.items()
+    for name, roles in kernels.items()
 }
 
 

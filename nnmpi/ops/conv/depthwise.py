@@ -31,7 +31,7 @@ from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.sums import ROWS
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
-from nnmpi.ops.conv.im2col import input_gradient
+from nnmpi.ops.conv.im2col import input_gradient, pixel_rows
 
 
 class Depthwise(ConvAlgorithm):
@@ -61,7 +61,7 @@ class Depthwise(ConvAlgorithm):
     ) -> None:
         grad = xp.ascontiguousarray(cast(xp, grad, x.dtype))
         if out.bias is not None:
-            bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
+            bias_grad(xp, pixel_rows(grad), out.bias)
         if out.x is not None:
             self.input_grad(xp, grad, weight, out.x)
         if out.weight is not None:

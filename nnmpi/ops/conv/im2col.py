@@ -98,7 +98,7 @@ class Columns:
         n, height, spec = len(self._x), self._height, self._spec
         for block in steps(n, self._count):
             if self._is_pixels:
-                yield (block, slice(height)), _pixels(self._x[block])
+                yield (block, slice(height)), pixel_rows(self._x[block])
                 continue
             images = self._bordered[block]
             if self._inner is not None:
@@ -249,7 +249,7 @@ class Im2col(ConvAlgorithm):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
             for pixels, columns in Columns(xp, x[..., inputs], self.spec, kernel.shape[1]):
-                gemm(xp, columns, kernel, _pixels(result[pixels]))
+                gemm(xp, columns, kernel, pixel_rows(result[pixels]))
         if bias is not None:
             add_bias(xp, y, bias)
 
@@ -262,7 +262,7 @@ class Im2col(ConvAlgorithm):
             sums = row_sum(xp, grad.reshape(len(grad), prod(grad.shape[1:])))
             row_sum(xp, sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
         elif out.bias is not None:
-            bias_grad(xp, _pixels(grad), out.bias)
+            bias_grad(xp, pixel_rows(grad), out.bias)
         if out.x is not None:
             input_gradient(xp, grad, weight, spec, out.x, Im2col)
         for inputs, outputs in (
@@ -274,7 +274,7 @@ class Im2col(ConvAlgorithm):
             summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
             total = ProductSum(xp, summed)
             for pixels, columns in Columns(xp, x[..., inputs], spec, shape[1]):
-                total.add(columns.T, _pixels(sent[pixels]))
+                total.add(columns.T, pixel_rows(sent[pixels]))
             total.finish()
             if spec.groups > 1:
                 xp.copyto(place, summed.reshape(place.shape))
@@ -357,7 +357,7 @@ def _matrix(xp: Any, weight: Array) -> Array:
     return xp.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
 
 
-def _pixels(images: Array) -> Array:
+def pixel_rows(images: Array) -> Array:
     """Return images (n, h, w, c) as a view (pixels, c)."""
     # not -1: there may be no elements
     return images.reshape(prod(images.shape[:3]), images.shape[3])

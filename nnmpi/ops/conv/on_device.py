@@ -21,7 +21,7 @@ from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, ke
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.depthwise import Depthwise
-from nnmpi.ops.conv.im2col import Im2col
+from nnmpi.ops.conv.im2col import Im2col, pixel_rows
 
 PIXELS: ConvSpec = ConvSpec((1, 1))  # each window is one pixel
 
@@ -80,7 +80,7 @@ class ByCudnn(ConvAlgorithm):
     ) -> None:
         grad = _aligned(xp, cast(xp, xp.ascontiguousarray(grad), x.dtype))
         if out.bias is not None:
-            bias_grad(xp, grad.reshape(grad.size // grad.shape[3], grad.shape[3]), out.bias)
+            bias_grad(xp, pixel_rows(grad), out.bias)
         if out.x is not None:
             kernels = _turned(xp, weight, grad) if kept is None else kept
             if not self._library.input_gradient(grad, kernels, out.x, self._windows):

@@ -963,7 +963,11 @@ def _persistent(name, start):
     return call
 
 
-# Each operation, and the calls that it has a blocking, a non-blocking and a persistent form of.
+def _plain(name, function):
+    return partialmethod(function, name)
+
+
+# Operations that have a blocking, a non-blocking and a persistent form, and these calls of each.
 FORMS = (
     (FrontComm, FrontComm._start_send, "Send Ssend Bsend Rsend"),
     (FrontComm, FrontComm._start_both, "Sendrecv"),
@@ -989,20 +993,18 @@ for kind, start, names in FORMS:
         setattr(kind, name, _blocking(name, start))
         setattr(kind, f"I{name.lower()}", _started(f"I{name.lower()}", start))
         setattr(kind, f"{name}_init", _persistent(f"{name}_init", start))
-for name in ("send", "ssend", "bsend"):
-    setattr(FrontComm, name, _blocking(name, FrontComm._start_send))
-    setattr(FrontComm, f"i{name}", _started(f"i{name}", FrontComm._start_send))
-for name in ("Recv_init",):
-    setattr(FrontComm, name, _persistent(name, FrontComm._start_receive))
-for name in ("barrier",):
-    setattr(FrontComm, name, _blocking(name, FrontComm._start_barrier))
-for name in ("recv", "Recv"):
-    setattr(FrontComm, name, partialmethod(FrontComm._receive, name))
-for name in ("irecv", "Irecv"):
-    setattr(FrontComm, name, _started(name, FrontComm._start_receive))
-for name in ("bcast", "scatter", "gather", "allgather", "alltoall"):
-    setattr(FrontComm, name, partialmethod(FrontComm._objects, name))
-for name in ("reduce", "allreduce", "scan", "exscan"):
-    setattr(FrontComm, name, partialmethod(FrontComm._combine, name))
-for name in ("neighbor_allgather", "neighbor_alltoall"):
-    setattr(Topocomm, name, partialmethod(Topocomm._neighbor_objects, name))
+# Calls of one form.
+CALLS = (
+    (FrontComm, _blocking, FrontComm._start_send, "send ssend bsend"),
+    (FrontComm, _started, FrontComm._start_send, "isend issend ibsend"),
+    (FrontComm, _plain, FrontComm._receive, "recv Recv"),
+    (FrontComm, _started, FrontComm._start_receive, "irecv Irecv"),
+    (FrontComm, _persistent, FrontComm._start_receive, "Recv_init"),
+    (FrontComm, _blocking, FrontComm._start_barrier, "barrier"),
+    (FrontComm, _plain, FrontComm._objects, "bcast scatter gather allgather alltoall"),
+    (FrontComm, _plain, FrontComm._combine, "reduce allreduce scan exscan"),
+    (Topocomm, _plain, Topocomm._neighbor_objects, "neighbor_allgather neighbor_alltoall"),
+)
+for kind, form, function, names in CALLS:
+    for name in names.split():
+        setattr(kind, name, form(name, function))

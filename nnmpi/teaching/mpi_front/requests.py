@@ -20,6 +20,7 @@ from nnmpi.teaching.mpi_front.handles import (
 )
 from nnmpi.teaching.mpi_front.messages import PICKLED, read, unpack
 
+EMPTY = ANY, ANY, 0, 0, 0  # the status of no message
 ROOM_BYTES = 1 << 15  # mpi4py's buffer for the pickle of irecv
 
 
@@ -33,7 +34,7 @@ class Status:
     def __init__(self, other=None):
         if not isinstance(other, Status | None):
             raise TypeError(f"Status of {other!r}")
-        self._words = np.array([ANY, ANY, 0, 0, 0] if other is None else other._words, "i8")
+        self._words = np.array(EMPTY if other is None else other._words, "i8")
 
     def __reduce__(self):
         return Status._made, (self._words.tolist(),)
@@ -144,10 +145,19 @@ class Request(FrontHandle):
         operation = self._value
         result = operation.wait() if operation else None
         if status is not None:
-            status._set(*(operation.envelope() if operation else (ANY, ANY, 0, 0, 0)))
+            status._set(*(operation.envelope() if operation else EMPTY))
         if operation and operation.start is None:
             self._value = None
         return result
+
+    @staticmethod
+    def _complete(requests):
+        """Return the numbers of those that are complete, without a look at messages."""
+        return [
+            number
+            for number, item in enumerate(requests)
+            if item._is_active and item._value.is_complete()
+        ]
 
     @staticmethod
     def _poll(requests):
@@ -161,11 +171,7 @@ class Request(FrontHandle):
         else:
             if active:
                 active[0]._value.wire.progress()
-        return [
-            number
-            for number, item in enumerate(requests)
-            if item._is_active and item._value.is_complete()
-        ]
+        return Request._complete(requests)
 
     @staticmethod
     def _fill(requests, numbers, statuses):
@@ -205,7 +211,7 @@ class Request(FrontHandle):
         """Return whether it is complete; it stays a request."""
         done = not self._is_active or bool(self._poll([self]))
         if status is not None and done:
-            status._set(*(self._value.envelope() if self._is_active else (ANY, ANY, 0, 0, 0)))
+            status._set(*(self._value.envelope() if self._is_active else EMPTY))
         return done
 
     get_status = Get_status
@@ -264,18 +270,14 @@ class Request(FrontHandle):
             active[0].wire.world.wait_until(
                 lambda: any(operation.is_complete() for operation in active)
             )
-        return [
-            number
-            for number, item in enumerate(requests)
-            if item._is_active and item._value.is_complete()
-        ]
+        return Request._complete(requests)
 
     @classmethod
     def _take_any(cls, requests, numbers, status):
         if numbers:
             return numbers[0], requests[numbers[0]]._finish(status)
         if status is not None:
-            status._set(ANY, ANY, 0, 0, 0)
+            status._set(*EMPTY)
         return UNDEFINED, None
 
     @classmethod
@@ -337,7 +339,7 @@ class Request(FrontHandle):
         if numbers:
             requests[numbers[0]].Get_status(status)
         elif status is not None:
-            status._set(ANY, ANY, 0, 0, 0)
+            status._set(*EMPTY)
         none = not any(item._is_active for item in requests)
         return (numbers[0], True) if numbers else (UNDEFINED, none)
 

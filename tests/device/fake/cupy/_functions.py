@@ -11,107 +11,35 @@ from cupy._names import MODULES, Parameters, parameters
 from cupy._ufunc import ufunc
 from cupy.cuda import memory
 
+# Those that copy what they are given on the host to the device.
+UPLOADS = {"array", "asarray", "asanyarray", "asfortranarray"}
+LIKE = {"empty_like", "zeros_like", "ones_like", "full_like"}
+EXTENTS = {"shape", "ndim", "size"}
 # Those whose result lies as the input does, or is a view of it.
-KEEP_ORDER = {
-    "copy",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "einsum",
-    "array",
-    "asarray",
-    "asfortranarray",
-}
+KEEP_ORDER = {"copy", "einsum", "array", "asarray", "asfortranarray"} | LIKE
 # Those that take a list of arrays.
 LISTS = {
-    "concatenate",
-    "stack",
-    "hstack",
-    "vstack",
-    "dstack",
-    "column_stack",
-    "broadcast_arrays",
-    "meshgrid",
-    "einsum",
-    "select",
-    "array",
-    "asarray",
-    "ascontiguousarray",
-    "asanyarray",
-    "choose",
-    "piecewise",
-    "ix_",
-    "result_type",
-    "can_cast",
-    "broadcast_shapes",
+    *("concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "broadcast_arrays"),
+    *("meshgrid", "einsum", "select", "choose", "piecewise", "ix_"),
 }
 # Those that make arrays of numbers, shapes or lists of the host.
 MAKERS = {
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "linspace",
-    "eye",
-    "identity",
-    "tri",
-    "array",
-    "asarray",
-    "asanyarray",
-    "ascontiguousarray",
-    "asfortranarray",
-    "broadcast_shapes",
-    "result_type",
-    "can_cast",
-    "promote_types",
-    "dtype",
-    "finfo",
-    "iinfo",
-    "isscalar",
-    "indices",
-    "unravel_index",
-    "logspace",
-    "min_scalar_type",
-    "shape",
-    "ndim",
-    "size",
+    *("empty", "zeros", "ones", "full", "arange", "linspace", "logspace", "eye", "identity"),
+    *("tri", "indices", "unravel_index"),
+    *UPLOADS,
+    *EXTENTS,
 }
-FROM_HOST = {
-    "array",
-    "asarray",
-    "asanyarray",
-    "ascontiguousarray",
-    "asfortranarray",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "result_type",
-    "can_cast",
-    "shape",
-    "ndim",
-    "size",
-    "iscomplexobj",
-    "isscalar",
-    "min_scalar_type",
-}
+FROM_HOST = {"iscomplexobj"} | UPLOADS | LIKE | EXTENTS
 EMPTY = {"empty", "empty_like"}
-# Those that copy what they are given on the host to the device.
-UPLOADS = {"array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray"}
 # Those whose result has as many elements as the values say: CuPy waits for the number.
 COUNTS = {"nonzero", "flatnonzero", "argwhere", "unique", "compress", "extract", "bincount"}
-# Names that are NumPy's own and have nothing to do with a device.
+# Functions that are NumPy's own and have nothing to do with a device.
 HOST = {
     "result_type",
     "can_cast",
     "promote_types",
     "broadcast_shapes",
     "isscalar",
-    "finfo",
-    "iinfo",
-    "dtype",
     "min_scalar_type",
 }
 
@@ -179,8 +107,6 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
         if out is not None:
             return out
         if type(result) is np.ndarray:
-            if poisons and memory.is_capturing():
-                return made(*memory.blank(result))
             if poisons:
                 return made(*memory.blank(result))
             if type(first) is ndarray:

@@ -130,12 +130,21 @@ class _Find(dict):  # type: ignore[type-arg]
     def __missing__(self, name: str) -> Any:
         import cupy
 
-        result = self[name] = getattr(cupy, NAMES.get(name, name))
+        result = self[name] = getattr(cupy, NAMES[name])
         return result
 
 
 _OPERATIONS = _Find()
-NAMES = {
+COMPARISONS = {
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}
+BINARY = {
+    "add": "add",
     "sub": "subtract",
     "mul": "multiply",
     "truediv": "true_divide",
@@ -147,42 +156,21 @@ NAMES = {
     "xor": "bitwise_xor",
     "lshift": "left_shift",
     "rshift": "right_shift",
-    "lt": "less",
-    "le": "less_equal",
-    "gt": "greater",
-    "ge": "greater_equal",
-    "eq": "equal",
-    "ne": "not_equal",
-    "neg": "negative",
-    "invert": "invert",
-    "abs": "absolute",
-    "pos": "positive",
+    "matmul": "matmul",
 }
+UNARY = {"neg": "negative", "invert": "invert", "abs": "absolute", "pos": "positive"}
+NAMES = COMPARISONS | BINARY | UNARY
 
 
 def _add_operators() -> None:
-    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    for name in COMPARISONS:
         setattr(ndarray, f"__{name}__", _operator(name, reflected=False))
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-        "matmul",
-    ):
+    for name in BINARY:
         setattr(ndarray, f"__{name}__", _operator(name, reflected=False))
         setattr(ndarray, f"__r{name}__", _operator(name, reflected=True))
         if name != "matmul":
             setattr(ndarray, f"__i{name}__", _in_place(name))
-    for name in ("neg", "invert", "abs", "pos"):
+    for name in UNARY:
         setattr(ndarray, f"__{name}__", lambda self, name=name: _OPERATIONS[name](self))
 
 

@@ -196,13 +196,6 @@ def array_at(
     return np.ndarray(shape, dtype, owner, pointer.ptr - pointer.mem.ptr, strides, order)
 
 
-def is_capturing() -> bool:
-    """Return whether new memory is left as it is: a graph that has not been launched yet may read
-    an array that has been freed there since.
-    """
-    return not _streams.is_aside() and _streams.capturing() is not None
-
-
 def placed(array: Any) -> tuple[Any, BaseMemory]:
     """Return a result of NumPy as it lies on the device, and its memory: new memory, if it is no
     view of some.
