@@ -84,14 +84,14 @@ class Memory(BaseMemory):
 
     def __init__(self, owner: Any) -> None:
         self.size = owner.nbytes
-        self._counted, self._stream = 0, _streams.current()
+        self._counted, self._stream = 0, _streams.current().ptr
         self._counted = POOL._take(self.size, self._stream)
         self._owner = owner
         self.ptr = owner.__array_interface__["data"][0] if self.size else 0
         OWNERS[id(owner)] = self
 
     def __del__(self) -> None:
-        if self._counted and POOL is not None:  # None when Python ends
+        if self._counted and _tell is not None:  # None when Python ends
             POOL._keep(self._counted, self._stream)
 
 
@@ -130,7 +130,7 @@ class PooledMemory(BaseMemory):
 
     def __del__(self) -> None:
         pool = self._pool()
-        if pool is not None:
+        if pool is not None and _tell is not None:  # None when Python ends
             pool._give_back(self._block, self._stream)
 
 
@@ -317,7 +317,7 @@ class MemoryPool:
         """Give back what is kept, or what is kept for a stream."""
         for key in [key for key in self._free if stream in (None, key[0])]:
             del self._free[key]
-        for key in [key for key in self._kept if stream in (None, key)]:
+        for key in [key for key in self._kept if stream is None or stream.ptr == key]:
             del self._kept[key]
         kept = sum(size * len(blocks) for (_, size), blocks in self._free.items())
         self._total = self._used + self._kept.total() + kept
