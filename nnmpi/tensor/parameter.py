@@ -166,6 +166,27 @@ class Parameter(Tensor):
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
 
+    @staticmethod
+    def gradients_of(parameters: Iterable["Parameter"]) -> Sequence[Array]:
+        """Return the gradients of some parameters, each once; of all of a model, its flat ones.
+
+        Raises:
+            UsageError: for a part of a sharded model, whose norm needs the other ranks.
+        """
+        each = list(dict.fromkeys(parameters))
+        storages = [None if item.version is None else item.version.storage() for item in each]
+        whole = storages[0]
+        if whole is not None and storages == [whole] * len(whole.spans):
+            whole.finish_gradients()
+            return whole.grads
+        for parameter, storage in zip(each, storages, strict=True):
+            is_cut = storage is not None and (storage.is_stage or storage.ranks is not None)
+            if is_cut or parameter.ranks is not None:
+                raise UsageError(
+                    "this part of a model is sharded over ranks; give the model's parameters()"
+                )
+        return [parameter._grad for parameter in each if parameter._grad is not None]
+
     def _set_hook(self, hook: Callable[[Any], None] | None) -> None:
         if self.guard is not None:
             raise UsageError(
@@ -289,6 +310,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         self.grads: list[Array] = []
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.version = Version()
+        self.version.storage = ref(self)
         # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []
         # Uneven shards, and what stages share, lie apart: so ranks have what is the same on them at
