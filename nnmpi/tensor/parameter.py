@@ -154,6 +154,11 @@ class Parameter(Tensor):
         """The lengths of the axes, known before there are values."""
         return self.declared
 
+    @property
+    def ndim(self) -> int:
+        """The number of axes, known before there are values."""
+        return len(self.declared)
+
     def draw(self, generator: np.random.Generator) -> Array:
         """Return initial values in float64; a shard takes its region of the full parameter's."""
         if self.region is None:
