@@ -206,6 +206,12 @@ class Parameter(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or a property that reads one
+        if name == "data" and self.version is not None:
+            raise UninitializedError(
+                f"{self.name} is not on this rank now: ZeRO 3 gathers a layer's weights while the"
+                " model's forward computes with them; use them there, or give"
+                " ShardedDataParallel stage=1"
+            )
         if name == "data":
             raise UninitializedError(
                 f"a parameter of shape {self.declared} has no values yet; call"
@@ -493,7 +499,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         for parameter, data, buffer in self._views:
             # Updates go to the flat arrays. After `parameter.data = other` the model would compute
             # with one array while the optimizer silently trains another.
-            if parameter.data is not data or parameter.buffer is not buffer:
+            if getattr(parameter, "data", data) is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} is no longer in this storage: its model was initialized"
                     " again (then make a new optimizer), or its data replaced (write"
