@@ -526,9 +526,11 @@ class Module(Settled):
 
     def _state_entries(self) -> dict[str, Any]:
         """Return all parameters and buffers by name; refuse a model with sharded values."""
-        storage, entries = vars(self).get("storage"), self.entries()
+        entries = self.entries()
+        versions = {getattr(entry, "version", None) for entry in entries.values()}
+        storages = [version.storage() for version in versions if version]  # also of a part's model
         if (
-            (storage is not None and not storage.is_whole)
+            any(storage is not None and not storage.is_whole for storage in storages)
             or any(entry.region is not None for entry in entries.values())
             or any(name not in entries for name, _ in self.full_parameters())
         ):

@@ -201,6 +201,8 @@ def test_misuse_is_refused(ranks: int) -> None:
             early.step()
         with pytest.raises(UsageError, match="gather_model"):
             model.state()
+        with pytest.raises(UsageError, match="gather_model"):
+            model[1].state()
         with pytest.raises(UsageError, match=r"call parallel.backward"):
             loss_of(model).backward()
         parallel.backward(loss_of(model), 1)
