@@ -518,18 +518,15 @@ class ShardedStorage(FlatStorage):
         """Let parameters have values only while these are gathered, for passes of a user's own."""
         if self.stage < 3 or self._node is not None:
             return
-        for number, pieces in self._pieces.items():
-            rows = zip(self.spans, self._views, strict=True)
-            self._hidden[number] = [
-                (parameter, data) for span, (parameter, data, _) in rows if span.buffer in pieces
-            ]
-            for parameter, _ in self._hidden[number]:
-                del parameter.data
+        for span in self.spans:
+            if not self.rank_local[span.buffer]:
+                rows = self._hidden.setdefault(self.unit_of(span), [])
+                rows.append((span.parameter, span.parameter.data))
+                del span.parameter.data
 
-    def unit_of(self, span: Span) -> int | None:
-        """Return the unit of a parameter; None for COMMON's and this rank's own."""
-        units = range(len(self.units))
-        return next((unit for unit in units if span.buffer in self._pieces[unit]), None)
+    def unit_of(self, span: Span) -> int:
+        """Return the unit of a parameter; COMMON for this rank's own, too."""
+        return next((unit for unit, its in self._pieces.items() if span.buffer in its), COMMON)
 
     def start(self, number: int) -> None:
         """Start to gather a unit's parameters, unless they are there."""

@@ -149,7 +149,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         storage.acquire(COMMON)
         if units and units[0].layers[0].module is self.model:  # no chain, thus one unit
             storage.acquire(0)
-            result = self._end_of(0, self._forward_model(*inputs, **named))
+            result = self._forward_model(*inputs, **named)
             storage.release(0)
         else:
             result = self._forward_chain(*inputs, **named)
@@ -161,18 +161,12 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         stashed: Stashed = {}
         for number, unit in enumerate(units):
             storage.acquire(number, number + 1 if number + 1 < len(units) else None)
-            x = self._end_of(number, run_layers(unit.layers, unit.joined, x, stashed))
+            x = run_layers(unit.layers, unit.joined, x, stashed)
+            if isinstance(x, Tensor):
+                x = UnitEnd(partial(self._reach, number))(x)
             storage.release(number)
         check_empty(stashed)
         return x
-
-    def _end_of(self, number: int, x: Any) -> Any:
-        """Return what a unit has computed, so that the backward pass reports its end."""
-        if isinstance(x, tuple | list) and not hasattr(x, "_make"):
-            return type(x)(self._end_of(number, item) for item in x)
-        if isinstance(x, dict):
-            return {name: self._end_of(number, item) for name, item in x.items()}
-        return UnitEnd(partial(self._reach, number))(x) if isinstance(x, Tensor) else x
 
     # ---- backward ----
 
@@ -192,7 +186,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         self._at = len(self.storage.units) - 1
         if self._in_units:
             self.storage.acquire(COMMON)
-            self.storage.acquire(self._at, self._at - 1 if self._at else None)
+            self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
 
     def _reach(self, number: int) -> None:
         self._check_pass()
@@ -201,10 +195,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             self._begin_again(True)
         self._finish_units(number)
 
-    def _check_unit(self, number: int | None, name: str) -> None:
+    def _check_unit(self, number: int, name: str) -> None:
         """Refuse the gradient of a unit's parameter outside of the unit's backward."""
         self._check_pass()
-        if number not in (None, self._at):
+        if number not in (COMMON, self._at):
             raise UsageError(
                 f"a loss uses {name} outside of the model's forward, where ZeRO {self.stage} has no"
                 " room for its gradient; use it there, or give ShardedDataParallel stage=1"
@@ -227,7 +221,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             self.storage.release(self._at)
             self._at -= 1
             if self._at >= 0:
-                self.storage.acquire(self._at, self._at - 1 if self._at else None)
+                self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
 
     def finish_pass(self) -> None:
         """Sum the remaining units, and end the pass; see `Replicas.finish_pass`."""
