@@ -351,7 +351,8 @@ class Replicas(
         if self._now.last is None:
             raise UsageError(
                 "this model's gradients must be summed over ranks: call parallel.backward(loss,"
-                " samples) instead of loss.backward(), or parallel.release() first"
+                " samples) instead of loss.backward(), or parallel.release() first; or freeze it by"
+                " requires_grad = False while another model's loss passes through it"
             )
 
     def check_not_released(self) -> None:

@@ -525,3 +525,38 @@ def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name: str) ->
         else:
             with pytest.raises(NnmpiError, match=r"[02].(weight|bias) .* forward.* stage=1"):
                 simulate(run_it, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_passes_through_another_model_that_is_frozen(stage: int, algorithm: str) -> None:
+    """As a generator's through the discriminator."""
+    x = np.random.default_rng(0).standard_normal((2, 2, 3))
+
+    def program(group: Group, stage: int) -> list[float]:
+        each, losses = list[Any](), list[float]()
+        for seed in (0, 1):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
+            model.initialize(seed=seed, dtype="float64")
+            options: dict[str, Any] = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
+            parallel: Any = (
+                nnmpi.ShardedDataParallel(model, group, **options)
+                if stage
+                else DataParallel(model, group)
+            )
+            each.append((model, parallel, optim.SGD(model.storage, lr=0.1)))
+        (one, _, _), (other, _, _) = each
+        for step in range(4):
+            model, parallel, optimizer = each[step % 2]
+            for parameter in other.parameters():
+                parameter.requires_grad = step % 2 == 1
+            y = one(x[group.rank])
+            loss = _squares(other(y.detach() if step % 2 else y) - 1)
+            model.zero_grad()
+            parallel.backward(loss, 100)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = simulate(partial(program, stage=0), 2)
+    np.testing.assert_allclose(simulate(partial(program, stage=stage), 2), expected, rtol=1e-12)

@@ -189,6 +189,11 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
 
     def _reach(self, number: int) -> None:
+        if self._now.last is None and not any(p.requires_grad for p in self.model.parameters()):
+            # the pass of another model's strategy, whose loss goes through this one
+            self.storage.acquire(COMMON)
+            self.storage.acquire(number, number - 1 if number else None)
+            return
         self._check_pass()
         if number > self._at:  # of an earlier forward: its gradients add to what was summed
             self._finish_units(COMMON)
