@@ -23,6 +23,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import nan, prod
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse,
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.function import kind_of
+from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 CROSS_ENTROPY = "cross-entropy"
@@ -320,7 +322,25 @@ def sum_of(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
             f"the loss returned a Tensor of shape {total.shape}; return the sum of the losses, one"
             " number"
         )
+    if not is_own_loss(loss):
+        _refuse_sharded(logits, total)
     return total
+
+
+def _refuse_sharded(logits: Tensor, total: Tensor) -> None:
+    """Refuse a loss that uses parameters of which this rank has a part, or no gradient."""
+    last = -1 if logits.node is None else logits.node.number
+    nodes = [] if total.tape is None else total.tape.find().nodes
+    for edge in chain.from_iterable(node.edges or () for node in nodes if node.number > last):
+        if isinstance(edge, Parameter):
+            storage = None if edge.version is None else edge.version.storage()
+            # of ZeRO's stages the first alone keeps all values and gradients on each rank
+            if storage is not None and (storage.is_sharded or getattr(storage, "stage", 1) > 1):
+                raise UsageError(
+                    f"the loss uses {edge.name} of a model that is sharded over ranks; use it in the"
+                    " model's forward, or choose a layout with a full replica on each rank, such as"
+                    " data parallelism or ZeRO 1"
+                )
 
 
 def count_correct(logits: Array, y: Array) -> Array | float:

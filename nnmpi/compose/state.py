@@ -18,7 +18,8 @@ def model_state(arrangement: Arrangement) -> ModelState:
     model = arrangement.model
     storage = model.storage
     parts = {} if storage.is_whole else _views(storage, storage.data)
-    leaves = {name: parts.get(name, leaf.data) for name, leaf in model.entries().items()}
+    rest = ((name, leaf) for name, leaf in model.entries().items() if name not in parts)
+    leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
     return _state(arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])
 
 

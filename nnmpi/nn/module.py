@@ -22,7 +22,7 @@ Initializers, called as init(generator, shape), draw the initial values of a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, ClassVar, Never, Self, TypeAlias
@@ -525,9 +525,11 @@ class Module(Settled):
 
     def _state_entries(self) -> dict[str, Any]:
         """Return all parameters and buffers by name; refuse a model with sharded values."""
-        storage, entries = vars(self).get("storage"), self.entries()
+        entries = self.entries()
+        versions = {getattr(entry, "version", None) for entry in entries.values()}
+        storages = [version.storage() for version in versions if version]  # also of a part's model
         if (
-            (storage is not None and not storage.is_whole)
+            any(storage is not None and not storage.is_whole for storage in storages)
             or any(entry.region is not None for entry in entries.values())
             or any(name not in entries for name, _ in self.full_parameters())
         ):
@@ -642,21 +644,6 @@ class ModelParameters(list[Parameter]):
             self._model.initialize()
         self._model.check_stored()
         return self._model.storage
-
-    def gradients(self) -> Sequence[Array]:
-        """Return the gradients: a model's flat ones, completed by zeros, or a part's own.
-
-        Raises:
-            UsageError: for a sharded part, whose norm needs the other ranks.
-        """
-        if not self._is_part():
-            self.storage.finish_gradients()
-            return self.storage.grads
-        if any(parameter.ranks is not None for parameter in self):
-            raise UsageError(
-                "this part of a model is sharded over ranks; give the model's parameters()"
-            )
-        return [parameter._grad for parameter in self if parameter._grad is not None]
 
     def _is_part(self) -> bool:
         """Return whether parameters have values in the storage of a larger model."""

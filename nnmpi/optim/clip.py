@@ -16,7 +16,7 @@ all, without a further message.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,9 +149,10 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
 
     Args:
         grads: model.parameters(), whose gradients are first completed, with zeros for unused
-            parameters, or those of a part; or arrays, such as model.storage.grads after its
-            `finish_gradients`. Those of a sharded model (ZeRO, tensor or expert parallelism) are
-            this rank's shards; the call is then collective, and the norm is over all ranks.
+            parameters; some of them, of one model or several, each of which counts once; or arrays,
+            such as model.storage.grads after its `finish_gradients`. Both are this rank's shards of
+            a sharded model (ZeRO, tensor or expert parallelism); the call is then collective, and
+            the norm is over all ranks. Other arrays are taken as they are.
         max_norm: above 0.
 
     Raises:
@@ -173,12 +174,14 @@ def _by_ranks(grads: Sequence[Array]) -> dict[tuple[Any, ...], Sequence[Array]]:
     return {(): grads} if by_ranks is None else by_ranks()
 
 
-def _gradients(name: str, grads: Any) -> Sequence[Array]:
-    """Return a model's gradients for its parameters; refuse what are no arrays."""
-    if hasattr(grads, "gradients"):
-        grads = grads.gradients()
+def _gradients(name: str, given: Any) -> Sequence[Array]:
+    """Return arrays as they are, and the gradients of parameters; refuse what is neither."""
+    is_one = is_array(given) or hasattr(given, "gradients_of") or not isinstance(given, Iterable)
+    grads = [given] if is_one else given if isinstance(given, list) else [*given]
+    if all(hasattr(item, "gradients_of") for item in grads):
+        grads = grads[0].gradients_of(grads) if grads else []
     if not all(map(is_array, grads)):
-        raise UsageError(f"{name} takes model.parameters(), or arrays of gradients")
+        raise UsageError(f"{name} takes model.parameters(), a list of some, or arrays of gradients")
     result: Sequence[Array] = grads
     return result
 

@@ -147,8 +147,9 @@ class ReduceOnPlateau(Settled):
 
     def __call__(self, loss: float) -> float:
         """Return the rate from now on, after an epoch with this loss."""
-        if self.best == math.inf or loss < self.best - self.threshold * abs(self.best):
-            self.best, self.waited = loss, 0
+        margin = 0 if self.best == math.inf else self.threshold * abs(self.best)
+        if loss < self.best - margin:  # not NaN, also as the first one
+            self.best, self.waited = float(loss), 0
         else:
             self.waited += 1
         if self.waited > self.patience:

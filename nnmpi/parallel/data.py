@@ -212,7 +212,8 @@ class Replicas(
             UsageError,
         )
         counts = [row for _, _, row, _ in by_rank]
-        for kind in () if None in counts else zip(*counts, strict=True):
+        kinds = [] if None in counts else [*zip(*counts, strict=True)]
+        for kind in kinds:
             # 1 may also say that the sum is wanted
             is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)
             if is_mean and node is loss.node and (is_own or 1 < max(kind) < sum(kind) == samples):
@@ -220,9 +221,11 @@ class Replicas(
                     f"backward divides by {samples} samples, and the loss is a mean already; give"
                     ' it with reduction="sum"'
                 )
-            if is_own:
+            # the elements of a rank's rows may be as many as the rows of all ranks
+            if is_own and samples not in map(sum, kinds):
                 raise UsageError(
-                    f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES}"
+                    f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES};"
+                    " several losses of the same rows are added, for one backward"
                 )
 
     # ---- a Worker's step ----
@@ -348,7 +351,8 @@ class Replicas(
         if self._now.last is None:
             raise UsageError(
                 "this model's gradients must be summed over ranks: call parallel.backward(loss,"
-                " samples) instead of loss.backward(), or parallel.release() first"
+                " samples) instead of loss.backward(), or parallel.release() first; or freeze it by"
+                " requires_grad = False while another model's loss passes through it"
             )
 
     def check_not_released(self) -> None:

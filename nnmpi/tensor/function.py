@@ -95,8 +95,10 @@ class Version:
 
     Attributes:
         meet: waits for the ranks that share the values, if there are any.
+        storage: returns the parameters' storage, or None once it is gone.
     """
 
+    storage: Callable[[], Any]
     arrays: Sequence[Array] = ()
     count = 0
     meet: Callable[[], object] = int

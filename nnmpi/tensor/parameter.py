@@ -154,6 +154,11 @@ class Parameter(Tensor):
         """The lengths of the axes, known before there are values."""
         return self.declared
 
+    @property
+    def ndim(self) -> int:
+        """The number of axes, known before there are values."""
+        return len(self.declared)
+
     def draw(self, generator: np.random.Generator) -> Array:
         """Return initial values in float64; a shard takes its region of the full parameter's."""
         if self.region is None:
@@ -165,6 +170,27 @@ class Parameter(Tensor):
         if self.buffer is not None and self.grad is not self.buffer:
             self.buffer[...] = 0 if self.grad is None else self.grad
             self.grad = self.buffer
+
+    @staticmethod
+    def gradients_of(parameters: Iterable["Parameter"]) -> Sequence[Array]:
+        """Return the gradients of some parameters, each once; of all of a model, its flat ones.
+
+        Raises:
+            UsageError: for a part of a sharded model, whose norm needs the other ranks.
+        """
+        each = list(dict.fromkeys(parameters))
+        storages = [None if item.version is None else item.version.storage() for item in each]
+        whole = storages[0]
+        if whole is not None and storages == [whole] * len(whole.spans):
+            whole.finish_gradients()
+            return whole.grads
+        for parameter, storage in zip(each, storages, strict=True):
+            is_cut = storage is not None and (storage.is_stage or storage.ranks is not None)
+            if is_cut or parameter.ranks is not None:
+                raise UsageError(
+                    "this part of a model is sharded over ranks; give the model's parameters()"
+                )
+        return [parameter._grad for parameter in each if parameter._grad is not None]
 
     def _set_hook(self, hook: Callable[[Any], None] | None) -> None:
         if self.guard is not None:
@@ -180,6 +206,12 @@ class Parameter(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or a property that reads one
+        if name == "data" and self.version is not None:
+            raise UninitializedError(
+                f"{self.name} is not on this rank now: ZeRO 3 gathers a layer's weights while the"
+                " model's forward computes with them; use them there, or give"
+                " ShardedDataParallel stage=1"
+            )
         if name == "data":
             raise UninitializedError(
                 f"a parameter of shape {self.declared} has no values yet; call"
@@ -289,6 +321,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         self.grads: list[Array] = []
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.version = Version()
+        self.version.storage = ref(self)
         # each parameter with the views bound to it, so that `check_places` detects rebinding
         self._views: list[tuple[Parameter, Array, Array]] = []
         # Uneven shards, and what stages share, lie apart: so ranks have what is the same on them at
@@ -466,7 +499,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         for parameter, data, buffer in self._views:
             # Updates go to the flat arrays. After `parameter.data = other` the model would compute
             # with one array while the optimizer silently trains another.
-            if parameter.data is not data or parameter.buffer is not buffer:
+            if getattr(parameter, "data", data) is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} is no longer in this storage: its model was initialized"
                     " again (then make a new optimizer), or its data replaced (write"

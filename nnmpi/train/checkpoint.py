@@ -62,7 +62,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Mesh
-from nnmpi.compose.arrange import replicate
+from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
@@ -79,7 +79,7 @@ LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
 ModelAndState: TypeAlias = tuple[ModelState, ModelState]  # the model's, and the optimizer's
-Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group]
+Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group | Arrangement]
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
 KEEP = 3  # newest checkpoints on disk
 
@@ -481,7 +481,8 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
 
     Args:
         folder: of the checkpoints, created if missing; each is named after the optimizer's steps.
-        loop: a `Worker`; or (model, optimizer, group), with both replicated on the group's ranks.
+        loop: a `Worker`; or (model, optimizer, group), with both replicated on the group's ranks or
+            sharded by ZeRO; or (model, optimizer, arrangement), of `nnmpi.arrange`.
         keep: the number of newest checkpoints to keep.
         position: in the data, as numbers and strings, which `resume` returns; and objects with
             `state` and `load`, such as a Loader or ReduceOnPlateau, which `resume` restores.
@@ -614,6 +615,14 @@ def _training(loop: Trained) -> Iterator[Training]:
             f"save and resume take a Worker, or (model, optimizer, group), not a {what}"
         )
     model, optimizer, group = loop
+    if isinstance(group, Arrangement):
+        yield Training(model, optimizer, group.mesh.world, group)
+        return
+    if model.storage.is_sharded:
+        raise UsageError(
+            "each rank has only part of this model's parameters; instead of the group give what"
+            " nnmpi.arrange returned"
+        )
     where = replicate(model, group, numpy_backend())
     yield Training(model, optimizer, group, where)
     where.free()

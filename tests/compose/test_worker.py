@@ -402,3 +402,45 @@ def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: 
     assert serial.count(-1.0) == 4
     for found in nnmpi.simulate(program, 2):
         assert found == pytest.approx(serial, rel=1e-5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(zero=1),
+        Layout(zero=2),
+        Layout(zero=3),
+        Layout(tp=2),
+        Layout(pp=2, split=(3, 3)),
+    ],
+    ids=str,
+)
+def test_a_loss_that_uses_weights_sees_all_of_them(layout: Layout, again: bool) -> None:
+    """A penalty, or the model once more; where ranks have parts they are refused."""
+    x, y = np.random.default_rng(0).normal(size=(4, 6)).astype("float32"), np.arange(4) % 3
+
+    def program(group: Group, layout: Layout) -> list[float]:
+        where = nnmpi.arrange(models.mlp((6,), 3, hidden=[8, 8]), group, layout)
+        model = where.model.initialize(seed=0, storage=where.storage)
+
+        def loss(logits: nnmpi.Tensor, labels: Any) -> nnmpi.Tensor:
+            if again:
+                logits = logits + model(np.ones((1, 6), "float32"))
+            each = ops.cross_entropy(logits, labels, reduction="none")
+            return each if again else each + sum((p * p).sum() for p in model.parameters())
+
+        optimizer = optim.SGD(model.storage, lr=0.1)
+        worker = Worker(model, optimizer, group, loss=loss, arrangement=where)
+        ranks = where.mesh.replicas
+        rows = slice(ranks.rank, None, ranks.size)
+        return [worker.step(x[rows], y[rows]).loss for _ in range(3)]
+
+    if layout in (Layout(), Layout(zero=1)):
+        (serial,) = nnmpi.simulate(lambda group: program(group, Layout()), 1)
+        for found in nnmpi.simulate(lambda group: program(group, layout), 2):
+            assert found == pytest.approx(serial, rel=1e-5)
+    else:
+        with pytest.raises(UsageError, match="is sharded over ranks|only some of the model's"):
+            nnmpi.simulate(lambda group: program(group, layout), 2)

@@ -145,3 +145,24 @@ def test_parameters_that_a_step_leaves_out_do_not_count() -> None:
     model[1].weight.grad = 0 * model[1].weight.data  # set by hand, and not in the flat array
     norm = clip_by_global_norm(model.parameters(), 0.5)
     assert norm == pytest.approx(0.25)  # of the bias
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda model: [*model.parameters()],
+        lambda model: iter(model.parameters()),
+        lambda model: [*model[0].parameters(), *model.parameters()],  # each counts once
+        lambda model: [*model[0].parameters(), *model[1].parameters()],
+    ],
+)
+def test_lists_of_parameters_as_in_pytorch(take) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).initialize()
+    other = nn.Linear(3, 2).initialize()
+    (model(np.ones((1, 3), np.float32)).sum() + other(np.ones((1, 3), np.float32)).sum()).backward()
+    expected = np.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+    both = [*take(model), *other.parameters()]
+    assert global_norm(both) == pytest.approx(np.sqrt(expected**2 + 8), rel=1e-6)
+    assert clip_by_global_norm(take(model), 0.5) == pytest.approx(expected, rel=1e-6)
+    assert global_norm(model.parameters()) == pytest.approx(0.5, rel=1e-5)
+    assert global_norm(model[1].weight) == global_norm(model[1].weight.grad)

@@ -124,6 +124,8 @@ def test_a_plateau() -> None:
     ]
     rate = ReduceOnPlateau(1.0, patience=0, threshold=0)  # the same loss is none below it
     assert [rate(loss) for loss in (2, 2)] == [1, 0.1]
+    rate = ReduceOnPlateau(1.0, patience=1)  # NaN is no improvement, also as the first loss
+    assert [rate(loss) for loss in (math.nan, 3, 2, math.nan, 1)] == [1.0] * 5
     rate = ReduceOnPlateau(1.0, patience=1)  # losses below 0, which rise, or fall by too little
     losses = (-1, -0.9, -0.8, -1.00001, -1.00002, -2, -2)
     assert [rate(loss) for loss in losses] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.01])

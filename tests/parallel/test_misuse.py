@@ -464,6 +464,7 @@ SUMS_OF_LOSSES: dict[str, Callable[[Tensor, Array], Tensor]] = {
     "ignored": lambda out, y: ops.cross_entropy(out, y, "sum", ignore_index=0),
     "quantities": lambda out, y: ops.mse(out, np.eye(3)[y], reduction="sum"),
     "own": lambda out, y: ((out - np.eye(3)[y]) ** 2).sum(),
+    "two, as many as ranks": lambda out, y: ops.mse(out[:, :2], np.eye(3)[y, :2], "sum"),
     "below a factor": lambda out, y: 0.5 * ops.cross_entropy(out, y, reduction="sum"),
     "from a mean": lambda out, y: ops.cross_entropy(out, y) * float(len(y)),
 }
@@ -623,7 +624,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(
                 loss = ops.cross_entropy(model(x[here]), y[here], reduction="sum")
             model.zero_grad()
             parallel.backward(loss, 30)
-            norms.append(optim.clip_by_global_norm(model.parameters(), 0.05))
+            norms.append(optim.clip_by_global_norm(list(model.parameters()), 0.05))
             norms.append(optim.global_norm(model.storage.grads))
             sgd.step()
         whole = [] if chosen.zero else [p.data for p in model.parameters() if p.ranks is None]
@@ -639,6 +640,7 @@ def test_clipping_takes_the_norm_of_the_whole_model(
     ("layout", "part", "sentence"),
     [
         (Layout(tp=2), "0", "this part of a model is sharded over ranks; give the model's"),
+        (Layout(zero=1), "0", "this part of a model is sharded over ranks; give the model's"),
         (Layout(pp=2), "", r"has only its stages' gradients; nnmpi.Worker\(..., clip=1.0\)"),
     ],
 )
@@ -650,7 +652,7 @@ def test_a_norm_that_needs_other_ranks_is_refused(
 ) -> None:
     def program(group: Group) -> None:
         where = arrange(_columns(), group, layout, sample=np.zeros((1, 6), "float32"))
-        call(where.model.initialize(seed=0).get(part).parameters())
+        call(where.model.initialize(seed=0, storage=where.storage).get(part).parameters())
 
     with pytest.raises(UsageError, match=sentence):
         simulate(program, 2)

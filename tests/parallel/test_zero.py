@@ -17,7 +17,7 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import DeviceError, DivergenceError, UsageError
+from nnmpi.base.errors import DeviceError, DivergenceError, NnmpiError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
@@ -202,6 +202,8 @@ def test_misuse_is_refused(ranks: int) -> None:
             early.step()
         with pytest.raises(UsageError, match="gather_model"):
             model.state()
+        with pytest.raises(UsageError, match="gather_model"):
+            model[1].state()
         with pytest.raises(UsageError, match=r"call parallel.backward"):
             loss_of(model).backward()
         parallel.backward(loss_of(model), 1)
@@ -453,3 +455,105 @@ def test_mixes_hold_the_predicted_bytes(name: str, layout: Layout, way: str) -> 
         assert {kind: report.held[kind] for kind in report.predicted} == report.predicted
 
     simulate(main, prod(layout.shape))
+
+
+class Inputs(Module):
+    """Takes two inputs, and returns several results."""
+
+    def __init__(self) -> None:
+        self.layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+
+    def forward(self, x: Tensor, *, other: Tensor) -> dict[str, Tensor]:
+        return {"y": self.layers[0](x) + self.layers[1](other), "rest": x}
+
+
+def _squares(y: Tensor) -> Tensor:
+    return (y * y).sum() * 1.0
+
+
+# (model, x, rank) -> a loss that uses the model's parameters in an unusual way
+LOSSES: dict[str, Callable[[Any, Any, int], Tensor]] = {
+    "two inputs": lambda model, x, rank: _squares(model(x, other=2 * x)["y"]),
+    "twice": lambda model, x, rank: _squares(model(x)) + _squares(model(2 * x)),
+    "of its own result": lambda model, x, rank: _squares(model(model(x))),
+    "twice on one rank": lambda model, x, rank: (
+        _squares(model(x)) + _squares(model(2 * x)) * rank if rank else _squares(model(x + x) - x)
+    ),
+    "not on one rank": lambda model, x, rank: _squares(
+        model(x) if rank else model(x).detach() * Tensor(np.ones(3), requires_grad=True)
+    ),
+    "a penalty": lambda model, x, rank: (
+        _squares(model(x)) + sum(map(_squares, model.parameters()), start=Tensor(np.zeros(())))
+    ),
+    "by its layers": lambda model, x, rank: _squares(model[2](model[1](model[0](x)))),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_the_gradient_of_data_parallelism_or_is_refused(name: str) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 2, 3))
+
+    def program(group: Group, stage: int, algorithm: str) -> Any:
+        layers = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)
+        model = Inputs() if name == "two inputs" else nn.Sequential(*layers)
+        model.initialize(seed=0, dtype="float64")
+        options = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
+        parallel: Any = (
+            nnmpi.ShardedDataParallel(model, group, **options)
+            if stage
+            else DataParallel(model, group)
+        )
+        optimizer, losses = optim.SGD(model.storage, lr=0.1), []
+        for _ in range(3):
+            if stage == 3 and name == "twice on one rank" and group.is_root:
+                model(x[0])  # a forward gathers weights, and is every rank's
+            loss = LOSSES[name](model, x[group.rank], group.rank)
+            model.zero_grad()
+            parallel.backward(loss, 100)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = simulate(partial(program, stage=0, algorithm=""), 2)
+    for stage, algorithm in ((1, "auto"), (2, "auto"), (3, "auto"), (2, "ring"), (3, "ring")):
+        run_it = partial(program, stage=stage, algorithm=algorithm)
+        if stage == 1 or name not in ("a penalty", "by its layers"):
+            np.testing.assert_allclose(simulate(run_it, 2), expected, rtol=1e-12)
+        else:
+            with pytest.raises(NnmpiError, match=r"[02].(weight|bias) .* forward.* stage=1"):
+                simulate(run_it, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_passes_through_another_model_that_is_frozen(stage: int, algorithm: str) -> None:
+    """As a generator's through the discriminator."""
+    x = np.random.default_rng(0).standard_normal((2, 2, 3))
+
+    def program(group: Group, stage: int) -> list[float]:
+        each, losses = list[Any](), list[float]()
+        for seed in (0, 1):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3))
+            model.initialize(seed=seed, dtype="float64")
+            options: dict[str, Any] = {"stage": stage, "algorithm": algorithm, "unit_bytes": 8}
+            parallel: Any = (
+                nnmpi.ShardedDataParallel(model, group, **options)
+                if stage
+                else DataParallel(model, group)
+            )
+            each.append((model, parallel, optim.SGD(model.storage, lr=0.1)))
+        (one, _, _), (other, _, _) = each
+        for step in range(4):
+            model, parallel, optimizer = each[step % 2]
+            for parameter in other.parameters():
+                parameter.requires_grad = step % 2 == 1
+            y = one(x[group.rank])
+            loss = _squares(other(y.detach() if step % 2 else y) - 1)
+            model.zero_grad()
+            parallel.backward(loss, 100)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    expected = simulate(partial(program, stage=0), 2)
+    np.testing.assert_allclose(simulate(partial(program, stage=stage), 2), expected, rtol=1e-12)

@@ -1,6 +1,7 @@
 """A checkpoint of a loop of one's own: it goes on to the bits of the one that nobody broke."""
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 
 from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
@@ -18,12 +22,14 @@ from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import training
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.adaptive import AdamW
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.schedule import ReduceOnPlateau
 from nnmpi.optim.updates import Adam
 from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, resume, save, steps
 
 BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
@@ -248,3 +254,47 @@ def test_a_loader_goes_on_where_it_was(
         UsageError, match=f"epoch 0 again, but the resumed run goes on with {following}"
     ):
         run(1, 2, gives=False)
+
+
+LAYOUTS = Layout(), Layout(tp=2), Layout(zero=3, unit_bytes=1)
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_a_loop_by_hand_goes_on_in_another_layout(
+    tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    x, y = np.random.default_rng(0).standard_normal((4, 4)), np.arange(4) % 3
+
+    def run(group: Group, layout: Layout, seed: int, stop: int = 4) -> list[float]:
+        built = Sequential(Linear(4, 8), ReLU(), Linear(8, 3))
+        built.sharding = {"0": Sharding.COLUMN, "2": Sharding.ROW}
+        where = arrange(built, group, layout, sample=x, dtype="float64")
+        model = where.model.initialize(seed=seed, dtype="float64", storage=where.storage)
+        ranks, losses = where.mesh.replicas, []
+        strategy: Any = (
+            ShardedDataParallel(model, ranks, algorithm="ring")
+            if layout.zero == 3
+            else DataParallel(model, ranks)
+        )
+        optimizer = Adam(model.storage, lr=0.02)
+        if layout.tp == 2:
+            with pytest.raises(UsageError, match=r"give what nnmpi.arrange returned"):
+                save(tmp_path, (model, optimizer, group))
+        resume(tmp_path, (model, optimizer, where))
+        while optimizer.steps < stop:
+            rows = slice(ranks.rank, None, ranks.size)
+            loss = cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            model.zero_grad()
+            strategy.backward(loss, 4)
+            optimizer.step()
+            losses += ranks.sum_floats([loss.item()])
+        if group.size > 1:
+            save(tmp_path, (model, optimizer, where))
+        return losses
+
+    ((*expected,),) = simulate(partial(run, layout=Layout(), seed=0), 1)
+    first = simulate(partial(run, layout=before, seed=0, stop=2), 2)
+    second = simulate(partial(run, layout=after, seed=1), 2)
+    for begin, end in zip(first, second, strict=True):
+        np.testing.assert_allclose([*begin, *end], expected, rtol=1e-11)

@@ -136,6 +136,8 @@ class ShardedStorage(FlatStorage):
 
         self._node: NodeSum | None = None
         self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
+        # by unit: parameters without values while it is in no slot, which has another's by then
+        self._hidden: dict[int, list[tuple[Parameter, Array]]] = {}
         # by number of the array; empty if there is nothing to exchange
         self._gathers: dict[int, Pending] = {}
         self._sums: dict[int, Pending] = {}  # arrays without one use MPI's reduce-scatter
@@ -482,7 +484,8 @@ class ShardedStorage(FlatStorage):
                 "nothing gathers the ranks' parts; make a ShardedDataParallel of this model first"
             )
         super().finish_update()
-        self._resident.clear()
+        for number in [*self._resident]:
+            self.release(number)
         with self.ranks.collective(ALL_GATHER.name):
             self.wait_for_others()
             for i, pending in self._gathers.items() if self.stage < 3 else ():
@@ -508,6 +511,22 @@ class ShardedStorage(FlatStorage):
         if number in self._resident:
             self._wait(number)
             del self._resident[number]
+            for parameter, _ in self._hidden.get(number, ()):
+                del parameter.data
+
+    def hide(self) -> None:
+        """Let parameters have values only while these are gathered, for passes of a user's own."""
+        if self.stage < 3 or self._node is not None:
+            return
+        for span in self.spans:
+            if not self.rank_local[span.buffer]:
+                rows = self._hidden.setdefault(self.unit_of(span), [])
+                rows.append((span.parameter, span.parameter.data))
+                del span.parameter.data
+
+    def unit_of(self, span: Span) -> int:
+        """Return the unit of a parameter; COMMON for this rank's own, too."""
+        return next((unit for unit, its in self._pieces.items() if span.buffer in its), COMMON)
 
     def start(self, number: int) -> None:
         """Start to gather a unit's parameters, unless they are there."""
@@ -534,6 +553,8 @@ class ShardedStorage(FlatStorage):
                     if i in self._gathers:
                         self._gathers[i].wait()
             self._resident[number] = True
+            for parameter, data in self._hidden.get(number, ()):
+                parameter.data = data
 
     # ---- bytes ----
 
@@ -544,7 +565,7 @@ class ShardedStorage(FlatStorage):
 
     def disconnect(self) -> None:
         """Free the communicator, and move to this rank's private memory. Collective."""
-        self._gathers, self._sums = {}, {}
+        self._gathers, self._sums, self._hidden = {}, {}, {}
         node, self._node = self._node, None
         if node is not None:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)

@@ -59,7 +59,8 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     A model initialized with sharded storage (`sharded`) is never complete on any rank. Any other
     model gets rank 0's values, and is sharded here. Use a `Sequential`: any other module is a
-    single unit, which saves nothing in stage 3.
+    single unit, which saves nothing in stage 3. A loss may use the model several times; its
+    parameters beside the model's forward, as for a penalty, in stage 1 alone.
 
     Args:
         model: initialized, the same on all ranks.
@@ -128,33 +129,43 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         self._gathers = self.stage > 1 and (runs_backward or not isinstance(model, ModelPart))
         if self._gathers:
             model.forward = self._forward  # type: ignore[method-assign]
+        if self._in_units and group.size > 1:
+            self.storage.hide()
+            for span in self.storage.spans:
+                unit = self.storage.unit_of(span)
+                span.parameter.guard = partial(self._check_unit, unit, span.parameter.name)
 
     def _start_equal(self) -> None:
         broadcast_state(self.model, self.group, parameters=self.storage.is_whole)
 
     # ---- forward ----
 
-    def _forward(self, x: Any) -> Any:
-        """Compute the model unit by unit, with the parameters of each gathered meanwhile."""
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        """Compute the model, each unit with its parameters gathered meanwhile."""
         if self.storage.in_program:
-            return self._forward_model(x)
+            return self._forward_model(*inputs, **named)
         refuse_inside("a model that ranks shard")
         storage, units = self.storage, self.storage.units
-        stashed: Stashed = {}
         storage.acquire(COMMON)
+        if units and units[0].layers[0].module is self.model:  # no chain, thus one unit
+            storage.acquire(0)
+            result = self._forward_model(*inputs, **named)
+            storage.release(0)
+        else:
+            result = self._forward_chain(*inputs, **named)
+        storage.release(COMMON)
+        return result
+
+    def _forward_chain(self, x: Any) -> Any:
+        storage, units = self.storage, self.storage.units
+        stashed: Stashed = {}
         for number, unit in enumerate(units):
             storage.acquire(number, number + 1 if number + 1 < len(units) else None)
-            is_single = unit.layers[0].module is self.model
-            x = (
-                self._forward_model(x)
-                if is_single
-                else run_layers(unit.layers, unit.joined, x, stashed)
-            )
+            x = run_layers(unit.layers, unit.joined, x, stashed)
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
             storage.release(number)
         check_empty(stashed)
-        storage.release(COMMON)
         return x
 
     # ---- backward ----
@@ -169,25 +180,60 @@ class ShardedDataParallel(Replicas, fixed="stage"):
                 "the backward pass before this one ended in an exception halfway; release this"
                 " ShardedDataParallel and make a new one"
             )
+        self._begin_units()
+
+    def _begin_units(self) -> None:
         self._at = len(self.storage.units) - 1
+        if self._in_units:
+            self.storage.acquire(COMMON)
+            self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
 
     def _reach(self, number: int) -> None:
+        if self._now.last is None and not any(p.requires_grad for p in self.model.parameters()):
+            # the pass of another model's strategy, whose loss goes through this one
+            self.storage.acquire(COMMON)
+            self.storage.acquire(number, number - 1 if number else None)
+            return
         self._check_pass()
+        if number > self._at:  # of an earlier forward: its gradients add to what was summed
+            self._finish_units(COMMON)
+            self._begin_again(True)
         self._finish_units(number)
-        self.storage.acquire(COMMON)
-        self.storage.acquire(number, number - 1 if number else None)
+
+    def _check_unit(self, number: int, name: str) -> None:
+        """Refuse the gradient of a unit's parameter outside of the unit's backward."""
+        self._check_pass()
+        if number not in (COMMON, self._at):
+            raise UsageError(
+                f"a loss uses {name} outside of the model's forward, where ZeRO {self.stage} has no"
+                " room for its gradient; use it there, or give ShardedDataParallel stage=1"
+            )
+
+    def _begin_again(self, wanted: bool) -> bool:
+        """Begin with the last unit again if some rank's graph has another forward. Collective."""
+        again = self.group.sum_floats([wanted])[0] > 0
+        if again:
+            self._begin_units()
+        return again
 
     def _finish_units(self, number: int) -> None:
-        """Sum and release all units above this one: the backward pass is past them."""
+        """Sum and release all units above this one, which the backward pass is past on this rank.
+
+        All ranks gather and sum the same units, also those whose graphs differ.
+        """
         while self._at > number:
             self.storage.reduce(self._at)
             self.storage.release(self._at)
             self._at -= 1
+            if self._at >= 0:
+                self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
 
     def finish_pass(self) -> None:
         """Sum the remaining units, and end the pass; see `Replicas.finish_pass`."""
         if self._in_units:
             self._finish_units(COMMON)
+            while self._begin_again(False):
+                self._finish_units(COMMON)
             self.storage.reduce(COMMON)
             self.storage.release(COMMON)
         self._at = NO_PASS
