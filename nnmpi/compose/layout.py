@@ -342,4 +342,27 @@ class Numerics:
         check_numbers(self, "clip", 0, above=True)
 
 
+def check_mix(
+    layout: Layout,
+    exchange: GradientExchange,
+    precision: str | None,
+    clip: float | None,
+    state_out: bool = False,
+) -> None:
+    """Refuse incompatible options; `state_out` says that the optimizer's state is out of memory.
+
+    Raises:
+        LayoutError: naming two.
+    """
+    way, text = exchange.allreduce, as_given(exchange, "allreduce")
+    used = {
+        refusals.STATE_OUT: "state out of memory" * state_out,
+        refusals.FP16: f"{spelled(layout, 'precision')} fp16" * (precision == "fp16"),
+        refusals.CLIP: f"{spelled(layout, 'clip')} {clip}" * (clip is not None),
+        refusals.CHOSEN: text * (way != AUTO),
+        refusals.UNCUT: text * (way not in refusals.CUT),
+    }
+    refuse(layout.features() | {name: text for name, text in used.items() if text})
+
+
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
