@@ -611,5 +611,6 @@ def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
         name = written.replace("-", "_")
         if name not in all_options():
             raise UsageError(f"{origin}: {written} is not an option{suggest(name, all_options())}")
+        require(name not in values, f"{origin}: {written} is given twice; leave one of them out")
         values[name] = convert(value, all_options()[name], f"{origin}: {written}")
     return values

@@ -273,6 +273,7 @@ def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
         ("out = ''", "out is ''; it must be a path"),
         ("resume = 'x'", "resume belongs on the command line"),
         ("[optimization]\nlr = 1", "optimization is not an option"),
+        ("\ufeffbatch-size = 2\nbatch_size = 3", "batch_size is given twice"),
     ],
 )
 def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str) -> None:
