@@ -425,6 +425,8 @@ def read_words(
         raise UsageError(
             f"give {names} first and then the options; {places[len(paths)]} is missing"
         )
+    if "" in paths:  # probably an unset variable of a script; Path("") would be the current folder
+        raise UsageError(f"{places[min(paths.index(''), len(places) - 1)]} is empty; give one")
     read: list[Any] = [*paths]
     if names.endswith(MANY):
         read[len(places) - 1 :] = [paths[len(places) - 1 :]]
