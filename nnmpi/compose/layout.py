@@ -302,11 +302,6 @@ class GradientExchange:
     """Compare the ranks' weights after every step, by hash."""
 
     @property
-    def algorithm(self) -> str:
-        """The algorithm of all buckets; "auto" if it is a function or a sequence."""
-        return self.allreduce if isinstance(self.allreduce, str) else AUTO
-
-    @property
     def leaves_choice(self) -> bool:
         """True if all options for sums of buckets have their defaults."""
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None

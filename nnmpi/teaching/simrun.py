@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.random import mtrand
 
-from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say
+from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say, silence
 from nnmpi.base.errors import CommError, UsageError, counted, raised_as
 from nnmpi.base.files import check_ordinary
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -267,7 +267,13 @@ class Interpreter(io.TextIOBase):
             state.line = [rest]
             state.text.append(lines + end)
             if self._stream is not None:
-                self._stream.write(lines + end)
+                try:
+                    self._stream.write(lines + end)
+                except OSError as error:  # as in `Console`: a closed pipe ends the printing alone
+                    silence(self._stream)
+                    self._stream = None
+                    if not isinstance(error, BrokenPipeError):
+                        raise CommError(f"the output cannot be written: {error.strerror}") from None
         return len(text)
 
     def _write_bytes(self, data: Any) -> int:

@@ -2,6 +2,7 @@
 what mpirun prints.
 """
 
+import io
 import os
 import re
 import subprocess
@@ -751,3 +752,19 @@ def test_nnmpi_is_shared_where_its_folder_is_the_programs() -> None:
     interpreter = simrun.Interpreter(f"{Path(simrun.__file__).parents[2]}/", 1, None)
     assert not interpreter._is_private("nnmpi.teaching.simrun")
     assert interpreter._is_private(__name__)
+
+
+def test_a_closed_pipe_ends_the_printing_alone() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    error: OSError = BrokenPipeError()
+    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter.begin()
+    assert interpreter.write("a\n") + interpreter.write("b\n") == 4
+    error = OSError(28, "No space left on device")
+    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter.begin()
+    with pytest.raises(CommError, match="the output cannot be written: No space left"):
+        interpreter.write("a\n")
