@@ -13,10 +13,13 @@ needs no MPI.
 
 import sys
 
-from nnmpi.base.early import explain_signals, trains
+from nnmpi.base.early import command_of, explain_signals, say_nothing_of_ctrl_c
 
-if trains(sys.argv, sys.orig_argv):
-    explain_signals()  # before the slow imports
+match command_of(sys.argv, sys.orig_argv):  # before the slow imports
+    case "train":
+        explain_signals()
+    case str(command) if command:
+        sys.excepthook = say_nothing_of_ctrl_c
 
 from difflib import get_close_matches  # noqa: E402
 from importlib import import_module  # noqa: E402

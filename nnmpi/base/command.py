@@ -425,6 +425,8 @@ def read_words(
         raise UsageError(
             f"give {names} first and then the options; {places[len(paths)]} is missing"
         )
+    if "" in paths:  # probably an unset variable of a script; Path("") would be the current folder
+        raise UsageError(f"{places[min(paths.index(''), len(places) - 1)]} is empty; give one")
     read: list[Any] = [*paths]
     if names.endswith(MANY):
         read[len(places) - 1 :] = [paths[len(places) - 1 :]]
@@ -675,6 +677,14 @@ def program_words(description: str, section: type[Any] = SimulatedConfig) -> Any
     return given[0] if given else sys.exit(status)
 
 
+def silence(stream: TextIO) -> None:
+    """Point a stream that failed at /dev/null: Python flushes it at exit and would fail again."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
 class Console:
     """Print lines on one rank and nothing on the others.
 
@@ -727,11 +737,7 @@ class Console:
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self._error = error
             self._quiet = True
-            with suppress(OSError, ValueError):
-                # Point the stream at /dev/null: Python flushes it at exit and would fail again.
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())
-                os.close(null)
+            silence(self._stream)
 
     def finish(self, *lines: str) -> None:
         """Print a command's last lines; raise NnmpiError if any line could not be written.

@@ -7,14 +7,15 @@ has it: without a sentence, SIGINT with a traceback.
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 
 STATUS = 128  # of a process that a signal ends, plus its number, as in a shell
 
 
-def trains(words: Sequence[str], interpreters: Sequence[str]) -> bool:
-    """Return whether a process that begins is `nnmpi train`, in any of its spellings.
+def command_of(words: Sequence[str], interpreters: Sequence[str]) -> str:
+    """Return the command of a process that begins, in any of its spellings; "" for a program.
 
     Args:
         words: `sys.argv`.
@@ -23,7 +24,17 @@ def trains(words: Sequence[str], interpreters: Sequence[str]) -> bool:
     if words[:1] == ["-m"]:  # Python looks for the module that it is to run
         words = interpreters[interpreters.index("-m") + 1 :] if "-m" in interpreters else []
     name, command = [*words, "", ""][:2]
-    return name == "nnmpi.train" or (os.path.basename(name) == "nnmpi" and command == "train")
+    if os.path.basename(name) == "nnmpi":
+        return command or name
+    return name.removeprefix("nnmpi.") if name.startswith("nnmpi.") else ""
+
+
+def say_nothing_of_ctrl_c(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an uncaught exception, as Python does, but Ctrl-C: for `sys.excepthook`."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
 
 
 def explain_signals() -> None:

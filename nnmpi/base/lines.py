@@ -1,6 +1,7 @@
 """The user's lines: which frames of an error or a stack lie in code that is not nnmpi's."""
 
 import os
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -12,13 +13,17 @@ _OTHERS = tuple(
     for folder in (PACKAGE, os.path.dirname(os.__file__), sysconfig.get_path("scripts"))
 )
 _INSTALLED = "site-packages"  # below Python's library unless there is an environment
+# what nnmpi calls itself: "x.npz is truncated" needs no lines of NumPy's reader
+_CALLED = re.compile(
+    rf"{_INSTALLED}/(numpy|PIL|mpi4py|safetensors|filelock|pooch|urllib3|requests)/"
+)
 MOST = 12  # lines of an error: a recursion has thousands
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file is neither nnmpi's nor of Python's library; packages are users'."""
-    return not file.startswith("<frozen") and (
-        not file.startswith(_OTHERS) or (_INSTALLED in file and not file.startswith(_OTHERS[0]))
+    """Return whether a file is neither nnmpi's nor its libraries'; other packages are users'."""
+    return not (file.startswith(("<frozen", _OTHERS[0])) or _CALLED.search(file)) and (
+        not file.startswith(_OTHERS) or _INSTALLED in file
     )
 
 

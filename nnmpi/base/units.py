@@ -59,7 +59,7 @@ class Every(str):
 
     def __new__(cls, text: str) -> "Every":
         """Parse the text."""
-        result = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text)
+        result = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text, re.ASCII)
         if result is None:
             raise ValueError(text)
         self = super().__new__(cls, text)

@@ -7,6 +7,7 @@ is collective unless it says otherwise: all ranks of the group call it, in the s
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from hashlib import blake2b
 from itertools import accumulate, product
 from math import nan, prod
@@ -60,6 +61,8 @@ from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.point_to_point import BLOCKING_TAG, send_and_receive
 from nnmpi.comm.prove import proved_steps
 from nnmpi.comm.world import Comm, Traffic
+
+simulated_ranks: ContextVar["Group | None"] = ContextVar("nnmpi_simulated_ranks", default=None)
 
 COLLECTIVE = "collective"  # the category of collectives in a timeline
 
@@ -575,6 +578,7 @@ def _describe(array: Any) -> str:
 
 def _find_world(comm: Any) -> Comm:
     """Return a communicator with the interface of `comm.world`; wrap one of mpi4py's."""
+    comm = getattr(comm, "_wire", comm)  # of mpi4py's stand-in on simulated ranks
     if hasattr(comm, "world"):
         return cast(Comm, comm)
     # imported here, because it loads MPI; a user of mpi4py has loaded it already

@@ -168,9 +168,8 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     is_uncut = not trainer.arrangement.stages
     strategy: Replicas
     if layout.zero:
-        strategy = ShardedDataParallel(
-            model, replicas, layout.zero, options.algorithm, runs_backward=is_uncut
-        )
+        way = str(options.allreduce)  # `check_mix` refuses functions
+        strategy = ShardedDataParallel(model, replicas, layout.zero, way, runs_backward=is_uncut)
     elif layout.fixed:
         strategy = FixedReduction(model, replicas, layout.activation_memory is not None)
     else:

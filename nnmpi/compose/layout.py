@@ -302,11 +302,6 @@ class GradientExchange:
     """Compare the ranks' weights after every step, by hash."""
 
     @property
-    def algorithm(self) -> str:
-        """The algorithm of all buckets; "auto" if it is a function or a sequence."""
-        return self.allreduce if isinstance(self.allreduce, str) else AUTO
-
-    @property
     def leaves_choice(self) -> bool:
         """True if all options for sums of buckets have their defaults."""
         return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
@@ -340,6 +335,29 @@ class Numerics:
 
     def __post_init__(self) -> None:
         check_numbers(self, "clip", 0, above=True)
+
+
+def check_mix(
+    layout: Layout,
+    exchange: GradientExchange,
+    precision: str | None,
+    clip: float | None,
+    state_out: bool = False,
+) -> None:
+    """Refuse incompatible options; `state_out` says that the optimizer's state is out of memory.
+
+    Raises:
+        LayoutError: naming two.
+    """
+    way, text = exchange.allreduce, as_given(exchange, "allreduce")
+    used = {
+        refusals.STATE_OUT: "state out of memory" * state_out,
+        refusals.FP16: f"{spelled(layout, 'precision')} fp16" * (precision == "fp16"),
+        refusals.CLIP: f"{spelled(layout, 'clip')} {clip}" * (clip is not None),
+        refusals.CHOSEN: text * (way != AUTO),
+        refusals.UNCUT: text * (way not in refusals.CUT),
+    }
+    refuse(layout.features() | {name: text for name, text in used.items() if text})
 
 
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()

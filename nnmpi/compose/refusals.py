@@ -11,6 +11,8 @@ from nnmpi.base.errors import LayoutError
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
 STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
+CHOSEN, UNCUT = "allreduce", "ps"  # one that is not "auto"; one that has no reduce-scatter
+CUT = ("auto", "native", "shared", "ring", "tree")
 
 _PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
@@ -22,6 +24,8 @@ REFUSED: dict[tuple[str, str], str] = {
     (FIXED, SEQUENCE): _PARTS,
     (FIXED, ZERO): "ZeRO's reduce-scatters do not add in the fixed order",
     (FIXED, PIPEDREAM): _VERSIONS,
+    (FIXED, CHOSEN): "its sums have an order of their own, whichever ranks add them",
+    (ZERO, UNCUT): f"ZeRO needs a reduce-scatter and an all-gather, which {', '.join(CUT)} have",
     (ZERO, PIPEDREAM): _VERSIONS,
     (LEAST, PIPEDREAM): _VERSIONS,
     (LIMIT, PIPEDREAM): _VERSIONS,

@@ -43,10 +43,15 @@ from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
-from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
-from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
+from nnmpi.compose.layout import (
+    DEFAULT_EXCHANGE,
+    DEFAULT_NUMERICS,
+    GradientExchange,
+    Numerics,
+    check_mix,
+)
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import BatchPass, Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
@@ -687,15 +692,9 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """
     model, mesh = worker.model, worker.arrangement.mesh.sizes
     layout = worker.arrangement.layout
-    used = replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
-    for feature, is_used, text in (
-        (refusals.STATE_OUT, model.storage.state_store is not None, "state out of memory"),
-        (refusals.FP16, worker.scaling is not None, f"{spelled(layout, 'precision')} fp16"),
-        (refusals.CLIP, worker.clip is not None, f"{spelled(layout, 'clip')} {worker.clip}"),
-    ):
-        if is_used:
-            used[feature] = text
-    refusals.refuse(used)
+    used = replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
+    is_out = model.storage.state_store is not None
+    check_mix(used, worker.options, worker.precision, worker.clip, is_out)
     if layout.asynchronous and not worker.arrangement.is_pipeline:
         raise UsageError(  # no stage would ever update
             f"{as_given(layout, 'pipeline')} needs two stages or more; give"

@@ -380,7 +380,7 @@ def _load_folder(
     ]
     if tables[0] and tables[1]:
         table = read_csv(tables[0], rules)
-        train = to_dataset(table, name, predicts=predicts)
+        train = to_dataset(table, name, (), predicts, not rules.encoding)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
         rules = replace(rules, target=train.target, encoding=train.encoding)
         rules = replace(rules, as_bytes=train.x.dtype == np.uint8)

@@ -414,7 +414,11 @@ def _shaped(
 
 
 def to_dataset(
-    table: Table, name: str, class_names: tuple[str, ...] = (), predicts: LabelKind = "classes"
+    table: Table,
+    name: str,
+    class_names: tuple[str, ...] = (),
+    predicts: LabelKind = "classes",
+    is_trained_on: bool = True,
 ) -> Dataset:
     """Convert a table to a data set.
 
@@ -423,6 +427,7 @@ def to_dataset(
         name: of the data set.
         class_names: of the training table, if this is a test table; else empty.
         predicts: the kind of labels; "any" means quantities if a label has a fraction.
+        is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: _number(label) for label in table.labels}
     is_numeric = all(_number(label) is not None for label in class_names or table.labels)
@@ -454,7 +459,7 @@ def to_dataset(
         for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
-    if not class_names and len(names) == 1:
+    if is_trained_on and not class_names and len(names) == 1:
         raise DataError(
             f"{table.path} has only one class, {shortened(names[0])!r}, so there is nothing to"
             f" predict; {table.other_target()}"
@@ -493,7 +498,8 @@ def load_csv(
     path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = TableRules()
 ) -> tuple[Dataset, None]:
     """Return the data set of a CSV file, and None: it has no test part."""
-    return to_dataset(read_csv(path, rules), name, predicts=predicts), None
+    table = read_csv(path, rules)
+    return to_dataset(table, name, (), predicts, not rules.encoding), None
 
 
 def load_npz(

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.random import mtrand
 
-from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say
+from nnmpi.base.command import FLAG, MOST, check_numbers, read_command, say, silence
 from nnmpi.base.errors import CommError, UsageError, counted, raised_as
 from nnmpi.base.files import check_ordinary
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -254,7 +254,8 @@ class Interpreter(io.TextIOBase):
     def _is_private(self, name: str) -> bool:
         module = sys.modules[name]
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-        here = file.startswith(self._folder) and not file.startswith(sys.prefix)
+        others = sys.prefix, PACKAGE_FOLDER
+        here = file.startswith(self._folder) and not file.startswith(others)
         return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "mpi4py.rc", "random", "signal")
 
     def write(self, text: str) -> int:
@@ -266,7 +267,13 @@ class Interpreter(io.TextIOBase):
             state.line = [rest]
             state.text.append(lines + end)
             if self._stream is not None:
-                self._stream.write(lines + end)
+                try:
+                    self._stream.write(lines + end)
+                except OSError as error:  # as in `Console`: a closed pipe ends the printing alone
+                    silence(self._stream)
+                    self._stream = None
+                    if not isinstance(error, BrokenPipeError):
+                        raise CommError(f"the output cannot be written: {error.strerror}") from None
         return len(text)
 
     def _write_bytes(self, data: Any) -> int:
@@ -315,7 +322,7 @@ def run_program(
     scheduler = Scheduler(given.ranks, seed, 0.0)
     scheduler.by_time &= bool(given.network)
     board = MessageBoard(scheduler, machine)
-    board.eager_bytes = given.eager
+    board.eager_bytes, number = given.eager, next(board.numbers)
     interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
     scheduler.on_turn = interpreter.turn
     scheduler.stall_s, scheduler.patience_s = WARNING_S, PATIENCE_S
@@ -333,7 +340,10 @@ def run_program(
     def live(group: Group) -> None:
         main = ModuleType("__main__")
         main.__file__ = str(program)
-        sys.modules.update(make_modules(group.comm), __main__=main)
+        # of its own: a receive from any rank must not take nnmpi's messages
+        local, members = scheduler.ranks[group.rank], range(given.ranks)
+        wire = Wire(board, group.comm.world, local, members, number)
+        sys.modules.update(make_modules(wire), __main__=main)
         try:
             exec(code, vars(main))
         except SystemExit as ending:
@@ -353,7 +363,7 @@ def run_program(
         with redirect_stdout(interpreter):
             interpreter.begin()
             try:
-                run = play(live, board, comm_type=Wire)
+                run = play(live, board)
             finally:
                 interpreter.turn(given.ranks)
     finally:

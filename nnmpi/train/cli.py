@@ -152,7 +152,7 @@ def read_file(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {file} cannot be read: {error}; give a TOML file") from None
     try:
-        flat = tomllib.loads(text)
+        flat = tomllib.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         # ValueError: bad TOML, or a number of too many digits; RecursionError: deeply nested lists
         raise UsageError(f"--config {file} is not valid TOML: {error}") from None

@@ -36,12 +36,13 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_mix
 from nnmpi.data.transform import AUGMENTATIONS
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
 LONG = 1e9
+LAYERS = 10_000  # more would be built for minutes, until memory ends
 
 
 SEQUENCE_MODELS = ("lstm", "gpt")
@@ -189,7 +190,8 @@ class ModelConfig:
         check_numbers(self, "hidden", 1, LONG)
         check_numbers(self, "dropout", 0, 1)
         check_idle(self, "model", ONLY_WITH["model"])
-        check_numbers(self, "layers features heads context experts experts_top", 1)
+        check_numbers(self, "layers", 1, LAYERS)
+        check_numbers(self, "features heads context experts experts_top", 1)
         check_numbers(self, "experts_capacity", 0, above=True)
         top, experts = self.experts_top, self.experts
         alone = top == 2 and self.experts_capacity is None
@@ -482,6 +484,7 @@ class Config:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        check_mix(self.parallel, self.parallel, self.numerics.precision, self.numerics.clip)
         self.sync.check_parallel(self.parallel)
         if self.parallel.layout == "auto":
             require(
@@ -497,6 +500,17 @@ class Config:
                     name in ("layout", "memory_limit", "offload"),
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
+        model, given = self.model.model, non_defaults(self.data) | non_defaults(self.optimization)
+        for name in ("target", "drop", "sample_shape", "augment", "loss"):
+            require(
+                model not in SEQUENCE_MODELS or name not in given or is_custom(given[name]),
+                f"{flag_of(name)} is not for --model {model}, whose samples and labels are tokens;"
+                " leave it out",
+            )
+        require(
+            not self.parallel.expert_parallel or bool(self.model.experts) or is_custom(model),
+            "--expert-parallel needs a mixture; give --experts, too, or leave it out",
+        )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision
         require(
@@ -597,5 +611,6 @@ def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
         name = written.replace("-", "_")
         if name not in all_options():
             raise UsageError(f"{origin}: {written} is not an option{suggest(name, all_options())}")
+        require(name not in values, f"{origin}: {written} is given twice; leave one of them out")
         values[name] = convert(value, all_options()[name], f"{origin}: {written}")
     return values

@@ -167,13 +167,14 @@ def test_paths_stand_before_and_behind_options(words: str, paths: list[str], row
     ("words", "text"),
     [
         ("--shuffle", "give RUN [FILE] first and then the options; RUN is missing"),
+        ("run ", "[FILE] is empty; give one"),
         ("run more and", "and is not an option"),
         ("run --batch-size 4 more 5", "5 is not an option"),
     ],
 )
 def test_wrong_paths_are_named(words: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read_command("RUN [FILE]", "few", "", (Section,), words.split())
+        read_command("RUN [FILE]", "few", "", (Section,), words.split(" "))
     assert str(caught.value).startswith(text)
 
 

@@ -64,3 +64,12 @@ def test_other_programs_keep_their_signals(tmp_path: Path) -> None:
     program.write_text("import nnmpi")
     for words in (f"{program} train", "-m nnmpi evaluate train"):
         assert run(words, tmp_path, MOMENTS[0], int(signal.SIGTERM)).returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("words", ["-m nnmpi report x", "PLACE/nnmpi report x", "-m nnmpi.comm"])
+def test_ctrl_c_ends_a_command_without_a_traceback(words: str, tmp_path: Path) -> None:
+    done = run(words, tmp_path, "nnmpi.base.units", int(signal.SIGINT))
+    assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
+    (tmp_path / "own.py").write_text("import nnmpi, nnmpi.base.units")
+    done = run(f"{tmp_path}/own.py", tmp_path, "nnmpi.base.units", int(signal.SIGINT))
+    assert "KeyboardInterrupt" in done.stderr

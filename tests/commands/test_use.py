@@ -291,6 +291,12 @@ def test_a_tables_columns_are_found_by_their_names(
             DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"
         ):
             said(main, f"{folder} {words} {other}", 1, capfd)
+    of_one_class = [
+        line for line in moved.read_text().splitlines() if line.startswith((tree[0], tree[1]))
+    ]
+    other.write_text("\n".join(of_one_class))
+    text = said(evaluate, f"{folder} --dataset {other} --json", 1, capfd)
+    assert [bool(sum(row)) for row in json.loads(text)["confusion"]].count(True) == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -10,9 +10,10 @@ import pytest
 
 from nnmpi import models
 from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
@@ -54,6 +55,9 @@ def test_each_feature_goes_alone(name: str) -> None:
     [
         (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
         (Layout(pp=2, pipeline="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
+        (Layout(zero=1), {"exchange": GradientExchange(allreduce="ps")}, "zero 1 cannot"),
+        (Layout(zero=1), {"exchange": GradientExchange(allreduce=ring)}, "zero 1 cannot"),
+        (Layout(reduction="fixed"), {"exchange": GradientExchange("ring")}, "fixed cannot"),
     ],
     ids=str,
 )

@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nnmpi.base.errors import HelpAsked, UsageError
+from nnmpi.base.errors import DataError, HelpAsked, UsageError
 from nnmpi.base.lines import lines_of
 from nnmpi.compose.layout import Layout
+from nnmpi.data.catalogue import load
 from nnmpi.train.cli import parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
@@ -178,6 +180,19 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
         ("--no-jti", "--no-jti is not an option; did you mean --no-jit"),
         ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
+        ("--eval-every \u0663", "--eval-every is \u0663; it must be"),
+        (
+            "--model gpt --layers 99999",
+            "--layers is 99999; give a whole number, 1 or more, and below",
+        ),
+        ("--zero 1 --allreduce ps", "--zero 1 cannot be combined with --allreduce ps: "),
+        ("--reduction fixed --allreduce ring", "--reduction fixed cannot be combined with --all"),
+        (
+            "--pp 2 --pipeline pipedream --clip 1",
+            "--clip 1.0 cannot be combined with --pipeline",
+        ),
+        ("--expert-parallel", "--expert-parallel needs a mixture; give --experts"),
+        ("--model gpt --loss mse", "--loss is not for --model gpt, whose samples"),
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
         ("--hidden \u0663", "--hidden is \u0663; it must be a list of whole numbers"),
         ("--lr 1_0", "--lr is 1_0; it must be a number"),
@@ -204,6 +219,13 @@ def test_an_error_of_options_has_no_line_of_made_code() -> None:
         Layout(tp=2, reduction="fixed")
     assert [line for line in lines_of(caught.value) if "<string>" in line] == []
     assert any("test_parse.py" in line for line in lines_of(caught.value))
+
+
+def test_an_error_has_no_lines_of_a_library_that_nnmpi_calls(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.array([{}], dtype=object), y=np.zeros(1))
+    with pytest.raises(DataError) as caught:
+        load(str(tmp_path / "x.npz"))
+    assert all("test_parse.py" in line for line in lines_of(caught.value))
 
 
 @pytest.mark.parametrize("words", ["--sp 2", "--pp 2 --zero 3", "--tp 2 --expert-parallel"])
@@ -251,6 +273,7 @@ def test_an_empty_path_is_not_this_folder(name: str, form: list[str]) -> None:
         ("out = ''", "out is ''; it must be a path"),
         ("resume = 'x'", "resume belongs on the command line"),
         ("[optimization]\nlr = 1", "optimization is not an option"),
+        ("\ufeffbatch-size = 2\nbatch_size = 3", "batch_size is given twice"),
     ],
 )
 def test_faults_of_a_file_name_the_file(tmp_path: Path, content: str, text: str) -> None:

@@ -163,7 +163,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ("--dataset single.npz", "has only one class, so there is nothing to predict"),
         (
             "--dataset paradise-lost --model lstm --loss mse",
-            "has classes, but --loss mse predicts numbers",
+            "--loss is not for --model lstm, whose samples and labels are tokens",
         ),
         (
             "--dataset one.npz --loss mse --label-smoothing 0.1",

@@ -24,7 +24,7 @@ import threadpoolctl
 from nnmpi.base.command import watch_alone
 from nnmpi.base.errors import LaunchError, UsageError
 from nnmpi.base.launcher import Launch, read_launch, user_chose_threads
-from nnmpi.comm.group import Group
+from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.mpi.shutdown import Shutdown
 
 # MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches of
@@ -164,6 +164,8 @@ SILENT_S = 3.0
 def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks, the same one on later calls. Collective.
 
+    On a simulated rank it is the group of all simulated ranks, and nothing is started.
+
     BLAS then uses one thread, as in the train command, unless the environment sets another number
     (see `nnmpi.base.launcher`).
 
@@ -188,6 +190,8 @@ def start(exit_limit_s: float | None = None) -> Group:
         >>> group.rank, group.size  # doctest: +SKIP
         (0, 1)
     """
+    if (simulated := simulated_ranks.get()) is not None:
+        return simulated
     group, shutdown = _start()
     if exit_limit_s is not None:
         shutdown.limit_s = read_limit("exit_limit_s", exit_limit_s)

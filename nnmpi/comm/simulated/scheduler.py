@@ -93,8 +93,8 @@ INTERRUPTED_S = 2.0  # for the ranks to end after an interrupt from outside
 LAUNCHER_TURNS = 8  # turns of each rank, at most, between a kill and the launcher's end of the job
 SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
-PACKAGE_FOLDER = str(Path(__file__).parents[2])
-FRONT_FOLDER = f"{PACKAGE_FOLDER}/teaching/mpi_front"  # stands for mpi4py in a program's lines
+PACKAGE_FOLDER = f"{Path(__file__).parents[2]}/"
+FRONT_FOLDER = f"{PACKAGE_FOLDER}teaching/mpi_front/"  # stands for mpi4py in a program's lines
 LIBRARY_FOLDERS = PACKAGE_FOLDER, sysconfig.get_path("stdlib")  # not a program's own lines
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]

@@ -27,7 +27,7 @@ import nnmpi.base.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.base.errors import CommError, check_int, number
-from nnmpi.comm.group import Group
+from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
@@ -44,15 +44,10 @@ class SimulatedWorld:
     library = "simulated"
     keeps_order = False  # a rank that polled a counter would never let another rank run
 
-    def __init__(
-        self,
-        board: MessageBoard,
-        local: SimulatedRank,
-        comm_type: type[SimulatedComm],
-    ) -> None:
+    def __init__(self, board: MessageBoard, local: SimulatedRank) -> None:
         self._scheduler, self._local, self._made = board.scheduler, local, board.made
         self.machine: Machine | None = board.machine
-        self.comm = comm_type(board, self, local, range(len(board.scheduler.ranks)), 0)
+        self.comm = SimulatedComm(board, self, local, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
         self.collective_s, self.traffic = 0.0, Traffic()
         self.step: int | None = None
@@ -165,18 +160,12 @@ def simulate(
     return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
 
 
-def play(
-    main: Callable[[Group], T],
-    board: MessageBoard,
-    check: bool = True,
-    comm_type: type[SimulatedComm] = SimulatedComm,
-) -> SimulatedRun[T]:
-    """Do the work of `simulate`, with a given scheduler, machine and communicator class.
+def play(main: Callable[[Group], T], board: MessageBoard, check: bool = True) -> SimulatedRun[T]:
+    """Do the work of `simulate`, with a given scheduler and machine.
 
     Args:
         main, check: see `simulate`.
         board: with a scheduler that has not run.
-        comm_type: the class of the ranks' communicators.
     """
     share_freed_memory()
     scheduler = board.scheduler
@@ -184,9 +173,11 @@ def play(
     results: list[T | None] = [None] * ranks
 
     def live(number: int) -> None:
-        world = SimulatedWorld(board, scheduler.ranks[number], comm_type)
+        world = SimulatedWorld(board, scheduler.ranks[number])
+        group = Group(world.comm, private=True)
+        simulated_ranks.set(group)
         with clock.using(world):
-            results[number] = main(Group(world.comm, private=True))
+            results[number] = main(group)
 
     computing = [(var, value) for var, value in copy_context().items() if var.name in COMPUTING]
 

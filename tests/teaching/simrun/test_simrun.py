@@ -2,6 +2,7 @@
 what mpirun prints.
 """
 
+import io
 import os
 import re
 import subprocess
@@ -724,3 +725,46 @@ def test_the_status_is_the_programs(text: str, status: int, programs: Callable[[
     with pytest.raises(SystemExit) as ending:
         main([programs(text)])
     assert ending.value.code == status
+
+
+OF_NNMPI = """\
+import nnmpi
+group = nnmpi.start()
+take = comm.irecv(source=MPI.ANY_SOURCE)
+x, y = np.full(5, 1.0 + rank), np.full(5, 1.0 + rank)
+group.all_reduce(x, "ring")
+nnmpi.Group(comm).all_reduce(y, "ring")
+comm.send(rank, (rank + 1) % size)
+if rank == 0:
+    print(take.wait(), x, y, group is nnmpi.start(), nnmpi.simulate(lambda _: nnmpi.start().size, 2))
+else:
+    take.wait()"""
+
+
+def test_nnmpis_groups_are_the_simulated_ranks(
+    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["-n", "3", programs(OF_NNMPI)])
+    assert capsys.readouterr().out == "2 [6. 6. 6. 6. 6.] [6. 6. 6. 6. 6.] True [2, 2]\n"
+
+
+def test_nnmpi_is_shared_where_its_folder_is_the_programs() -> None:
+    interpreter = simrun.Interpreter(f"{Path(simrun.__file__).parents[2]}/", 1, None)
+    assert not interpreter._is_private("nnmpi.teaching.simrun")
+    assert interpreter._is_private(__name__)
+
+
+def test_a_closed_pipe_ends_the_printing_alone() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    error: OSError = BrokenPipeError()
+    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter.begin()
+    assert interpreter.write("a\n") + interpreter.write("b\n") == 4
+    error = OSError(28, "No space left on device")
+    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter.begin()
+    with pytest.raises(CommError, match="the output cannot be written: No space left"):
+        interpreter.write("a\n")
