@@ -43,32 +43,13 @@ HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for
 
 # Tests of the double itself, of messages (which know buffers, and no backend) and of scripts, and
 # those without arrays: the same with and without --backend fake.
-SAME = ("device", "comm", "backend/cuda", "gpu", "harness", "scripts", "schedule", "synchrony")
-SAME += (
-    "backend/test_kernels.py",
-    "data/test_files.py",
-    "compose/test_seeds.py",
-    "compose/test_simulated_times.py",
-)
-SAME += (
-    "test_array_names.py",
-    "test_command.py",
-    "test_launcher.py",
-    "layering",
-    "test_mesh.py",
-)
-SAME += ("test_doctor.py", "test_run.py", "exercise", "pages", "train/test_stall.py")
-SAME += ("equivalence/test_breaks.py", "tensor/test_memory.py")
+SAME = ("base", "comm", "corpus", "device", "gpu", "harness", "layering", "schedule", "scripts")
+SAME += ("teaching", "test_array_names.py", "test_assignments.py", "test_docs.py")
+SAME += ("test_packaging.py", "backend/cuda", "backend/test_kernels.py", "data/test_files.py")
+SAME += ("commands/test_doctor.py", "commands/test_run.py", "equivalence/test_breaks.py")
 SAME += tuple(f"compose/test_asynchronous_{name}.py" for name in ("ends", "speed"))
-SAME += ("train/test_asynchronous_jobs.py", "train/test_simulated.py")
-SAME += (
-    "test_packaging.py",
-    "test_docs.py",
-    "test_shard.py",
-    "test_threads.py",
-    "test_timeline.py",
-)
-
+SAME += ("compose/test_seeds.py", "compose/test_simulated_times.py", "tensor/test_memory.py")
+SAME += tuple(f"train/test_{name}.py" for name in ("asynchronous_jobs", "simulated", "stall"))
 
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
@@ -115,6 +96,8 @@ class Everywhere:
     """The tests, on the device."""
 
     def __init__(self) -> None:
+        moved = [name for name in SAME if not (TESTS_FOLDER / name).exists()]
+        assert not moved, f"tests/device/plugin.py leaves out what is not there: {moved}"
         cupy = library.load()
         self._settings = cupy.cuda.runtime.settings()
         self._settings.hidden = False

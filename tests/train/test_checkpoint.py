@@ -81,6 +81,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.host_only("the device's double takes long; test_resume.py resumes there")
 @pytest.mark.simulated(min_size=4, max_size=4)
 def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
     group: Group, tmp_path: Path
