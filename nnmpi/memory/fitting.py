@@ -13,10 +13,10 @@ to find.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from math import ceil
 from typing import NamedTuple
 
 from nnmpi.base.errors import UsageError
-from nnmpi.base.units import format_bytes
 from nnmpi.schedule.lower import offload
 from nnmpi.schedule.schedule import Schedule, peak_saved
 
@@ -141,9 +141,9 @@ def choose_savings(
         now = peak(*choice)
     if now > budget:
         raise UsageError(
-            f"activation_memory {format_bytes(budget)} is too little: with every segment of this"
-            f" rank's stages recomputed a pass takes {format_bytes(int(now))}; give at least that,"
-            ' or "least", smaller microbatches, or more stages'
+            f"{budget} bytes of activation_memory are too few: with every segment of this rank's"
+            f" stages recomputed a pass takes {ceil(now)}; give at least that, or"
+            ' "least", smaller microbatches, or more stages'
         )
     chosen = [(number, way) for way in range(len(ways)) for number in choice[way]]
     for item in sorted(chosen, key=lambda item: seconds(choice.toggled(*item))):

@@ -511,6 +511,11 @@ class Config:
             not self.parallel.expert_parallel or bool(self.model.experts) or is_custom(model),
             "--expert-parallel needs a mixture; give --experts, too, or leave it out",
         )
+        require(
+            not self.sync.has_server or self.optimization.optimizer != "muon",
+            f"--optimizer muon updates whole matrices, but the server of --sync {self.sync.sync}"
+            " flat arrays; leave one of them out",
+        )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision
         require(

@@ -50,7 +50,7 @@ def test_what_fits_is_not_computed_again() -> None:
 
 
 def test_too_small_a_budget_is_refused_on_all_ranks() -> None:
-    with pytest.raises(UsageError, match="too little: with every segment .* recomputed") as error:
+    with pytest.raises(UsageError, match="too few: with every segment .* recomputed") as error:
         peaks(PLAIN | {"activation_memory": 3_000}, 2)
     assert "rank 0: " in str(error.value) and "rank 1: " in str(error.value)
 
@@ -126,5 +126,5 @@ def test_recomputing_all_is_tried_where_moving_saves_too_little() -> None:
     slow, fast = dict.fromkeys(held, 9.0), dict.fromkeys(held, 0.1)
     assert choose_savings(slow, fast, 1.0, peak, 12).moved == {0, 1}
     assert choose_savings(slow, fast, 1.0, peak, 5).again == {0, 1}
-    with pytest.raises(UsageError, match="too little: .* a pass takes 2 B"):
+    with pytest.raises(UsageError, match="too few: .* a pass takes 2;"):
         choose_savings(slow, fast, 1.0, peak, 1)
