@@ -12,6 +12,7 @@ nesting raise ordinary errors. `foreign` turns a library's error about a damaged
 sentence. A packed file may unpack only to a limit.
 """
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -433,7 +434,7 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def opened(path: Path, is_text: bool = False) -> Iterator[BinaryIO]:
+def opened(path: Path, is_text: bool = False) -> Iterator[io.BufferedReader]:
     """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
 
     Args:
@@ -470,6 +471,8 @@ def read_lines(path: Path, errors: str = "strict") -> Iterator[str]:
             opened(path, is_text=True) as stream,
             io.TextIOWrapper(stream, "utf-8-sig", errors) as text,
         ):
+            if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise DataError(f"{path} is UTF-16 text; save it as UTF-8")
             while line := text.readline(LINE + 1):
                 blank = blank + 1 if line.isspace() else 0
                 if len(line) > LINE:

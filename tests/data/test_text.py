@@ -226,6 +226,7 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
         ("a.txt", b"", (), "a.txt: the document is empty"),
         ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
         ("a.txt", b"abc \xff def", (), "not UTF-8 text"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), ("b",), "is UTF-16 text; save it as UTF-8"),
         ("a.txt", b"abc", ("b",), "has no columns"),
         ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cell, but the first line has 2"),
         ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
