@@ -188,9 +188,13 @@ class Supervisor:
         )
         again = resume if self._files.config.exists() else "nothing had started"
         if self._signal:
+            held = (
+                f"with a checkpoint of step {outcome.step}"
+                if outcome.step
+                else "without a checkpoint"
+            )
             raise GaveUp(
-                f"ended by {signal.Signals(self._signal).name}, with a checkpoint of step"
-                f" {outcome.step}; {again}",
+                f"ended by {signal.Signals(self._signal).name}, {held}; {again}",
                 128 + self._signal,
             )
         if outcome.status in (USAGE, EX_DATAERR) and not self._was_up():
