@@ -25,7 +25,7 @@ from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import draw_faults, quick_trainings, survive, undisturbed
 
 SEEDS, MORE = 12, 60  # of the program as it is
-MOST = 150  # until a planted bug must have been found
+MOST = 300  # until a planted bug must have been found
 
 pytestmark = [
     pytest.mark.host_only("it patches the system's files, not arrays"),
@@ -213,7 +213,12 @@ TAKE_LONG = {
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(bug, marks=pytest.mark.slow(MORE_SEEDS) if bug in TAKE_LONG else [])
+        pytest.param(
+            bug,
+            marks=[pytest.mark.slow(MORE_SEEDS), pytest.mark.timeout(600)]
+            if bug in TAKE_LONG
+            else [],
+        )
         for bug in PLANTED
     ],
 )
