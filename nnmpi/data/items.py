@@ -13,7 +13,6 @@ data.Loader(pandas.read_csv("iris.csv"), 16)
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import Dataset, Samples, read_array
-from nnmpi.data.tables import NO_LABEL, Table, to_dataset
+from nnmpi.data.tables import NO_LABEL
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 
@@ -32,21 +31,12 @@ def as_samples(source: Any) -> Samples:
 
     Raises:
         UsageError: for an object without length or items.
-        DataError: for a table whose features are not numbers.
+        DataError: for a table whose features or labels are not numbers.
     """
     if isinstance(source, Samples):
         return source
     if hasattr(source, "columns") and hasattr(source, "to_numpy"):
-        name, columns = type(source).__name__, [*source.columns]
-        features = Dataset(name, source[columns[:-1]], np.zeros(len(source), np.int64), 1)
-        labels = tuple("" if label is None else str(label) for label in source[columns[-1]])
-        for row in (row for row, label in enumerate(labels) if label.strip().lower() in NO_LABEL):
-            raise DataError(
-                f"{name}: the label in row {row + 1} is missing; leave such rows out:"
-                f" table.dropna(subset=[{columns[-1]!r}])"
-            )
-        table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
-        return to_dataset(table, name, predicts="any")
+        return _of_table(source)
     what = type(source).__name__
     if isinstance(source, Mapping):
         raise UsageError(
@@ -60,6 +50,37 @@ def as_samples(source: Any) -> Samples:
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
         " arrays: data.Dataset(name, x, y, classes=10), or call worker.step(x, y)"
     )
+
+
+def _of_table(table: Any) -> Dataset:
+    """Return a table's features and its last column.
+
+    A class is the label's own number, or its category's: another table, which need not have all of
+    them, numbers them alike.
+    """
+    name, columns = type(table).__name__, [*table.columns]
+    labels, last = table[columns[-1]], columns[-1]
+    texts = ["" if label is None else str(label) for label in labels]
+    for row in (row for row, text in enumerate(texts) if text.strip().lower() in NO_LABEL):
+        raise DataError(
+            f"{name}: the label in row {row + 1} is missing; leave such rows out:"
+            f" table.dropna(subset=[{last!r}])"
+        )
+    categories = getattr(getattr(labels, "dtype", None), "categories", None)
+    classes = [] if categories is None else [str(category) for category in categories]
+    if classes:
+        y = np.array([classes.index(text) for text in texts])
+    else:
+        y = np.array([*labels])
+        if y.dtype.kind not in "biuf":
+            raise DataError(
+                f"{name}: the label {shortened(repr(texts[0]))} in row 1 is a text, whose number"
+                " would depend on the other rows; number the classes before the table is split:"
+                f" table[{last!r}] = table[{last!r}].astype('category')"
+            )
+    count = len(classes) or (0 if y.dtype.kind == "f" else int(y.max(initial=0)) + 1)
+    features = table[columns[:-1]]
+    return Dataset(name, features, y, count, class_names=tuple(classes), target=str(last))
 
 
 class Items(Settled, Samples, fixed="name classes"):

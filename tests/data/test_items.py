@@ -3,6 +3,7 @@ installed.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,12 +104,27 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     assert isinstance(result, Dataset) and (result.columns, result.classes) == (("a", "b"), 3)
     np.testing.assert_array_equal(result.x, X)
     np.testing.assert_array_equal(result.y, Y)
-    texts = Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2).dataset
-    assert (
-        isinstance(texts, Dataset)
-        and texts.class_names == ("blue", "red")
-        and texts.x.tolist() == [[1], [0]]
+
+
+class Categories(list[str]):
+    """A column of texts as categories."""
+
+    dtype = SimpleNamespace(categories=("blue", "green", "red"))
+
+
+@pytest.mark.parametrize("kind", [list, Categories])
+def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> None:
+    """Also if one of them has fewer: a test table's class 2 was its second one, 1."""
+    names = ["red", "blue", "green", "red"] if kind is Categories else [2, 0, 1, 2]
+    train, test = (
+        Loader(Frame({"a": [True] * len(part), "kind": kind(part)}), 4).dataset
+        for part in (names, names[:2])
     )
+    assert isinstance(train, Dataset) and isinstance(test, Dataset)
+    assert train.y[:2].tolist() == test.y.tolist() and train.classes == test.classes
+    assert train.class_names == test.class_names
+    with pytest.raises(DataError, match="a text, .*before the table is split: table.'kind'.*categ"):
+        Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2)
 
 
 @pytest.mark.parametrize(
