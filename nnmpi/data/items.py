@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
-from nnmpi.data.dataset import Dataset, Samples, read_array
+from nnmpi.data.dataset import Dataset, Samples, count_targets, read_array
 from nnmpi.data.tables import NO_LABEL
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
@@ -132,6 +132,11 @@ class Items(Settled, Samples, fixed="name classes"):
             result.update(self._read(np.array([i])).identity.encode())
         return result.hexdigest()
 
+    @cached_property
+    def targets(self) -> Any:
+        """Counts the targets of items at some indices; None if each has one. See `_Targets`."""
+        return None if self._first.targets is None else _Targets(self)
+
     def pair(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> tuple[Array, Array]:
@@ -181,3 +186,19 @@ class Items(Settled, Samples, fixed="name classes"):
             )
         x, y = (read_array(entry, f"{self.name}, item {i}") for entry in item)
         return x, y
+
+
+class _Targets:
+    """The number of labels of each item that are not `IGNORED`, counted when it is asked for.
+
+    Args:
+        items: with several labels each.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self._items, self._known = items, np.full(len(items), -1)
+
+    def __getitem__(self, indices: Integers) -> Integers:
+        for i in indices[self._known[indices] < 0].tolist():
+            self._known[i] = count_targets(self._items.labels(np.array([i])))
+        return self._known[indices]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import IGNORED, Dataset
 from nnmpi.data.loader import Loader
 
 X = np.arange(14.0).reshape(7, 2)
@@ -89,6 +89,20 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
         Loader(source, 5).dataset.identity
         != Loader(Counted(lambda i: (X[i], Y[0])), 5).dataset.identity
     )
+
+
+def test_ignored_labels_of_items_do_not_count() -> None:
+    """Nor in microbatches: a batch's targets are those of a data set of the same arrays."""
+    x, y = np.arange(28, dtype="uint32").reshape(7, 4), np.arange(28).reshape(7, 4)
+    y[1, 2:] = y[4] = IGNORED
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "world": 2, "microbatches": 2}
+        loaders = (
+            Loader(source, 5, **options)
+            for source in ([*zip(x, y, strict=True)], Dataset("d", x, y, 28))
+        )
+        for ours, theirs in zip(*(loader.epoch(0) for loader in loaders), strict=True):
+            assert ours.targets == theirs.targets and ours.own_targets == theirs.own_targets
 
 
 def test_bytes_are_images_and_floats_are_targets() -> None:
