@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
-from nnmpi.data.dataset import Dataset, Samples, count_targets, read_array
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
 from nnmpi.data.tables import NO_LABEL
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
@@ -159,6 +159,13 @@ class Items(Settled, Samples, fixed="name classes"):
 
     def _read(self, indices: Integers) -> Dataset:
         items = [self._item(i) for i in indices.tolist()]
+        for i, item in zip(indices.tolist(), items, strict=True):
+            if _kinds(*item) != _kinds(*self._item_0):
+                here, first = (f"{x.dtype} with labels {y.dtype}" for x, y in (item, self._item_0))
+                raise DataError(
+                    f"{self.name}: item {i} is {here}, but item 0 {first}, so a batch would mean"
+                    " something else without it; give all the same types"
+                )
         try:
             x, y = (np.stack(item) for item in zip(*items, strict=True))
         except ValueError:
@@ -171,6 +178,10 @@ class Items(Settled, Samples, fixed="name classes"):
             x = x[..., None]  # gray
         classes = 0 if y.dtype.kind == "f" else int(y.max()) + 1
         return Dataset(self.name, x, y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0)
+
+    @cached_property
+    def _item_0(self) -> tuple[Array, Array]:
+        return self._item(0)
 
     def _item(self, i: int) -> tuple[Array, Array]:
         item = self._source[i]
@@ -186,6 +197,11 @@ class Items(Settled, Samples, fixed="name classes"):
             )
         x, y = (read_array(entry, f"{self.name}, item {i}") for entry in item)
         return x, y
+
+
+def _kinds(x: Array, y: Array) -> tuple[bool, bool, bool]:
+    """Return whether a sample is bytes or tokens, and whether its label is a quantity."""
+    return x.dtype == np.uint8, x.dtype in TOKEN_TYPES, y.dtype.kind == "f"
 
 
 class _Targets:

@@ -153,6 +153,8 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
         ),
         ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
         ([("red", 0)], "item 0: 'red' is not a finite"),
+        ([(X[0], 0), (X[1], 1.5)], "item 1 is float64 with labels float64, but item 0 .* int64"),
+        ([(X[0], 0), (X[1].astype("uint8"), 0)], "item 1 is uint8 .*, but item 0 float64 "),
         (
             Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
             "the first column has no name.*index_col=0",
