@@ -146,6 +146,7 @@ def load(
     sample_shape: Sequence[int] = (),
     encoding: Encoding = (),
     as_bytes: bool | None = None,
+    class_names: Sequence[str] = (),
 ) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
@@ -162,6 +163,8 @@ def load(
         sample_shape: of a row of a table, such as (28, 28, 1) for pixels.
         encoding: of the columns, that of a training set for another table; empty to make one.
         as_bytes: whether samples are bytes as those of the training set; None to find out.
+        class_names: of a training table, whose numbers the classes of another one get, which may
+            lack some; empty to find them.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
@@ -175,7 +178,7 @@ def load(
     """
     name = name_or_path
     columns = tuple(drop), tuple(text_columns), tuple(sample_shape)
-    rules = TableRules(target, *columns, encoding, as_bytes)
+    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names))
     if name in NAMES:
         refuse_rules(f"data set {name!r}", rules)
     if name in DOWNLOADED:
@@ -380,7 +383,7 @@ def _load_folder(
     ]
     if tables[0] and tables[1]:
         table = read_csv(tables[0], rules)
-        train = to_dataset(table, name, (), predicts, not rules.encoding)
+        train = to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
         rules = replace(rules, target=train.target, encoding=train.encoding)
         rules = replace(rules, as_bytes=train.x.dtype == np.uint8)

@@ -13,7 +13,6 @@ data.Loader(pandas.read_csv("iris.csv"), 16)
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
-from nnmpi.data.dataset import Dataset, Samples, read_array
-from nnmpi.data.tables import NO_LABEL, Table, to_dataset
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
+from nnmpi.data.tables import NO_LABEL
 
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 
@@ -32,21 +31,12 @@ def as_samples(source: Any) -> Samples:
 
     Raises:
         UsageError: for an object without length or items.
-        DataError: for a table whose features are not numbers.
+        DataError: for a table whose features or labels are not numbers.
     """
     if isinstance(source, Samples):
         return source
     if hasattr(source, "columns") and hasattr(source, "to_numpy"):
-        name, columns = type(source).__name__, [*source.columns]
-        features = Dataset(name, source[columns[:-1]], np.zeros(len(source), np.int64), 1)
-        labels = tuple("" if label is None else str(label) for label in source[columns[-1]])
-        for row in (row for row, label in enumerate(labels) if label.strip().lower() in NO_LABEL):
-            raise DataError(
-                f"{name}: the label in row {row + 1} is missing; leave such rows out:"
-                f" table.dropna(subset=[{columns[-1]!r}])"
-            )
-        table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
-        return to_dataset(table, name, predicts="any")
+        return _of_table(source)
     what = type(source).__name__
     if isinstance(source, Mapping):
         raise UsageError(
@@ -60,6 +50,37 @@ def as_samples(source: Any) -> Samples:
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
         " arrays: data.Dataset(name, x, y, classes=10), or call worker.step(x, y)"
     )
+
+
+def _of_table(table: Any) -> Dataset:
+    """Return a table's features and its last column.
+
+    A class is the label's own number, or its category's: another table, which need not have all of
+    them, numbers them alike.
+    """
+    name, columns = type(table).__name__, [*table.columns]
+    labels, last = table[columns[-1]], columns[-1]
+    texts = ["" if label is None else str(label) for label in labels]
+    for row in (row for row, text in enumerate(texts) if text.strip().lower() in NO_LABEL):
+        raise DataError(
+            f"{name}: the label in row {row + 1} is missing; leave such rows out:"
+            f" table.dropna(subset=[{last!r}])"
+        )
+    categories = getattr(getattr(labels, "dtype", None), "categories", None)
+    classes = [] if categories is None else [str(category) for category in categories]
+    if classes:
+        y = np.array([classes.index(text) for text in texts])
+    else:
+        y = np.array([*labels])
+        if y.dtype.kind not in "biuf":
+            raise DataError(
+                f"{name}: the label {shortened(repr(texts[0]))} in row 1 is a text, whose number"
+                " would depend on the other rows; number the classes before the table is split:"
+                f" table[{last!r}] = table[{last!r}].astype('category')"
+            )
+    count = len(classes) or (0 if y.dtype.kind == "f" else int(y.max(initial=0)) + 1)
+    features = table[columns[:-1]]
+    return Dataset(name, features, y, count, class_names=tuple(classes), target=str(last))
 
 
 class Items(Settled, Samples, fixed="name classes"):
@@ -111,6 +132,11 @@ class Items(Settled, Samples, fixed="name classes"):
             result.update(self._read(np.array([i])).identity.encode())
         return result.hexdigest()
 
+    @cached_property
+    def targets(self) -> Any:
+        """Counts the targets of items at some indices; None if each has one. See `_Targets`."""
+        return None if self._first.targets is None else _Targets(self)
+
     def pair(
         self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None
     ) -> tuple[Array, Array]:
@@ -133,6 +159,13 @@ class Items(Settled, Samples, fixed="name classes"):
 
     def _read(self, indices: Integers) -> Dataset:
         items = [self._item(i) for i in indices.tolist()]
+        for i, item in zip(indices.tolist(), items, strict=True):
+            if _kinds(*item) != _kinds(*self._item_0):
+                here, first = (f"{x.dtype} with labels {y.dtype}" for x, y in (item, self._item_0))
+                raise DataError(
+                    f"{self.name}: item {i} is {here}, but item 0 {first}, so a batch would mean"
+                    " something else without it; give all the same types"
+                )
         try:
             x, y = (np.stack(item) for item in zip(*items, strict=True))
         except ValueError:
@@ -145,6 +178,10 @@ class Items(Settled, Samples, fixed="name classes"):
             x = x[..., None]  # gray
         classes = 0 if y.dtype.kind == "f" else int(y.max()) + 1
         return Dataset(self.name, x, y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0)
+
+    @cached_property
+    def _item_0(self) -> tuple[Array, Array]:
+        return self._item(0)
 
     def _item(self, i: int) -> tuple[Array, Array]:
         item = self._source[i]
@@ -160,3 +197,24 @@ class Items(Settled, Samples, fixed="name classes"):
             )
         x, y = (read_array(entry, f"{self.name}, item {i}") for entry in item)
         return x, y
+
+
+def _kinds(x: Array, y: Array) -> tuple[bool, bool, bool]:
+    """Return whether a sample is bytes or tokens, and whether its label is a quantity."""
+    return x.dtype == np.uint8, x.dtype in TOKEN_TYPES, y.dtype.kind == "f"
+
+
+class _Targets:
+    """The number of labels of each item that are not `IGNORED`, counted when it is asked for.
+
+    Args:
+        items: with several labels each.
+    """
+
+    def __init__(self, items: Items) -> None:
+        self._items, self._known = items, np.full(len(items), -1)
+
+    def __getitem__(self, indices: Integers) -> Integers:
+        for i in indices[self._known[indices] < 0].tolist():
+            self._known[i] = count_targets(self._items.labels(np.array([i])))
+        return self._known[indices]

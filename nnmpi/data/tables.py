@@ -82,6 +82,8 @@ class TableRules:
         encoding: of the training table, for another one; empty for a training table.
         as_bytes: whether samples are bytes, as those of the training table; None for a training
             table, of which whole numbers up to 255 are pixels if a sample is an image.
+        class_names: of the training table, for another one, which may lack some; empty to find
+            them.
     """
 
     target: str = ""
@@ -90,6 +92,7 @@ class TableRules:
     sample_shape: tuple[int, ...] = ()
     encoding: Encoding = ()
     as_bytes: bool | None = None
+    class_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -489,7 +492,7 @@ def refuse_rules(what: str, rules: TableRules) -> None:
     Raises:
         UsageError: with the name of the rule.
     """
-    for name in ("target", "drop", "text_columns", "sample_shape"):
+    for name in ("target", "drop", "text_columns", "sample_shape", "class_names"):
         if getattr(rules, name) and not rules.encoding:
             raise UsageError(f"{what} is no table with columns to choose; leave {name} out")
 
@@ -499,7 +502,7 @@ def load_csv(
 ) -> tuple[Dataset, None]:
     """Return the data set of a CSV file, and None: it has no test part."""
     table = read_csv(path, rules)
-    return to_dataset(table, name, (), predicts, not rules.encoding), None
+    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding), None
 
 
 def load_npz(

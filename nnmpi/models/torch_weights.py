@@ -6,6 +6,7 @@
     Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
     Conv1d              (1, kernel, in, out)                    (out, in, kernel)
     Conv3d              (kd, kh, kw, in, out)                   (out, in, kd, kh, kw)
+    LayerNorm of images (h, w, c)                           (c, h, w)
     BatchNorm           running_variance                        running_var, num_batches_tracked
     GRU                 layers.0.weight, bias, bias_n           weight_ih_l0, two biases
     LSTM                layers.0.weight, i f o g, one bias      weight_ih_l0, i f g o, two biases
@@ -40,6 +41,7 @@ from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.rnn import GRUCell, LSTMCell, RNNCell
+from nnmpi.ops.norm import GroupNormFunction
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
 from nnmpi.tensor.shape import Reshape
 from nnmpi.tensor.tensor import Tensor
@@ -93,28 +95,67 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     layers do. A Conv1d computes an image of one row.
 
     Raises:
-        CheckpointError: when another layer with weights reads one.
+        CheckpointError: when anything else depends on the order of a flattened image's elements, or
+            features become an image: their order in PyTorch is another.
     """
-    matches: dict[str, Shape] = {}
+    matches, names = dict[str, Shape](), dict[Any, str]()
+    layers = dict[Any, Linear]()
 
     def observe(module: Any, result: Any) -> None:
-        if isinstance(module, Linear | BatchNorm | LayerNorm):
-            image = _image_behind(result.node and result.node.edges[0])
-            if prod(image) == module.weight.shape[0] and prod(image[:-1]) > 1:
-                if not isinstance(module, Linear):
-                    raise CheckpointError(
-                        f"{module.path} normalizes a flattened image, whose elements have another"
-                        " order in PyTorch; normalize before flattening"
-                    )
-                matches[module.path] = image
+        node = getattr(result, "node", None)
+        names.setdefault(node, module.path)
+        if isinstance(module, Linear):
+            layers[node] = module
 
     parameters = model.parameters()
     if not parameters:
         return matches  # no layer has weights, and no array tells the library
     x = namespace(parameters[0].data).asarray(sample)
     with enable_grad(), observed(observe):
-        model(Tensor(x, requires_grad=x.dtype.kind == "f"))
+        result = model(Tensor(x, requires_grad=x.dtype.kind == "f"))
+    results = result if isinstance(result, tuple | list) else (result,)
+    pending = [getattr(item, "node", None) for item in results]
+    seen = {None, *pending}
+    while pending:
+        node = pending.pop()
+        edges = () if node is None else node.edges
+        more = {edge for edge in edges if isinstance(edge, Function)} - seen
+        pending, seen = [*pending, *more], seen | more
+        images = {_image_behind(edge) for edge in edges} - {()}
+        if images and node in layers:
+            (matches[layers[node].path],) = images
+        elif (images and not _keeps_order(node, edges)) or (
+            not images and _makes_image(node, edges)
+        ):
+            what = names.get(node) or type(node).__name__.removesuffix("Function")
+            raise CheckpointError(
+                f"{what} {'reads a flattened image' if images else 'makes features an image'},"
+                " whose elements have another order in PyTorch; only a linear layer behind a"
+                " flattened image can be converted"
+            )
     return matches
+
+
+def _keeps_order(node: Any, edges: tuple[Any, ...]) -> bool:
+    """Return whether each element of the result is computed from the same element of an image."""
+    return isinstance(node, Reshape) or (
+        isinstance(node, Elementwise)
+        and all(
+            edge is None or _image_behind(edge) or edge.shape[-1:] in ((), (1,)) for edge in edges
+        )
+    )
+
+
+def _makes_image(node: Any, edges: tuple[Any, ...]) -> bool:
+    """Return whether an operation turns computed rows into images of several channels."""
+    return (
+        isinstance(node, Reshape)
+        and isinstance(edges[0], Function)
+        and len(node.saved[0]) == 2
+        and len(node.shape) >= 4
+        and node.shape[-1] > 1
+        and prod(node.shape[1:-1]) > 1
+    )
 
 
 def last_linear(model: Module, sample: Array) -> str | None:
@@ -135,10 +176,12 @@ def last_linear(model: Module, sample: Array) -> str | None:
 
 
 def _image_behind(node: Any) -> Shape:
-    """Return the shape of the image that an operation's result flattens; () without one."""
-    while isinstance(node, Elementwise | Reshape):
+    """Return the shape of the image that an operation's result is, flattened; () without one."""
+    size = node.shape[-1] if isinstance(node, Function) else 0
+    while isinstance(node, Elementwise | Reshape | GroupNormFunction):
         if isinstance(node, Reshape) and len(node.saved[0]) >= 4:
-            return node.saved[0][1:]
+            image: Shape = node.saved[0][1:]
+            return image if prod(image) == size > image[-1] else ()
         node = next((edge for edge in node.edges or () if isinstance(edge, Function)), None)
     return ()
 
@@ -277,6 +320,9 @@ def _of_module(
             lambda x: (x.transpose(-1, -2, *range(x.ndim - 2)),),
             lambda x: x.transpose(*range(2, x.ndim), 1, 0),
         )
+    elif isinstance(module, LayerNorm) and module.weight.ndim > 2:
+        for name in ("weight", "bias"):
+            yield name, (name,), lambda x: (np.moveaxis(x, -1, 0),), lambda x: np.moveaxis(x, 0, -1)
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x

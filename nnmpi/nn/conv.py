@@ -269,8 +269,8 @@ class Pool1d(Pool2d):
         """Return (batch, out_time, channels)."""
         if x.ndim != 3:
             raise ShapeError(f"{type(self).__name__} needs (batch, time, channels), not {x.shape}")
-        y: Tensor = super().forward(x[:, None])
-        return y[:, 0]
+        y: Tensor = super().forward(x.reshape(len(x), 1, *x.shape[1:]))
+        return y.reshape(len(x), *y.shape[2:])
 
 
 class MaxPool1d(Pool1d, MaxPool2d):

@@ -218,3 +218,17 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
         load(str(tmp_path / "table.csv"))
     with pytest.raises(DataError, match=r"table\.csv: cannot be read .not an ordinary file"):
         read_bytes(tmp_path / "table.csv")
+
+
+def test_another_table_numbers_its_classes_as_the_training_table(tmp_path: Path) -> None:
+    """It lacks one of them, and called the last one 1."""
+    for name, labels in (("train", "xyz"), ("other", "xz")):
+        rows = [f"{i},{labels[i % len(labels)]}" for i in range(12)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["a,kind", *rows]))
+    train, _ = load(str(tmp_path / "train.csv"))
+    for part in load(str(tmp_path / "other.csv"), class_names=train.class_names):
+        assert part.class_names == ("x", "y", "z") and set(part.y.tolist()) <= {0, 2}
+    with pytest.raises(DataError, match="label 'y' is not among the training labels"):
+        load(str(tmp_path / "train.csv"), class_names=["x", "z"])
+    with pytest.raises(UsageError, match="leave class_names out"):
+        load("digits", class_names=train.class_names)

@@ -3,13 +3,14 @@ installed.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.dataset import Dataset
+from nnmpi.data.dataset import IGNORED, Dataset
 from nnmpi.data.loader import Loader
 
 X = np.arange(14.0).reshape(7, 2)
@@ -90,6 +91,20 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
     )
 
 
+def test_ignored_labels_of_items_do_not_count() -> None:
+    """Nor in microbatches: a batch's targets are those of a data set of the same arrays."""
+    x, y = np.arange(28, dtype="uint32").reshape(7, 4), np.arange(28).reshape(7, 4)
+    y[1, 2:] = y[4] = IGNORED
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "world": 2, "microbatches": 2}
+        loaders = (
+            Loader(source, 5, **options)
+            for source in ([*zip(x, y, strict=True)], Dataset("d", x, y, 28))
+        )
+        for ours, theirs in zip(*(loader.epoch(0) for loader in loaders), strict=True):
+            assert ours.targets == theirs.targets and ours.own_targets == theirs.own_targets
+
+
 def test_bytes_are_images_and_floats_are_targets() -> None:
     batch = next(Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2).epoch(0))
     assert batch.x.shape == (2, 4, 3, 1) and batch.x[0, 0, 0, 0] == pytest.approx(0.2)
@@ -103,12 +118,27 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
     assert isinstance(result, Dataset) and (result.columns, result.classes) == (("a", "b"), 3)
     np.testing.assert_array_equal(result.x, X)
     np.testing.assert_array_equal(result.y, Y)
-    texts = Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2).dataset
-    assert (
-        isinstance(texts, Dataset)
-        and texts.class_names == ("blue", "red")
-        and texts.x.tolist() == [[1], [0]]
+
+
+class Categories(list[str]):
+    """A column of texts as categories."""
+
+    dtype = SimpleNamespace(categories=("blue", "green", "red"))
+
+
+@pytest.mark.parametrize("kind", [list, Categories])
+def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> None:
+    """Also if one of them has fewer: a test table's class 2 was its second one, 1."""
+    names = ["red", "blue", "green", "red"] if kind is Categories else [2, 0, 1, 2]
+    train, test = (
+        Loader(Frame({"a": [True] * len(part), "kind": kind(part)}), 4).dataset
+        for part in (names, names[:2])
     )
+    assert isinstance(train, Dataset) and isinstance(test, Dataset)
+    assert train.y[:2].tolist() == test.y.tolist() and train.classes == test.classes
+    assert train.class_names == test.class_names
+    with pytest.raises(DataError, match="a text, .*before the table is split: table.'kind'.*categ"):
+        Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +153,8 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
         ),
         ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
         ([("red", 0)], "item 0: 'red' is not a finite"),
+        ([(X[0], 0), (X[1], 1.5)], "item 1 is float64 with labels float64, but item 0 .* int64"),
+        ([(X[0], 0), (X[1].astype("uint8"), 0)], "item 1 is uint8 .*, but item 0 float64 "),
         (
             Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
             "the first column has no name.*index_col=0",

@@ -20,6 +20,7 @@ from nnmpi.models.torch_weights import (
 )
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.tensor import concatenate
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 8, 6, 2)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))
@@ -33,15 +34,24 @@ def _decoder(t: Any) -> Any:
         t.GroupNorm(2, 4),
         up,
         t.Upsample(scale_factor=2),
-        t.AdaptiveAvgPool2d((3, 2)),
+        t.AdaptiveAvgPool2d(6),
+        t.LayerNorm((6, 6, 6)),
         t.Flatten(),
-        t.Linear(36, 3),
+        t.Linear(216, 3),
     )
 
 
 def _signal(t: Any) -> Any:
     """Return a model of convolutions over time."""
-    return t.Sequential(t.Conv1d(2, 4, 3), t.BatchNorm1d(4), t.ReLU(), t.Flatten(), t.Linear(16, 3))
+    return t.Sequential(
+        t.Conv1d(2, 4, 3),
+        t.BatchNorm1d(4),
+        t.ReLU(),
+        t.MaxPool1d(2),
+        t.GroupNorm(2, 4),
+        t.Flatten(),
+        t.Linear(8, 3),
+    )
 
 
 def _volume(t: Any) -> Any:
@@ -110,10 +120,36 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         from_torch(torch_weights(other, IMAGES[:1]), read_torch(tmp_path / "torch.safetensors"))
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.LayerNorm])
-def test_a_normalized_flattened_image_is_refused(kind: Any) -> None:
-    model = nn.Sequential(nn.Flatten(), kind(96)).initialize()
-    with pytest.raises(CheckpointError, match="1 normalizes a flattened image"):
+class Own(nn.Module):
+    """A linear layer behind an operation on the layer's input, and on a weight."""
+
+    def __init__(self, between: Any) -> None:
+        self.between, self.scale = between, nn.Parameter((96,), nn.Normal(1))
+        self.last = nn.Linear(96, 96)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.between(x.reshape(len(x), 96), self.scale))
+
+
+@pytest.mark.parametrize(
+    ("between", "what"),
+    [
+        (lambda x, w: nn.BatchNorm1d(96).initialize()(x), "reads a flattened image"),
+        (lambda x, w: nn.RMSNorm(96).initialize()(x), "reads a flattened image"),
+        (lambda x, w: concatenate([x[:, 48:], x[:, :48]], 1), "View reads a flattened image"),
+        (lambda x, w: x * w, "Pointwise reads a flattened image"),
+        (lambda x, w: (x @ w.reshape(1, 96).transpose(1, 0)) * w, "MatMul reads a flattened image"),
+        (lambda x, w: ops.tanh(x * 2).reshape(len(x), 8, 6, 2).reshape(len(x), 96), ""),
+        (lambda x, w: (x[:, :1] * 0 + w).reshape(len(x), 8, 6, 2).reshape(len(x), 96), "features"),
+    ],
+)
+def test_an_order_that_pytorch_does_not_have_is_refused(between: Any, what: str) -> None:
+    """Such a weight was written, and PyTorch's model computed something else."""
+    model = Own(between).initialize()
+    if not what:
+        assert to_torch(model, IMAGES[:1]).keys() == {"scale", "last.weight", "last.bias"}
+        return
+    with pytest.raises(CheckpointError, match=what):
         to_torch(model, IMAGES[:1])
 
 
