@@ -159,7 +159,7 @@ def test_memory_of_graphs(
         patch.setattr(Replay, "run_or_replay", lambda self, kind, now, refusal: now.walk())
         eager, _ = grown(group, device, given)
     sums = [sum(group.gather(item)) for item in (bytes_, eager)]
-    assert sums[0] < (1.2 if is_stand_in(device) else 1.1) * sums[1]
+    assert sums[0] < (1.3 if is_stand_in(device) else 1.1) * sums[1]
     assert replays > 1
 
 
