@@ -31,7 +31,7 @@ from weakref import finalize
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.program.call import Kinds, rebuilt
+from nnmpi.backend.program.call import Kinds
 from nnmpi.backend.recording import Recorder, fill
 from nnmpi.base.errors import UsageError
 
@@ -70,7 +70,7 @@ class GraphMemory:
     """
 
     def __init__(self, xp: ModuleType) -> None:
-        self.xp, self.arrays = xp, Kinds(xp.ndarray)
+        self.xp = xp
         default = xp.get_default_memory_pool()
         self._blocks: list[tuple[int, int]] = []  # where they begin and end
         self._pool = xp.cuda.MemoryPool(partial(_take, default.malloc, self._blocks))
@@ -113,9 +113,8 @@ class GraphMemory:
         """
         outer = self.xp.cuda.get_current_stream()
         with self.xp.cuda.using_allocator(self._pool.malloc), stream_of(self.xp) as stream:
-            stream.shares_with = (
-                outer  # the two never compute at the same time, see `cublas.Handle`
-            )
+            # the two never compute at the same time, see `cublas.Handle`
+            stream.shares_with = outer
             if not captures:
                 stream.wait_event(outer.record())
             yield stream
@@ -150,7 +149,7 @@ class Segment:
 
     Args:
         graph: CuPy's.
-        stream: in whose workspace products compute, which lives as long as this.
+        stream: the one of the launches, in whose workspace products compute; kept, as that is.
         numbers: pairs of arrays on the device and on the host.
     """
 
@@ -182,7 +181,7 @@ class GraphRecorder(Recorder):
     def __init__(self, memory: GraphMemory, warms_up: bool) -> None:
         super().__init__()
         self.warms_up, self._launched = warms_up, 0
-        self._memory = memory
+        self._memory, self._kinds = memory, Kinds(memory.xp.ndarray)
         self._capture: tuple[ExitStack, Any] | None = None  # while work is being captured
         self._outer: Any = None  # the stream of the launches
         self._blocks: list[tuple[Array, Array]] = []  # of numbers, on the device and on the host
@@ -221,20 +220,9 @@ class GraphRecorder(Recorder):
         self._begin()
         return result
 
-    def append(
-        self,
-        function: Any,
-        args: Any = (),
-        kwargs: Any = None,
-        result: Any = None,
-        keeps: bool = False,
-    ) -> None:
-        """Add a call that was made, which does not hold memory of the graphs."""
-        memory = self._memory
-        args, result = (
-            rebuilt(item, memory.borrowed, memory.arrays, not keeps) for item in (args, result)
-        )
-        super().append(function, args, kwargs, result, keeps)
+    def _ref(self, x: Array) -> Array:
+        """Return an array for a call, which does not hold memory of the graphs."""
+        return self._memory.borrowed(x)
 
     def _copied(self, array: Array) -> Array:
         """Return a copy of a result in the memory of the graphs, made between two of them."""

@@ -402,6 +402,7 @@ class CallList:
         self.active = [self]
         self.errors: dict[str, Any] = {}
         self._errors: dict[str, Any] = {**np.geterr()}
+        self._kinds = _ANY_ARRAYS  # of which a call names the places, by `_ref`
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
@@ -471,9 +472,9 @@ class CallList:
         errors = np.geterr()
         if errors != self._errors:
             self._note_errors(errors)
-        args = rebuilt(args, self._ref, _ANY_ARRAYS, not keeps)
-        result = rebuilt(result, self._ref, _ANY_ARRAYS, not keeps)
-        kwargs = rebuilt(kwargs, self._ref, _ANY_ARRAYS) if kwargs else {}
+        args = rebuilt(args, self._ref, self._kinds, not keeps)
+        result = rebuilt(result, self._ref, self._kinds, not keeps)
+        kwargs = rebuilt(kwargs, self._ref, self._kinds) if kwargs else {}
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
 
     def _note_errors(self, errors: Mapping[str, Any]) -> None:
