@@ -6,8 +6,8 @@ data.Loader(torchvision.datasets.CIFAR10(...), 64)
 data.Loader(datasets.load_dataset("mnist")["train"], 64)
     items {"image": x, "label": y}: Hugging Face's data sets
 
-data.Loader(pandas.read_csv("iris.csv"), 16)
-    a table with the label in the last column
+data.Loader(pandas.read_csv("houses.csv"), 16)
+    a table with the label, a number or a category, in the last column
 """
 
 import hashlib
