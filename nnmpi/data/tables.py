@@ -180,6 +180,8 @@ def _split(
 def find_separator(path: Path, lines: Iterable[str]) -> str:
     """Return the separator that cuts the first lines into equally many cells; else the comma."""
     first = [*islice(filter(str.strip, lines), SNIFFED_LINES)]
+    if any("\0" in line for line in first):
+        raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
     for separator in SEPARATORS:
         rows = [cells for _, cells in _split(path, first, separator, strict=False)]
         # the last line may be in the middle of a cell

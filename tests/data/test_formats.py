@@ -107,6 +107,7 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("1,2,inf\n1,2,2\n", "'inf' is not a whole number.*predicts='quantities'"),
         ("0,1,2\n5,6,1\n7,8,0\n", "line 1: 0, 1 ... seems to be a header, as pandas writes it"),
         ('1,2,"a\n', "not CSV"),
+        ("1,2\n".encode("utf-16-be").decode(), "zero bytes, as UTF-16 text has"),
     ],
 )
 def test_damaged_table_names_line_and_column(tmp_path: Path, text: str, message: str) -> None:
