@@ -15,8 +15,8 @@ class Storage(Settled):
     lists. An optimizer holds views of the buffers, so the arrays must stay the same objects during
     its life; their values may change.
 
-    What a strategy tells an optimizer are the attributes from `moves` on, and nothing else. The
-    class has the values of a rank that trains alone.
+    What a strategy and an optimizer tell each other are the attributes from `moves` on, and nothing
+    else. The class has the values of a rank that trains alone.
 
     Attributes:
         data, grads, groups: the lists.
@@ -29,6 +29,10 @@ class Storage(Settled):
             updates of matrices (see `optim.muon`); None if this rank does all of them.
         state_store: the store of offloaded optimizer state (`memory.store`); None for state in
             memory.
+        updated: what the optimizer tells: its rule, the rate of its last update, and their number.
+        unsummed: whether the gradients are this rank's alone, though others have replicas, as the
+            last pass was not the last of its update.
+        spent: whether the last update has used the gradients.
         extra_slots: state of the strategy: arrays of the buffers' shapes, by name, which are saved
             and loaded with the optimizer's.
     """
@@ -38,7 +42,8 @@ class Storage(Settled):
     groups: list[str]
     known_groups: set[str]
     moves = 0
-    distributed = node_shared = False
+    distributed = node_shared = unsummed = spent = False
+    updated: tuple[str, float, int] = "", 0.0, 0
     replicas: Any = None
     state_store: Any = None
     extra_slots: Mapping[str, list[Array]] = MappingProxyType({})

@@ -86,7 +86,7 @@ class NodeSum:
         ]
         self.totals = [parts[0] for parts in columns] if totals is None else list(totals)
         limit = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
-        self._blocks = []
+        self._room, self._blocks = np.empty(0), []
         for total, parts in zip(self.totals, columns, strict=True):
             summands = parts if totals is None else [total, *parts]
             self._blocks.append(list(_blocks(summands, max(1, limit // total.itemsize))))
@@ -99,15 +99,25 @@ class NodeSum:
         Args:
             i: its number.
             replace: whether to overwrite the old values of `totals` instead of adding to them; only
-                with `totals` given.
+                with `totals` given, which may be this rank's slices then.
         """
         add = np.add
         for total, parts in self._blocks[i]:
             so_far, rest = (parts[0], parts[1:]) if replace else (total, parts)
-            for part in rest:
+            # the total is written last if it may be one of the parts
+            partial = self._scratch(total) if replace and len(rest) > 1 else total
+            for part in rest[:-1]:
+                add(so_far, part, partial)
+                so_far = partial
+            for part in rest[-1:]:
                 add(so_far, part, total)
-                so_far = total
             yield total, parts
+
+    def _scratch(self, like: CommBuffer) -> CommBuffer:
+        """Return room for a block's partial sums."""
+        if self._room.size < like.size or self._room.dtype != like.dtype:
+            self._room = np.empty(like.size, like.dtype)
+        return self._room[: like.size]
 
 
 class SharedSum(Stages):

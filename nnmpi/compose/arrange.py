@@ -215,12 +215,12 @@ class Arrangement:
             SequenceGroup(self.mesh.sp, self.layout.sp_attention) if self.mesh.sp.size > 1 else None
         )
 
-    def local(self, batch: Batch) -> tuple[Batch, list[str]]:
+    def local(self, batch: Batch) -> tuple[Batch, list[int]]:
         """Return this rank's part of its replica's batch, and a checksum of the full one.
 
         The checksum is there if several ranks are given the same rows, which they then compare.
         """
-        rows = [f"{batch.checksum()}"] if self.same_rows else []
+        rows = [batch.checksum()] if self.same_rows else []
         return (batch if self.sequence is None else self.sequence.part(batch)), rows
 
     @property
@@ -299,6 +299,12 @@ def arrange(
     local = "offload", "memory_limit"  # a rank's own folder and memory
     options = [f"{name} {value}" for name, value in vars(layout).items() if name not in local]
     require_same_options(group, options)
+    require_equal(
+        group,
+        model.settings(),
+        "the ranks have different models",
+        "build the same model on every rank",
+    )
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
     with agreed(group):

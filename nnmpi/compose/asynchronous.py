@@ -40,7 +40,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import DivergenceError, UsageError, expect
-from nnmpi.comm.agreement import PeriodicCheck, agreed
+from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.consistency import Staleness, Task
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
@@ -58,6 +58,7 @@ from nnmpi.parallel.averaging import Gossip, LocalSGD, average
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.server import ParameterServer, Push, PushPull
+from nnmpi.parallel.witness import SAME_DATA, StepWitness
 
 SHOWN_WORKERS = 16
 # the fields of a gradient's Push that are reported
@@ -408,8 +409,9 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
             check_free(model, group)
-        check_same_model(group, model.storage)
+        check_same_model(group, model)
         broadcast_state(model, group)
+        self._check = StepWitness(model, group, group, group, (), group)
         self.coupling = COUPLINGS[sync.sync](self, sync)
         self.reporters = self.coupling.reporters
         self._passes = Passes(self)
@@ -421,7 +423,15 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         group, coupling = self.group, self.coupling
         with group.collective("begin"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting
-            check_same_model(group, self.model.storage)
+            check_same_model(group, self.model)
+            where = f"step {segment.step}", f"epoch {segment.epoch}", f"{segment.batches}"
+            require_equal(
+                group,
+                [*segment.loader.source.texts(), *where],
+                "the ranks train on different data, or from other places",
+                SAME_DATA,
+                UsageError,
+            )
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps with rows
         self.steps = segment.step if self.steps < 0 else self.steps
@@ -499,7 +509,8 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            return evaluate_all(self.group, batches, self._passes.evaluate, self._passes.evaluated)
+            evaluate, sums = self._passes.evaluate, self._passes.evaluated
+            return evaluate_all(self.group, batches, evaluate, sums, self._check)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

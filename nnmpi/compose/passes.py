@@ -41,7 +41,8 @@ from nnmpi.backend.recording import (
     recorded_input,
 )
 from nnmpi.base.custom import name_of
-from nnmpi.base.errors import NnmpiError, UsageError, is_own
+from nnmpi.base.errors import NnmpiError, UsageError, is_own, name_ranks
+from nnmpi.base.loop import Taken
 from nnmpi.base.shard import split
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import agreed
@@ -85,6 +86,7 @@ from nnmpi.nn.mode import Mode, current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.parallel.pipeline.stage import Visit
+from nnmpi.parallel.witness import SAME_DATA, StepWitness
 from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.tensor.backward import leaves_of
@@ -101,7 +103,9 @@ def evaluate_all(
     batches: Iterable[Batch],
     evaluate: Callable[[Batch], BatchPass],
     scalars: DeferredScalars,
+    witness: StepWitness,
     parts: int = 1,
+    rows_seen: Sequence[int] = (),
 ) -> Totals:
     """Return loss and score over this rank's parts of all batches, summed over ranks. Collective.
 
@@ -112,17 +116,32 @@ def evaluate_all(
         scalars: of evaluations; their sums begin anew.
         parts: the number of ranks that share the positions of each sample; every one of them
             counts its rows.
+        witness: compares what the ranks were given.
+        rows_seen: a checksum of each batch, where several ranks compute the same rows.
+
+    Raises:
+        UsageError: on all ranks, if they have different numbers of batches, other ones, or not all
+            rows of each once.
     """
     begin = clock.now()
-    rows, own_targets = 0, 0
+    rows, own_targets, taken = 0, 0, list[Taken]()
     scalars.clear()
     with no_grad():
         for batch in batches:
+            taken.append(batch.taken())
             if evaluate(batch).counts:
                 rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     own = values.get(LOSS, 0.0), values.get(SCORE, 0.0), values.get(WEIGHTS, own_targets)
-    loss, score, weights, samples, targets = group.sum_floats([*own, rows, own_targets])
+    # as JSON, since another rank may have a further batch, whose rows the ranks tell in this way
+    witness.begin({"number of batches": len(taken)}, taken, rows_seen)
+    by_rank = group.gather({"sums": [*own, rows, own_targets, witness.number()]})
+    refuse_uneven(by_rank)
+    loss, score, weights, samples, targets, differ = map(
+        sum, zip(*(item["sums"] for item in by_rank), strict=True)
+    )
+    if differ % witness.modulus:
+        witness.refuse("evaluation")
     return Totals(
         samples=int(samples) // parts,
         targets=int(targets),
@@ -130,6 +149,16 @@ def evaluate_all(
         score_sum=score,
         wall_s=clock.now() - begin,
     )
+
+
+def refuse_uneven(by_rank: Sequence[object]) -> None:
+    """Refuse ranks of which some have evaluated all their batches, and others have one more."""
+    done = [rank for rank, item in enumerate(by_rank) if isinstance(item, dict)]
+    if 0 < len(done) < len(by_rank):
+        raise UsageError(
+            f"the ranks give evaluate different numbers of batches, {name_ranks(done)} fewer than"
+            f" the others; {SAME_DATA}"
+        )
 
 
 class BatchPass(Pass):

@@ -336,7 +336,8 @@ def check_numerics(trainer: Trainer) -> None:
             f"seed {trainer.seed}",
             # replicas of a full model begin with the first one's weights
             f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",
-            *_update(trainer),
+            *trainer.optimizer.rule(not isinstance(model, ModelPart)),
+            f"clip {trainer.clip}",
         ],
     )
     low_dtype(mode)
@@ -350,24 +351,3 @@ def check_numerics(trainer: Trainer) -> None:
             f"precision {mode} is for float32 models, but this one is float64; use precision"
             " float32, or a float32 model"
         )
-
-
-def _update(trainer: Trainer) -> list[str]:
-    """Return this rank's update rule as text, with the numbers that must be equal on all ranks.
-
-    Decays and rates are by group, since uneven shards may lie in different numbers of buffers. A
-    pipeline omits them, since its stages have different groups.
-    """
-    optimizer = trainer.optimizer
-    numbers = {
-        name: item
-        for name, item in vars(optimizer).items()
-        if name == "betas" or (isinstance(item, int | float) and name[0] != "_")
-    }
-    if not isinstance(trainer.model, ModelPart):
-        for name in ("weight_decay", "rates"):
-            numbers[name] = dict(
-                zip(optimizer.storage.groups, getattr(optimizer, name), strict=True)
-            )
-    texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
-    return [type(optimizer).__name__, *texts, f"clip {trainer.clip}"]

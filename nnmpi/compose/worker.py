@@ -15,15 +15,15 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 
@@ -53,9 +53,8 @@ from nnmpi.compose.layout import (
     check_mix,
 )
 from nnmpi.compose.losses import SumLoss
-from nnmpi.compose.passes import BatchPass, Passes, evaluate_all
+from nnmpi.compose.passes import BatchPass, Passes, evaluate_all, refuse_uneven
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.step_check import StepCheck
 from nnmpi.compose.trainer import (
     Progress,
     SegmentReport,
@@ -79,9 +78,11 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient, device_coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
+from nnmpi.parallel.witness import StepWitness
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 
 _UNCHANGED = nullcontext()
+_END = object()
 
 
 class _Started(NamedTuple):
@@ -102,7 +103,7 @@ class _Started(NamedTuple):
     lr: float
     step: int
     factor: float
-    rows: list[str]
+    rows: list[int]
     report: StepReport
     read: Callable[[], tuple[float, float, int]]
     traffic: Traffic
@@ -200,7 +201,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         except NnmpiError:  # on all ranks
             self.exchange.release()
             raise
-        self._check = StepCheck(self.arrangement, model.storage)
+        mesh, sharers = self.arrangement.mesh, self.arrangement.same_rows
+        # the stages of a pipeline have different parameters
+        copies = mesh.replicas if self.arrangement.is_pipeline else mesh.world
+        self._check = StepWitness(model, mesh.world, copies, mesh.replicas, sharers, mesh.dp)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
         self._counted_bytes: int | None = None  # of the largest batch that was counted
@@ -329,20 +333,17 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 them.
         """
         batch, report = started.batch, started.report
-        self._check.begin(
-            f"lr {self.optimizer.lr}, step {started.step + 1}, {batch.microbatches} microbatches"
-            f" from sample {batch.first}",
-            started.rows,
-        )
+        says = {"learning rate": self.optimizer.lr, "number of updates": started.step}
+        self._check.begin(says, [batch.taken()], started.rows)
         failed = started.now.failed
-        check = self._check.number() + (failed is not None)
+        check = self._check.number(started.step) + (failed is not None)
         (*sums, targets, differ), norm = self.exchange.meet((*numbers, check))
         report.loss_sum, report.score_sum = sums
-        if differ:
+        if differ % self._check.modulus:
             with agreed(self.group):
                 if failed is not None:
                     raise failed
-            self._check.refuse()
+            self._check.refuse(f"step {started.step + 1}")
         if targets != batch.global_targets:
             names = (
                 "group.rank and group.size"
@@ -578,6 +579,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self._check.require_same_rows([samples.shape, labels.shape])
         row_elements = prod(samples.shape[1:])
         given = self.group.gather([number, len(samples), count_targets(labels), row_elements])
+        refuse_uneven(given)
         counts = {number: (rows, targets) for number, rows, targets, _ in given}
         first = sum(counts[before][0] for before in range(number))
         return Batch(
@@ -596,7 +598,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         """Evaluate batches, one, or this replica's samples and labels; see `Trainer.evaluate`."""
         if y is not None or isinstance(batches, Batch):
             batches = [batches if y is None else (batches, y)]
-        rows, failed = list[str](), list[NnmpiError]()
+        rows, failed = list[int](), list[NnmpiError]()
 
         def evaluate(batch: Batch) -> BatchPass:
             now = self.passes.evaluate(batch)
@@ -605,16 +607,17 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
-            shares = map(partial(self._share_of, rows), batches)
-            totals = evaluate_all(self.group, shares, evaluate, self.passes.evaluated, parts)
+            if not self.arrangement.is_plain:
+                batches = _as_many(self.group, batches)
+            shares, sums = map(partial(self._share_of, rows), batches), self.passes.evaluated
+            totals = evaluate_all(self.group, shares, evaluate, sums, self._check, parts, rows)
         if self.arrangement.is_pipeline:
             with agreed(self.group):
                 if failed:
                     raise failed[0]
-        self._check.require_same_rows([crc32(f"{rows}".encode())])
         return totals
 
-    def _share_of(self, rows: list[str], item: Any) -> Batch:
+    def _share_of(self, rows: list[int], item: Any) -> Batch:
         """Return what this rank evaluates of a batch; note the checksum of its rows."""
         # a pair of an iterable, or of another library's loader
         batch, checksum = self.arrangement.local(
@@ -682,6 +685,19 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
+
+
+def _as_many(group: Group, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items, as long as every rank has one more. Collective at each.
+
+    For layers that meet in each batch: they would wait for ranks that have none.
+    """
+    for item in chain(items, [_END]):
+        have = group.gather_floats([item is not _END])[:, 0].tolist()
+        refuse_uneven([() if more else {} for more in have])
+        if item is _END:
+            return
+        yield item
 
 
 def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
 from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
-from nnmpi.base.loop import iterated
+from nnmpi.base.loop import OpenLoop, Origin, Taken, iterated
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
@@ -84,6 +84,7 @@ class Batch:
             `parallel.sequence`); else None.
         first: the global batch's first index.
         row_elements: of the longest sample of the global batch; by default of x.
+        source: what decides which samples it holds; None for a batch that no Loader made.
     """
 
     x: Array
@@ -99,6 +100,7 @@ class Batch:
     length: int | None = None
     first: int = 0
     row_elements: int = 0
+    source: Origin | None = None
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -140,11 +142,8 @@ class Batch:
 
     def checksum(self) -> int:
         """Return a checksum of the labels, and of the samples (on a device, of their indices)."""
-        result = 0
-        for array in (self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels):
-            if array is not None:
-                result = crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, result)
-        return result
+        x, labels = self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels
+        return _crc(x) if labels is None else _crc(x, labels)
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""
@@ -158,6 +157,11 @@ class Batch:
         host_y = None if self.host_y is None else self.host_y[part]
         return replace(self, x=self.x[part], y=self.y[part], host_y=host_y)
 
+    def taken(self) -> Taken:
+        """Return which batch it is, without its arrays."""
+        which = self.epoch, self.number, self.first, self.global_rows, self.microbatches
+        return Taken(self.source, *which, self.cuts)
+
     @property
     def first_row(self) -> int:
         """The index of this rank's first row in the global batch."""
@@ -167,6 +171,36 @@ class Batch:
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
     return tuple(per_row * len(part) for part in split(global_rows, microbatches))
+
+
+class Order:
+    """What decides which samples a loader's batches hold, and in which order: a `loop.Origin`.
+
+    Data in memory are compared by a checksum, which is computed when it is first asked for.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.world, self._dataset = loader.world, loader.dataset
+        settings = ("batch_size", "seed", "shuffle", "partition", "microbatches", "world")
+        self._texts = [f"{name} {getattr(loader, name)}" for name in settings]
+
+    def texts(self) -> list[str]:
+        """See `loop.Origin.texts`."""
+        arrays = [item for item in vars(self._dataset).values() if type(item) is np.ndarray]
+        samples = [f"{len(self._dataset)} samples", f"samples with the checksum {_crc(*arrays)}"]
+        return [*samples, *self._texts]
+
+    @cached_property
+    def code(self) -> int:
+        """See `loop.Origin.code`."""
+        return crc32("\n".join(self.texts()).encode())
+
+
+def _crc(*arrays: Array) -> int:
+    result = 0
+    for array in arrays:
+        result = crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, result)
+    return result
 
 
 @answering
@@ -254,6 +288,7 @@ class Loader(Settled):
                 [row_owners(row, self.world, self.microbatches) for row in rows]
             )
             self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
+        self._source = Order(self)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -353,9 +388,8 @@ class Loader(Settled):
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
-            return Prefetch(
-                _Gathered(settings, device, held, epoch_order, epoch), numbers, workers=0
-            )
+            gathered = _Gathered(settings, device, held, epoch_order, epoch)
+            return Prefetch(gathered, numbers, workers=0, describe=Batch.taken)
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
@@ -384,6 +418,7 @@ class Loader(Settled):
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
             send=None if uploads is None else send,
+            describe=Batch.taken,
         )
 
     def _uploads_to(self, device: Backend) -> Uploads:
@@ -408,6 +443,11 @@ class Loader(Settled):
                 object.__setattr__(held, "x", resident(device, dataset.x))
             self._held = dataset, device, held
         return self._held[2] if self._only_normalizes else None
+
+    @property
+    def source(self) -> Order:
+        """What decides which samples the batches hold."""
+        return self._source
 
     @property
     def is_small(self) -> bool:
@@ -488,6 +528,7 @@ class Loader(Settled):
             microbatches=min(self.microbatches, global_rows),
             targets=targets,
             first=epoch_order[start],
+            source=self._source,
         )
         return make, indices, length
 
@@ -594,6 +635,7 @@ class Prefetch(Iterator[T]):
     Args:
         send: begins to copy an item, in the consuming thread, if it is made, before the one ahead
             of it is returned; and returns a function that ends the copy. None for no copy.
+        describe: returns which batch an item is, for `loop.open_batches`; None for other items.
     """
 
     def __init__(
@@ -604,7 +646,9 @@ class Prefetch(Iterator[T]):
         workers: int = 1,
         ahead: int = 2,
         send: Callable[[T], Callable[[], T]] | None = None,
+        describe: Callable[[T], Taken] | None = None,
     ) -> None:
+        self._describe, self._loop = describe, OpenLoop()
         self._make, self._numbers, self._send = make, iter(numbers), send
         self._sent: Callable[[], T] | None = None
         self._pending: deque[Future[T]] = deque()
@@ -622,13 +666,17 @@ class Prefetch(Iterator[T]):
         """Return the next item; wait for its thread."""
         try:
             if self._send is None:
-                return self._made()
-            arrive = self._sent or self._send(self._made())
-            self._sent = self._send(self._made()) if self._is_made else None
-            return arrive()
+                item = self._made()
+            else:
+                arrive = self._sent or self._send(self._made())
+                self._sent = self._send(self._made()) if self._is_made else None
+                item = arrive()
         except BaseException:
             self.close()
             raise
+        if self._describe is not None:
+            self._loop.take(self._describe(item))
+        return item
 
     def _made(self) -> T:
         if self._pool is None:
@@ -648,7 +696,7 @@ class Prefetch(Iterator[T]):
 
     def close(self) -> None:
         """Discard prefetched items and stop the threads, without waiting for hung ones."""
-        self._numbers, self._sent = iter(()), None
+        self._numbers, self._sent, self._loop.taken = iter(()), None, None
         self._pending.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

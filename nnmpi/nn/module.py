@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
+from types import FunctionType
 from typing import Any, ClassVar, Never, Self, TypeAlias
 from weakref import ref
 
@@ -41,6 +42,7 @@ from nnmpi.base.errors import (
     Settled,
     UninitializedError,
     UsageError,
+    is_own,
 )
 from nnmpi.base.shard import Region
 from nnmpi.base.words import raise_missing, refuse_words
@@ -239,7 +241,7 @@ class Module(Settled):
             raise UsageError(
                 f"{name} is a parameter; write its values by {name}.data[...] = values"
             )
-        if _is_tree(value):
+        if _is_tree(value) or (name[0] != "_" and isinstance(value, SETTINGS)):
             Parameter.trees += 1
         if isinstance(value, STRUCTURE) and name not in self._read_once:
             object.__setattr__(self, name, value)  # a part of the tree may have a new name
@@ -276,6 +278,25 @@ class Module(Settled):
         return "\n".join(
             [f"{lines[0]} parameters" if rows[0][1] and not rows[0][2] else lines[0], *lines[1:]]
         )
+
+    def settings(self) -> list[str]:
+        """Return each module's name, class and settings as text; the same on all ranks.
+
+        Whole numbers of a user's module are left out: they may say which rank it is.
+        """
+        lines: list[str] = []
+        for path, module in self.named_modules():
+            kind = type(module)
+            shown = SETTINGS if is_own(kind) else (bool, float, str, FunctionType)
+            values = {
+                name: getattr(value, "__qualname__", value)
+                for name, value in vars(module).items()
+                if name[0] != "_" and name != "path" and isinstance(value, shown)
+                if is_own(kind) or not isinstance(value, int) or isinstance(value, bool)
+            }
+            texts = [f"{name}={value!r}" for name, value in values.items()]
+            lines.append(f"{path} {kind.__name__}({', '.join(texts)})".lstrip())
+        return lines
 
     def children(self) -> NamedModules:
         """Yield the modules directly below this one, with their names here."""
@@ -586,6 +607,7 @@ class Module(Settled):
             raise UsageError(f"{type(self).__name__} has no module {name!r} that can be replaced")
 
 
+SETTINGS = (bool, float, int, str, FunctionType, type(None))  # what `Module.settings` shows
 STRUCTURE = (Module, Parameter, Buffer, list, tuple, dict)
 PARTS = (Module, Parameter)
 

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
@@ -204,6 +205,12 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 " Worker update them (worker.step), or give it"
                 " GradientExchange(fused_update=False)"
             )
+        if self.storage.unsummed:
+            raise UsageError(
+                "the gradients are this rank's alone, since the last pass was not the last of its"
+                " update: call parallel.backward(loss, samples, last=True) for the last loss of each"
+                " update, also of what is left at the end of an epoch"
+            )
         if self.steps == 0:
             self._warn_alone()
         self.storage.finish_gradients()
@@ -211,7 +218,33 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             self.move()
         self._require_same_arrays()
         self._update_all(lr, self._blocks, self.storage.frozen())
+        self.storage.spent = True
+        self.storage.updated = self._rule, lr, self.steps
         self.storage.finish_update()
+
+    def rule(self, by_group: bool = True) -> list[str]:
+        """Return the update rule as text, with the numbers that are equal on all ranks.
+
+        Args:
+            by_group: whether decays and rates are included: by group, since uneven shards may lie
+                in different numbers of buffers. The stages of a pipeline have different groups.
+        """
+        numbers = {
+            name: item
+            for name, item in vars(self).items()
+            if name == "betas" or (isinstance(item, int | float) and name[0] != "_")
+        }
+        if by_group:
+            for name in ("weight_decay", "rates"):
+                numbers[name] = dict(zip(self.storage.groups, getattr(self, name), strict=True))
+        texts = [f"{name.replace('_', ' ')} {value}" for name, value in numbers.items()]
+        return [type(self).__name__, *texts]
+
+    @cached_property
+    def _rule(self) -> str:
+        """The rule without what changes from update to update."""
+        changing = "lr ", "steps "
+        return ", ".join(text for text in self.rule() if not text.startswith(changing))
 
     def note_place(self) -> None:
         """Note the place of `for batch in loader`, if one is running.

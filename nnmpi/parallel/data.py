@@ -21,7 +21,7 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import active, record_call, record_note
+from nnmpi.backend.recording import record_call, record_note
 from nnmpi.base.errors import (
     CommError,
     DeviceError,
@@ -34,7 +34,7 @@ from nnmpi.base.errors import (
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, AlgorithmLike
-from nnmpi.comm.buffers import is_device
+from nnmpi.comm.buffers import is_device, to_host
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange
 from nnmpi.comm.group import Group
@@ -43,7 +43,7 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
-from nnmpi.tensor.function import Function
+from nnmpi.parallel.witness import Losses, UpdateWitness
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import turns_of
@@ -87,6 +87,7 @@ class Replicas(
 
     Attributes:
         keeps_own: whether each rank still has its own gradients, or all sums, after a step.
+        keeps_equal: whether each rank has all weights, the same bits as the others.
         is_fused: whether the sum is fused with the update, which overwrites the gradients.
         holders: the ranks that share a node's single copy of parameters and optimizer state; 1 if
             each rank has its own.
@@ -100,6 +101,7 @@ class Replicas(
     """
 
     keeps_own: ClassVar[bool] = True
+    keeps_equal: ClassVar[bool] = True
     is_fused: ClassVar[bool] = False
     holders = 1
     shares_batches = True
@@ -113,12 +115,9 @@ class Replicas(
         self._now = SimpleNamespace(last=None, summed=False)
         self.released = False
         self._checked = set[int]()  # denominators of means that the ranks have compared
-        self._summands: list[int] | None = [0, 0, 0]  # of this step's losses, if they are known
-        self._says = False  # whether one of them is not 0
-        self._steps, self._due = 0, {1, 3}  # momentum begins to tell in the second update
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
-        self.storage.replicas = group
+        self.storage.replicas, self._witness = group, UpdateWitness(model, group, self.keeps_equal)
         if group.size > 1 and runs_backward:
             for span in self.storage.spans:  # all of them: a stray pass may reach any parameter
                 span.parameter.guard = self._check_pass
@@ -154,14 +153,15 @@ class Replicas(
         # the backward pass.
         samples = check_int("samples", samples, 0)
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
-        if self.group.size > 1 and samples not in self._checked and len(self._checked) < CHECKED:
-            self._check_samples(loss_sum, samples, last)
-        if self._steps in self._due and active() is None:
-            self._due.remove(self._steps)  # a step may have several passes
-            self._check_update()
-        self._steps += last
         # recorded, so that a compiled step repeats it each time
+        if self.group.size > 1:
+            losses = Losses.of(loss_sum, len(self._checked) < CHECKED)
+            record_note(self._witness.note, samples, losses)
+            if last and samples not in self._checked and len(self._checked) < CHECKED:
+                self._check_samples(losses, samples)
         record_note(self.begin_pass, last)
+        if last and self.group.size > 1:
+            record_note(self.send_witness)
         try:
             loss_sum.backward(seed)
             record_call(self.finish_pass)
@@ -170,38 +170,13 @@ class Replicas(
         if last:
             record_call(self.finish)
 
-    def _check_update(self) -> None:
-        """Refuse ranks that have updated their weights differently. Collective."""
-        if self.group.size > 1 and not self.storage.node_shared:
-            try:
-                self.check_equal()
-            except CommError as error:
-                raise UsageError(
-                    f"{error} after update {self._steps}; give the optimizers of all ranks the same"
-                    " settings, and change weights equally on all of them"
-                ) from None
+    def send_witness(self) -> None:
+        """Add what this rank says of an update to what the ranks sum."""
 
-    def _check_samples(self, loss: Tensor, samples: int, last: bool) -> None:
+    def _check_samples(self, losses: Losses, samples: int) -> None:
         """Refuse to divide by another number than the global batch's. Collective."""
-        node = loss.node
-        while node is not None and not node.summands:
-            inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
-            node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
-        is_mean = node is not None and node.averages
-        # such as a loss with weight 0: the rank has no rows that count, nor a say
-        is_nothing = isinstance(loss.data, np.ndarray) and not loss.data.any()
-        self._says |= not is_nothing
-        if is_nothing:
-            pass
-        elif node is None or self._summands is None:
-            self._summands = None
-        else:
-            pairs = zip(self._summands, node.summands, strict=True)
-            self._summands = [before + now for before, now in pairs]
-        if not last:
-            return
-        own, self._summands = self._summands, [0, 0, 0]
-        says, self._says = self._says, False
+        window = self._witness.losses
+        is_mean, own, says = losses.is_mean, window.counts, window.says
         self._checked.add(samples)
         by_rank = self.group.gather([samples, is_mean and says, own, says])
         heard = next((number for number, *_, says in by_rank if says), samples)
@@ -216,7 +191,8 @@ class Replicas(
         for kind in kinds:
             # 1 may also say that the sum is wanted
             is_own = set(kind) == {samples} and samples not in (0, 1, self.group.size * is_mean)
-            if is_mean and node is loss.node and (is_own or 1 < max(kind) < sum(kind) == samples):
+            is_all = is_own or 1 < max(kind) < sum(kind) == samples
+            if is_mean and losses.is_whole and is_all:
                 raise UsageError(
                     f"backward divides by {samples} samples, and the loss is a mean already; give"
                     ' it with reduction="sum"'
@@ -261,7 +237,7 @@ class Replicas(
         """
         self.check_not_released()
         self.storage.finish_gradients()
-        self._now.summed = True
+        self._now.summed, self.storage.unsummed = True, False
 
     def meet(
         self, numbers: Sequence[float], group: Group, norm: Callable[[], float]
@@ -298,6 +274,7 @@ class Replicas(
                 " last of a step's losses)"
             )
         self._now.summed, self._now.last = False, last
+        self.storage.unsummed = not last and self.group.size > 1
 
     def finish_pass(self) -> None:
         """End a complete pass: a hook for subclasses that sum units."""
@@ -378,6 +355,8 @@ class DataParallel(Replicas, fixed="exchange"):
             "native" or "ring"; or one name for each bucket.
         bucket_bytes: the longest bucket, unless one parameter is longer; None to choose (see
             `comm.gradients`).
+        compares: whether each update carries what the ranks compare, see `parallel.witness`; a
+            Worker compares more, with its losses.
         overlap: whether buckets are summed while the backward pass still runs, or all at its end.
             None to choose: overlap pays between nodes and with arrays on a device. On one node it
             does not, since a core that computes has no cycles to copy with (a small MLP's step took
@@ -411,18 +390,20 @@ class DataParallel(Replicas, fixed="exchange"):
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
         runs_backward: bool = True,
+        compares: bool = True,
     ) -> None:
         check_free(model, group)
         storage = model.storage
-        check_same_model(group, storage)
+        check_same_model(group, model)
         self._shared, self.notice = _share_gradients(storage, group, allreduce)
         spans = [  # gradients of one rank's experts are in no bucket
             (-1 if storage.rank_local[s.buffer] else s.buffer, s.start, s.stop)
             for s in storage.spans
         ]
         try:
+            tail = storage.tail if compares and group.size > 1 else None
             self.exchange = BucketExchange(
-                group, storage.grads, spans, allreduce, bucket_bytes, overlap
+                group, storage.grads, spans, allreduce, bucket_bytes, overlap, tail
             )
         except NnmpiError:  # on all ranks
             _unshare_gradients(storage, group, self._shared)
@@ -456,10 +437,31 @@ class DataParallel(Replicas, fixed="exchange"):
         """See `Replicas.progress`."""
         self.exchange.progress()
 
+    def send_witness(self) -> None:
+        """See `Replicas.send_witness`: in the tail of the gradients."""
+        if self._tail is not None:
+            self._tail[...] = namespace(self._tail).asarray(self._witness.numbers())
+            self._tells = True
+
     def finish(self) -> None:
         """See `Replicas.finish`."""
         super().finish()
         self.exchange.finish()
+        if self._tells and self._tail is not None:
+            self._tells = False
+            sums = to_host(self._tail).tolist()
+            self._tail[...] = 0
+            self._witness.judge(sums)
+
+    _tells = False  # whether the gradients under way carry a witness
+
+    @property
+    def _tail(self) -> Array | None:
+        """The room for a witness in the gradients, see `FlatStorage.tail`."""
+        if self.storage.tail is None:
+            return None
+        buffer, part = self.storage.tail
+        return self.storage.grads[buffer][part]
 
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""

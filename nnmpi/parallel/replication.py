@@ -20,8 +20,11 @@ from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.parameter import FlatStorage
 
 
-def check_same_model(group: Group, storage: FlatStorage) -> None:
+def check_same_model(group: Group, model: Module | FlatStorage) -> None:
     """Compare names, shapes, dtypes and frozen parameters over all ranks. Collective.
+
+    Of a model with its layers also their classes and settings: ranks with other activations, or
+    another dropout, would sum gradients of different functions.
 
     Strategies do this first. MPI would not notice a difference: padded flat arrays of different
     models may have the same length.
@@ -32,6 +35,9 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     """
     if group.size == 1:
         return
+    storage, settings = (
+        (model.storage, model.settings()) if isinstance(model, Module) else (model, [])
+    )
     members = set(group.comm.members)
     for p in (span.parameter for span in storage.spans):
         others = set() if p.ranks is None else set(p.ranks.comm.members)
@@ -50,7 +56,10 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
         for p, kind in spans
     ]
     require_equal(
-        group, parameters, "the ranks have different models", "build the same model on every rank"
+        group,
+        [*parameters, *settings],
+        "the ranks have different models",
+        "build the same model on every rank",
     )
 
 

@@ -8,7 +8,8 @@ known. Initial values come from a stream keyed by seed and full name, so they do
 layout. A parameter's `data` and gradient are views into the flat arrays. So one optimizer call
 updates a group, one message sums a bucket, and a shard is a range of offsets. With an allocator of
 shared memory the ranks of a node read one another's gradients. Each parameter begins at a multiple
-of 64 bytes; the gaps hold zeros.
+of 64 bytes; the gaps hold zeros. Behind the last one there is room for a few numbers that travel
+with the gradients (`FlatStorage.tail`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from nnmpi.tensor.function import Variable, Version
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
+TAIL = 6  # the elements of `FlatStorage.tail`
 
 Initializer: TypeAlias = Callable[[np.random.Generator, Shape], Array]
 Allocate: TypeAlias = Callable[[int, Any], Array]  # (elements, dtype) -> a 1-D array of zeros
@@ -46,6 +48,12 @@ def _zeros(_generator: np.random.Generator, shape: Shape) -> Array:
 
 def _given(values: Array, _generator: np.random.Generator, _shape: Shape) -> Array:
     return values
+
+
+def aligned(elements: int, itemsize: int) -> int:
+    """Return the elements up to the next multiple of ALIGNMENT_BYTES."""
+    step = ALIGNMENT_BYTES // itemsize
+    return -(-elements // step) * step
 
 
 class Parameter(Tensor):
@@ -300,11 +308,15 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         seed: of the initial values.
         version: the version counter of the parameters.
         ranks: the group that shards these arrays (ZeRO); None if each rank has all of them.
+        tail: the number of an array, and TAIL elements behind its last parameter, where a strategy
+            puts what the ranks compare (see `parallel.witness`): behind the last parameter that is
+            the same on all ranks. None without one, or if `has_tail` is False.
         is_stage: whether these are the parameters of some stages of a pipeline.
         check: refuses a model with other parameters than these; None without a model.
     """
 
     seed, is_stage = 0, False
+    has_tail = True
     ranks: Any = None
     check: Callable[[], None] | None = None
 
@@ -331,7 +343,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         lengths: list[int] = []
         if dtype is None:
             dtype = next(iter(values.values())).dtype if values else np.dtype("float32")
-        self.dtype, step = dtype, ALIGNMENT_BYTES // dtype.itemsize
+        self.dtype = dtype
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
             kind = label, parameter.rank_local, parameter.room
@@ -340,11 +352,16 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             # the next parameter begins at a multiple of the alignment
-            lengths[buffer] = -(-(start + parameter.size) // step) * step
+            lengths[buffer] = aligned(start + parameter.size, dtype.itemsize)
         self.groups, self.rank_local = (
             [label for label, *_ in buffers],
             [is_local for _, is_local, _ in buffers],
         )
+        self.tail: tuple[int, slice] | None = None
+        last = [span for span in self.spans if self.has_tail and not span.parameter.rank_local][-1:]
+        for span in last:
+            self.tail = span.buffer, slice(span.stop, span.stop + TAIL)
+            lengths[span.buffer] = aligned(span.stop + TAIL, dtype.itemsize)
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)
@@ -469,6 +486,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             recorder.cleared.update(map(id, self._parameters))
 
     def _clear_grads(self) -> None:
+        self.unsummed = self.spent = False
         for parameter in self._parameters:
             parameter._grad = None
 

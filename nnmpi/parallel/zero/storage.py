@@ -43,11 +43,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import DeviceError, UsageError
 from nnmpi.base.shard import buckets, common, part, split
+from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
-from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
+from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device, to_host
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.gradients import BUCKET_BYTES
@@ -60,12 +61,14 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, join_layers, open_ch
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
-from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Allocate, FlatStorage, Parameter, Span
+from nnmpi.tensor.parameter import TAIL, Allocate, FlatStorage, Parameter, Span, aligned
 
 NO_GATHER = (
     "each rank has only part of this model's parameters, and the strategy that gathers them"
     " was released; to continue with a whole model, call gather_model() instead of release()"
 )
+# where ranks meet that share memory: before a sum, after it, after an update
+PLACES = "a backward pass", "the end of a backward pass", "optimizer.step()"
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
@@ -122,6 +125,7 @@ class ShardedStorage(FlatStorage):
             )
         self.ranks = self.replicas = ranks
         self.stage, self._store = stage, store
+        self.has_tail = stage == 1  # the passes of stages 2 and 3 send a few numbers anyway
         itemsize = (
             next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)
         ).itemsize
@@ -135,6 +139,8 @@ class ShardedStorage(FlatStorage):
             return f"{unit_of.get(parameter, COMMON)} {label}"
 
         self._node: NodeSum | None = None
+        self._turn = 0
+        self._told: tuple[Sequence[float], Callable[[Sequence[float]], None]] | None = None
         self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
         # by unit: parameters without values while it is in no slot, which has another's by then
         self._hidden: dict[int, list[tuple[Parameter, Array]]] = {}
@@ -342,19 +348,20 @@ class ShardedStorage(FlatStorage):
     def reduce(self, *numbers: int) -> None:
         """Reduce-scatter units' gradients, and accumulate this rank's part. Collective."""
         full = list(chain.from_iterable(map(self._complete, numbers)))
-        if not full:
+        if not full and self._node is None:  # without messages all meet, whatever each has frozen
             return
         with self.ranks.collective(REDUCE_SCATTER.name):
-            self.wait_for_others()
+            self._wait_for_others(0)
             for i in full:
                 self._sum(i)
-            self.wait_for_others()
+            self._wait_for_others(1)
 
     def _complete(self, number: int) -> Iterable[int]:
         """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        if not any(self.spans[i].parameter.requires_grad for i in numbers):
+        told = self._told if self.tail is not None and self.tail[0] in pieces else None
+        if told is None and not any(self.spans[i].parameter.requires_grad for i in numbers):
             return ()
         ends = dict.fromkeys(pieces, 0)
         for i in numbers:
@@ -367,6 +374,9 @@ class ShardedStorage(FlatStorage):
                 span.parameter.grad = None
         for i, end in ends.items():
             self._grads[i][end:] = 0
+        if told is not None and self.tail is not None:
+            buffer, part = self.tail
+            self._grads[buffer][part] = namespace(self._grads[buffer]).asarray(told[0])
         return ends
 
     def _sum(self, i: int) -> None:
@@ -376,7 +386,7 @@ class ShardedStorage(FlatStorage):
         self._fresh[i] = False
         self._count(full)
         if self._node is not None:
-            for _ in self._node.sums(i, replace=fresh):
+            for _ in self._node.sums(i, replace=fresh or self.stage == 1):
                 pass
             return
         arrived = full[self.slices[i]]
@@ -392,10 +402,58 @@ class ShardedStorage(FlatStorage):
         elif arrived is not target:
             target[...] = arrived
 
-    def wait_for_others(self) -> None:
-        """With shared memory, wait for the other ranks before the next read or write."""
-        if self._node is not None:
-            self._node.barrier.run()
+    def tell(self, numbers: Sequence[float], judge: Callable[[Sequence[float]], None]) -> None:
+        """Send a few numbers with this step's gradients; their sums come with the new weights.
+
+        A reduce-scatter leaves the sum of each element on the rank that owns it, and that rank
+        gives it to all with its weights.
+
+        Args:
+            numbers: as many as the tail has elements.
+            judge: called with the sums, at the end of the update.
+        """
+        self._told = (numbers, judge) if self.tail is not None else None
+
+    def take_told(self) -> None:
+        """Take this rank's elements of the summed numbers out of the gradients."""
+        if self._told is not None:
+            buffer, here = self._told_here()
+            self._told_sums = self.grads[buffer][here].copy()
+            self.grads[buffer][here] = 0
+
+    def _told_here(self) -> tuple[int, slice]:
+        """Return the tail's array, and this rank's elements of the tail in its part."""
+        assert self.tail is not None
+        buffer, part = self.tail
+        local = self.slices[buffer]
+        own = common(local, part)
+        return buffer, slice(own.start - local.start, own.stop - local.start)
+
+    def _wait_for_others(self, place: int) -> None:
+        """With shared memory, wait for the other ranks before the next read or write.
+
+        Each rank says where it is, and all compare: of two that meet in different places, one would
+        read what the other still writes. They write by turns in two rows, since a rank that is ahead
+        may say where it is next while another still reads.
+
+        Args:
+            place: in PLACES.
+
+        Raises:
+            UsageError: on all ranks, naming them.
+        """
+        if self._node is None:
+            return
+        self._turn = 1 - self._turn
+        row = self._at[self._turn]
+        row[self._node.memory.rank] = place
+        self._node.barrier.run()
+        refuse_different(
+            [[PLACES[number]] for number in row.tolist()],
+            "the ranks are at different places of their loops",
+            "call backward and optimizer.step() equally often on all ranks",
+            UsageError,
+        )
 
     # ---- parameters ----
 
@@ -455,7 +513,8 @@ class ShardedStorage(FlatStorage):
                 0 if is_own else length
                 for length, is_own in zip(lengths, self.rank_local, strict=True)
             ]
-            data = memory.common_all([(length, dtype) for length in shared])
+            places = 2 * memory.size, np.dtype("int64")
+            at, *data = memory.common_all([places, *((length, dtype) for length in shared)])
             grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
             memory.free()
@@ -465,6 +524,7 @@ class ShardedStorage(FlatStorage):
         ):
             if not is_own:
                 full[item] = local
+        self._at = at.reshape(2, memory.size)
         memory.barrier()
         self.version.meet = memory.barrier
         empty = [array[:0] for array in grads]
@@ -472,7 +532,9 @@ class ShardedStorage(FlatStorage):
             slice(0, 0) if is_own else item
             for item, is_own in zip(self.slices, self.rank_local, strict=True)
         ]
-        totals = None if self.stage == 1 else self._with_own(list(self.grads), empty)
+        # in stage 1 a rank's sums lie in its own array: what it does to its gradients changes them
+        parts = [full[item] for full, item in zip(grads, self.slices, strict=True)]
+        totals = self._with_own(parts if self.stage == 1 else list(self.grads), empty)
         self._node = NodeSum(grads, memory, owns=owns, totals=totals)
         self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
         self.grads = self._with_own(self._node.totals, self.grads)
@@ -486,11 +548,17 @@ class ShardedStorage(FlatStorage):
         super().finish_update()
         for number in [*self._resident]:
             self.release(number)
+        told, self._told = self._told, None
+        if told is not None:
+            buffer, here = self._told_here()
+            self.data[buffer][here] = self._told_sums
         with self.ranks.collective(ALL_GATHER.name):
-            self.wait_for_others()
+            self._wait_for_others(2)
             for i, pending in self._gathers.items() if self.stage < 3 else ():
                 self._count(self._data[i])
                 pending.run()
+        if told is not None and self.tail is not None:
+            told[1](to_host(self._data[buffer][self.tail[1]]).tolist())
 
     def acquire(self, number: int, following: int | None = None) -> None:
         """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
@@ -738,14 +806,22 @@ def predict_bytes(
         units: see `ShardedStorage`.
     """
     cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
-    lengths = [_length(unit.parameters, itemsize) for unit in cut]
-    shared_length = _length(shared, itemsize)
-    full = (
-        _length([item for item in model.parameters() if not item.rank_local], itemsize) * itemsize
-    )
+    order = [item for item in model.parameters() if not item.rank_local]
+
+    def length(parameters: Sequence[Parameter]) -> int:
+        room = [TAIL] if stage < 2 and {*order[-1:]} & {*parameters} else []  # `FlatStorage.tail`
+        extra = [
+            aligned(order[-1].size + more, itemsize) - aligned(order[-1].size, itemsize)
+            for more in room
+        ]
+        return _length(parameters, itemsize) + sum(extra)
+
+    lengths = [length(unit.parameters) for unit in cut]
+    shared_length = length(shared)
+    full = (length(order) if stage != 1 else sum(lengths) + shared_length) * itemsize
     own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
     pieces = [
-        _length([item for item in parameters if item.room == room], itemsize)
+        length([item for item in parameters if item.room == room])
         for parameters in [*(unit.parameters for unit in cut), shared]
         for room in {item.room for item in parameters}
     ]
@@ -767,5 +843,4 @@ def predict_bytes(
 
 
 def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
-    step = ALIGNMENT_BYTES // itemsize
-    return sum(-(-parameter.size // step) * step for parameter in parameters)
+    return sum(aligned(parameter.size, itemsize) for parameter in parameters)

@@ -5,7 +5,7 @@ On one node no message is sent: see `ShardedStorage.connect`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import COMMON, NO_GATHER, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
-from nnmpi.tensor.parameter import FlatStorage
+from nnmpi.tensor.parameter import TAIL, FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
 NO_PASS = -2  # no backward pass is running
@@ -91,8 +91,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         [448, 448]
     """
 
-    keeps_own = False
+    keeps_own = keeps_equal = False
     storage: ShardedStorage
+    _numbers: Sequence[float] = (0,) * TAIL  # of the witness of this pass
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         runs_backward: bool = True,
     ) -> None:
         check_free(model, group, zero=True)
-        check_same_model(group, model.storage)
+        check_same_model(group, model)
         old = model.storage
         values = {}
         if not isinstance(old, ShardedStorage):
@@ -172,8 +173,6 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     def begin_pass(self, last: bool) -> None:
         """See `Replicas.begin_pass`."""
-        if self._now.summed:  # another rank may still read sums that lie in this rank's gradients
-            self.storage.wait_for_others()
         super().begin_pass(last)
         if self._at != NO_PASS:
             raise CommError(
@@ -211,10 +210,13 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     def _begin_again(self, wanted: bool) -> bool:
         """Begin with the last unit again if some rank's graph has another forward. Collective."""
-        again = self.group.sum_floats([wanted])[0] > 0
+        again, *sums = self.group.sum_floats([wanted, *self._numbers])
         if again:
             self._begin_units()
-        return again
+        elif any(sums):
+            self._numbers = (0,) * TAIL
+            self._witness.judge(sums)
+        return again > 0
 
     def _finish_units(self, number: int) -> None:
         """Sum and release all units above this one, which the backward pass is past on this rank.
@@ -227,6 +229,14 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             self._at -= 1
             if self._at >= 0:
                 self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
+
+    def send_witness(self) -> None:
+        """See `Replicas.send_witness`: at the end of the pass, or with the new weights."""
+        numbers = self._witness.numbers()
+        if self.stage > 1:
+            self._numbers = numbers
+        else:
+            self.storage.tell(numbers, self._witness.judge)
 
     def finish_pass(self) -> None:
         """Sum the remaining units, and end the pass; see `Replicas.finish_pass`."""
@@ -249,6 +259,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             # in a pipeline, stages 2 and 3 have summed each microbatch's units already
             units = range(len(self.storage.units) if self.stage == 1 else 0)
             self.storage.reduce(*reversed(units), COMMON)
+            self.storage.take_told()
 
     # ---- the model ----
 

@@ -1,0 +1,455 @@
+"""Whether all ranks do the same update, and share its batch: compared in messages sent anyway.
+
+A witness is what one rank says of an update. Some of it must agree on all ranks: the rate, the
+number of the update, the data and their order, what is frozen. Some must add up: the ranks' rows
+cover the batch once, and their losses are as many as the gradient is divided by.
+
+    rank 0    rate 0.1    rows 0-3 of 8    4 losses             h(4) - h(0)    checksum * (1 - size)
+    rank 1    rate 0.1    rows 4-7 of 8    4 losses of 8        h(8) - h(4)    checksum
+    sum                                                         h(8) - h(0)    0
+
+Each rank adds one number, modulo a power of 2. Checksums of what is equal add up to 0, since the
+first rank's is multiplied by 1 - size. A row's place has a random number h, and each interval adds
+h(end) - h(begin): the sum is h(rows of the batch) - h(0) if and only if, with near certainty, the
+intervals follow one another without a gap. So nothing is sent besides what the ranks sum anyway:
+a Worker's losses, the gradients of a loop of one's own. Only if the sum is wrong are the texts
+exchanged, to name the rank, the field and the values. A message of its own in every update would
+take as long as the sum of the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from nnmpi.backend.recording import active
+from nnmpi.base.errors import UsageError
+from nnmpi.base.loop import Taken, open_batches
+from nnmpi.comm.agreement import agreed, refuse_different, require_equal
+from nnmpi.comm.group import Group
+from nnmpi.nn.module import Module
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.tensor.tensor import Tensor
+
+SAME_DATA = (
+    "give every rank's Loader the group, and the same data and settings: Loader(data, size, group)"
+)
+# by field: what the user can do
+REMEDIES = {
+    "learning rate": "set the same on all ranks, as from a loss that is summed over them",
+    "number of updates": "call optimizer.step() equally often on all ranks",
+    "number of backward passes": "call backward equally often on all ranks",
+    "parameters frozen": "set requires_grad alike on all ranks",
+    "layers": "build and change the model alike on every rank",
+    "optimizer": "make it alike on every rank",
+    "weights": (
+        "give the optimizers of all ranks the same settings, and change weights equally on all of"
+        " them"
+    ),
+    "rows": (
+        "ranks with the same arrangement.data_rank take the same samples and labels, in the same"
+        " order, as from Loader(data, size, arrangement)"
+    ),
+}
+_OTHER_ROWS = "the ranks of one replica were given different rows"
+WINDOW = 512  # elements of the weights that are compared in an update: another part each time
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Said:
+    """What is compared by a checksum, and shown as lines of text."""
+
+    code: int
+    texts: Callable[[], Sequence[str]]
+
+    def __repr__(self) -> str:
+        return f"{self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """A rank's rows of a batch: intervals of 0..whole-1."""
+
+    rows: tuple[tuple[int, int], ...]
+    whole: int
+
+    @classmethod
+    def of(cls, batch: Taken) -> RowShare:
+        """Return this rank's rows of a batch."""
+        rows = ((cut.first_row, cut.first_row + cut.stop - cut.start) for cut in batch.cuts)
+        return cls(tuple(rows), batch.global_rows)
+
+    def __str__(self) -> str:
+        parts = [f"{start}-{stop - 1}" for start, stop in self.rows if start < stop]
+        return f"rows {', '.join(parts)}" if parts else "no rows"
+
+    def number(self, salt: int, is_root: bool) -> int:
+        """Return this rank's summand: over the ranks they add up to 0 if the rows are complete."""
+        ends = [*self.rows, *([(self.whole, 0)] if is_root else [])]
+        return sum(_mixed(salt, stop) - _mixed(salt, start) for start, stop in ends)
+
+
+@dataclass(slots=True)
+class Witness:
+    """What this rank says of an update to a group's ranks.
+
+    Attributes:
+        group: the ranks.
+        says: by field, what must agree.
+        shares: of batches, by their place in the update: what must add up.
+        window: of the update, in a loop of one's own.
+    """
+
+    group: Group
+    says: dict[str, Any] = field(default_factory=dict)
+    shares: list[RowShare] = field(default_factory=list)
+    window: UpdateSoFar = field(default_factory=lambda: UpdateSoFar())
+
+    def number(self, bits: int, salt: int = 0) -> int:
+        """Return this rank's summand, below 2^bits; the sum modulo 2^bits is 0 if all is right."""
+        size, is_root = self.group.size, self.group.is_root
+        if size == 1 and not self.shares:
+            return 0
+        code = _mixed(salt, crc32(repr(self.says).encode()))
+        result = code * (1 - size * is_root)
+        for place, share in enumerate(self.shares):
+            result += share.number(salt + 7 * place, is_root)
+        return result & ((1 << bits) - 1)
+
+    def refuse(self, update: str) -> None:
+        """Refuse what differs between the ranks, or is not complete. Collective.
+
+        Raises:
+            UsageError: on all ranks, naming it.
+        """
+        said = {
+            name: [*value.texts()] if isinstance(value, Said) else [f"{value}"]
+            for name, value in self.says.items()
+        }
+        rows = [[*share.rows, share.whole] for share in self.shares]
+        by_rank = self.group.gather([said, rows])
+        for name in dict.fromkeys(name for told, _ in by_rank for name in told):
+            refuse_different(
+                [told.get(name, []) for told, _ in by_rank],
+                f"{update}: the ranks differ in {name}",
+                REMEDIES.get(name, SAME_DATA),
+                UsageError,
+                lambda text: text or "none",
+            )
+        for given in zip(*(rows for _, rows in by_rank), strict=True):
+            shares = [RowShare(tuple(map(tuple, item[:-1])), item[-1]) for item in given]
+            parts = sorted(part for share in shares for part in share.rows if part[0] < part[1])
+            ends = [0, *(stop for _, stop in parts)]
+            if ends != [*(start for start, _ in parts), shares[0].whole]:
+                refuse_different(
+                    [[f"{share}"] for share in shares],
+                    f"{update}: the ranks do not have each of the batch's {shares[0].whole} rows"
+                    " once",
+                    SAME_DATA,
+                    UsageError,
+                )
+                raise UsageError(  # all have the same: no rows, or a part each
+                    f"{update}: each rank has {shares[0]} of the batch's {shares[0].whole};"
+                    f" {SAME_DATA}"
+                )
+
+
+def _mixed(salt: int, number: int) -> int:
+    """Return 64 bits that look random: the output of splitmix64 (Steele et al., 2014).
+
+    Python's `hash` of (salt, number) is cheaper, but it keeps arithmetic progressions: the rows 0-4
+    of 10 on both of two ranks would pass.
+    """
+    bits = salt * 0x9E3779B97F4A7C15 + number & _WORD
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _WORD
+    return bits ^ bits >> 31
+
+
+_WORD = (1 << 64) - 1
+
+
+def bits_of(dtype: Any, ranks: int) -> int:
+    """Return how many bits each rank's number may have, for a sum without rounding."""
+    return max(1, int(np.finfo(dtype).nmant) + 1 - (ranks - 1).bit_length())
+
+
+class ModelWitness:
+    """What a rank says of its model: its layers' settings, and which parameters are frozen.
+
+    Both are looked at in each update, and described again only after a change.
+    """
+
+    def __init__(self, model: Module, storage: FlatStorage) -> None:
+        self._model, self._parameters = model, [span.parameter for span in storage.spans]
+        self._trees, self._trained = -1, list[bool]()
+
+    def say(self) -> tuple[dict[str, Said], dict[str, Said]]:
+        """Return both, by field."""
+        trained = [item.requires_grad for item in self._parameters]
+        if trained != self._trained:  # seldom: texts of all parameters cost more than their flags
+            self._trained = trained
+            frozen = [item.name for item in self._parameters if not item.requires_grad]
+            self._frozen = _said(frozen)
+        if self._trees != Parameter.trees:
+            self._trees, self._layers = Parameter.trees, _said(self._model.settings())
+        return {"layers": self._layers}, {"parameters frozen": self._frozen}
+
+
+def _told(batches: Sequence[Taken]) -> dict[str, Said]:
+    """Return which batches an update has, by field."""
+    return {
+        f"batch {place}" if place else "batch": Said(item.code, item.texts)
+        for place, item in enumerate(batches)
+    }
+
+
+def _said(texts: Sequence[str]) -> Said:
+    return Said(crc32("\n".join(texts).encode()), lambda: texts)
+
+
+class StepWitness:
+    """What a Worker's ranks compare in each step, in one number among those that they sum anyway.
+
+    Args:
+        model: this rank's part.
+        world: all ranks.
+        copies: the ranks with parts of the same parameters.
+        alike: the ranks with the same part of the model.
+        sharers: groups whose ranks compute the same rows.
+        replicas: the ranks that have a part of each batch each.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        world: Group,
+        copies: Group,
+        alike: Group,
+        sharers: Sequence[Group],
+        replicas: Group,
+    ) -> None:
+        self._world, self._copies, self._alike = world, copies, alike
+        self._sharers, self._replicas = sharers, replicas
+        self._model = ModelWitness(model, model.storage)
+        self._bits = bits_of("float64", world.size)
+        self._parts: list[Witness] = []
+
+    def begin(self, says: dict[str, Any], batches: Sequence[Taken], rows: Sequence[int]) -> None:
+        """Begin a step, or an evaluation.
+
+        Args:
+            says: what must agree besides the batches.
+            batches: this rank's.
+            rows: a checksum of each, where several ranks compute the same ones.
+        """
+        layers, frozen = self._model.say()
+        self._parts = [
+            Witness(self._world, says | _told(batches)),
+            Witness(self._copies, frozen),
+            Witness(self._alike, layers),
+            *(Witness(group, {"rows": [*rows]}) for group in self._sharers),
+            Witness(self._replicas, {}, [*map(RowShare.of, batches)]),
+        ]
+
+    def number(self, salt: int = 0) -> int:
+        """Return this rank's summand: the sum modulo `modulus` is 0 if all is right."""
+        return sum(part.number(self._bits, salt) for part in self._parts) % self.modulus
+
+    @property
+    def modulus(self) -> int:
+        """A power of 2."""
+        return 1 << self._bits
+
+    def refuse(self, when: str) -> None:
+        """Refuse what differs between ranks, or is not complete. Collective.
+
+        Raises:
+            UsageError: on all ranks, naming it.
+        """
+        for part in self._parts:
+            with agreed(self._world):
+                part.refuse(when)
+
+    def require_same_rows(self, rows: Sequence[object]) -> None:
+        """Refuse ranks of one replica that were given different rows. Collective."""
+        for group in self._sharers:
+            with agreed(self._world):
+                require_equal(group, rows, _OTHER_ROWS, REMEDIES["rows"], UsageError, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What is known of the losses that a backward pass begins with.
+
+    Attributes:
+        counts: how many are summed, in three ways (see `Function.summands`); None if it is unknown.
+        kind: of the operation that sums them.
+        is_mean: whether it divides by their number.
+        is_whole: whether nothing comes behind it, such as a factor.
+        says: whether they count at all: a rank without rows may have a loss with weight 0.
+    """
+
+    counts: tuple[int, ...] | None
+    kind: str
+    is_mean: bool
+    is_whole: bool
+    says: bool
+
+    @classmethod
+    def of(cls, loss: Tensor, on_device: bool) -> Losses:
+        """Return what is known of a loss; of one on a device only if it may be waited for."""
+        node = loss.node
+        is_recorded, on_host = active() is not None, isinstance(loss.data, np.ndarray)
+        if is_recorded or not (on_host or on_device):
+            return cls(None, "", False, False, True)
+        while node is not None and not node.summands:
+            inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
+            node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
+        if on_host and not loss.data.any():
+            return cls((0, 0, 0), "", False, False, False)
+        if node is None:
+            return cls(None, "", False, False, True)
+        is_whole = node is loss.node
+        return cls(node.summands, type(node).__name__, node.averages, is_whole, True)
+
+
+@dataclass(slots=True)
+class UpdateSoFar:
+    """The passes of an update so far.
+
+    Attributes:
+        passes: their number.
+        samples: what the last divides by.
+        counts: of their losses; None if one of them is unknown.
+        kinds: of the operations that sum them.
+        says: whether any loss counts.
+        batches: the batches that were taken, by what identifies them.
+    """
+
+    passes: int = 0
+    samples: int = 0
+    counts: list[int] | None = field(default_factory=lambda: [0, 0, 0])
+    kinds: set[str] = field(default_factory=set)
+    says: bool = False
+    batches: dict[Any, Taken] = field(default_factory=dict)
+
+
+class UpdateWitness:
+    """What this rank says of each update of a loop of its own, in TAIL numbers.
+
+        0   a checksum of what must agree, and of the rows that must add up
+        1   a checksum of the number of samples by which the gradient is divided
+        2   how many losses this rank sums, by three ways to count; the first rank subtracts the
+            samples. In one of these ways, the same in all updates, they add up to 0
+        5   1 if this rank cannot count them, or has none
+
+    Args:
+        model, group: of the strategy.
+        looks: whether each rank has all weights, which the strategy keeps equal bit for bit.
+    """
+
+    def __init__(self, model: Module, group: Group, looks: bool) -> None:
+        self._group, self._storage = group, model.storage
+        self._model, self._looks = ModelWitness(model, model.storage), looks
+        self._bits = bits_of(model.storage.dtype, group.size)
+        self._updates = 0
+        # by kind of loss: the ways to count that were right in its first update
+        self._ways: dict[str, list[int]] = {}
+        self.losses, self._said = UpdateSoFar(), Witness(group)
+
+    def note(self, samples: int, losses: Losses) -> None:
+        """Note a backward pass, and the batches of the loops that are open."""
+        window = self.losses
+        window.passes += 1
+        window.samples, window.says = samples, window.says or losses.says
+        if losses.counts is None or window.counts is None:
+            window.counts = None
+        elif losses.says:
+            window.kinds.add(losses.kind)
+            window.counts = [*map(add, window.counts, losses.counts)]
+        for taken in open_batches():
+            if taken.source is not None and taken.source.world > 1:
+                window.batches[id(taken.source), taken.epoch, taken.number] = taken
+
+    def numbers(self) -> list[int]:
+        """Return this rank's TAIL numbers for the update, and begin the next."""
+        window, self.losses, group = self.losses, UpdateSoFar(), self._group
+        (rule, lr, steps), (layers, frozen) = self._storage.updated, self._model.say()
+        batches = [*window.batches.values()]
+        says: dict[str, Any] = {
+            "number of updates": steps,
+            "number of backward passes": window.passes,
+            "learning rate": lr,
+            "optimizer": rule,
+            **layers,
+            **frozen,
+            "weights": self._look(),
+        }
+        self._said = Witness(group, says | _told(batches), [*map(RowShare.of, batches)], window)
+        self._updates += 1
+        counts = [0, 0, 0] if window.counts is None else window.counts
+        samples, mask = window.samples, (1 << self._bits) - 1
+        numbers = [
+            self._said.number(self._bits, self._updates),
+            _mixed(self._updates, samples) * (1 - group.size * group.is_root),
+            *(count - samples * group.is_root for count in counts),
+            window.counts is None or not window.says,
+        ]
+        return [number & mask for number in numbers]
+
+    def judge(self, sums: Sequence[float]) -> None:
+        """Refuse what the sums of all ranks' numbers show to be wrong. Collective if it is.
+
+        Raises:
+            UsageError: on all ranks, naming it.
+        """
+        mask, window = (1 << self._bits) - 1, self._said.window
+        differ, samples, *counts, unknown = [int(number) & mask for number in sums]
+        update = f"update {self._updates}"
+        if differ:
+            self._said.refuse(update)
+        if unknown:
+            return
+        ways = [way for way, count in enumerate(counts) if not count]
+        known = self._ways.setdefault("+".join(sorted(window.kinds)), ways)
+        if samples or (known and not {*known} & {*ways}):
+            have = self._group.gather([window.samples, window.counts])
+            refuse_different(
+                [[number] for number, _ in have],
+                f"{update}: the ranks divide their losses by different numbers of samples",
+                "give backward the number of the global batch, over all ranks",
+                UsageError,
+            )
+            total = sum(numbers[known[0]] for _, numbers in have)
+            raise UsageError(
+                f"{update}: the ranks' losses are of {total} samples together, but backward divides"
+                f" by {window.samples}: rank {', rank '.join(_counted(have, known[0]))}; give each"
+                " rank its rows of the batch, and backward the number of the global batch"
+            )
+
+    def _look(self) -> int:
+        """Return a checksum of a part of the weights, another in each update."""
+        storage = self._storage
+        if not self._looks or storage.node_shared:
+            return 0
+        arrays = [
+            array
+            for array, is_local in zip(storage.data, storage.rank_local, strict=True)
+            if isinstance(array, np.ndarray) and not is_local and array.size
+        ]
+        if not arrays:
+            return 0
+        turn, which = divmod(self._updates, len(arrays))
+        start = turn * WINDOW % arrays[which].size
+        return crc32(arrays[which][start : start + WINDOW].view(np.uint8).data)
+
+
+def _counted(have: Iterable[Any], way: int) -> list[str]:
+    return [f"{rank} has {counts[way]}" for rank, (_, counts) in enumerate(have)]
