@@ -31,6 +31,15 @@ def counted(n: int, singular: str, plural: str = "") -> str:
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
+def note_read_only(error: BaseException) -> None:
+    """Say at NumPy's error about an array that cannot be written what such an array may be."""
+    if isinstance(error, ValueError) and "read-only" in str(error):
+        error.add_note(
+            "(weights that ranks share or gather cannot be written by one of them: call"
+            " model.load_state on all ranks, or change this rank's part in model.storage.data)"
+        )
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return the ranks as text, consecutive ones as a range: "rank 3", "ranks 0-2, 5"."""
     ordered = sorted(set(ranks))

@@ -201,7 +201,7 @@ def without_hooks(parameters: Sequence[Parameter]) -> Iterator[None]:
 @contextmanager
 def _gradients_restored(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Restore the parameters' gradients after the block."""
-    grads = [parameter.grad for parameter in parameters]
+    grads = [parameter._grad for parameter in parameters]
     saved = [None if grad is None else grad.copy() for grad in grads]
     for item in parameters:
         item.grad = None

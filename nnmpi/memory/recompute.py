@@ -277,7 +277,7 @@ class RecomputedModel(Settled, fixed="model budget store"):
         x, cuts = local_tensor(x)
         size = x.data.size if size is None else size
         if adds is None:
-            adds = any(parameter.grad is not None for parameter in self.model.parameters())
+            adds = any(parameter._grad is not None for parameter in self.model.parameters())
         if size > self._size or adds > self._adds:
             self._size, self._adds = size, adds or self._adds
             self.measure(Value(x.data, cuts), x.requires_grad, head)

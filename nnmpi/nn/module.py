@@ -536,8 +536,17 @@ class Module(Settled):
         versions = [version for version in found if version is not None]
         for version in versions:
             version.meet()  # ranks that share these values may still read them
+        spans = {
+            id(span.parameter): (version.storage(), span)
+            for version in versions
+            for span in version.storage().spans
+        }
         for name, entry in entries.items():
-            entry.data[...] = namespace(entry.data).asarray(state[name])
+            if id(entry) in spans:
+                storage, span = spans[id(entry)]
+                storage.write(span, namespace(entry.data).asarray(state[name]))
+            else:
+                entry.data[...] = namespace(entry.data).asarray(state[name])
         for version in versions:
             version.count += 1
             version.meet()

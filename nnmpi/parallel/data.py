@@ -154,14 +154,15 @@ class Replicas(
         samples = check_int("samples", samples, 0)
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
         # recorded, so that a compiled step repeats it each time
-        if self.group.size > 1:
-            losses = Losses.of(loss_sum, len(self._checked) < CHECKED)
-            record_note(self._witness.note, samples, losses)
-            if last and samples not in self._checked and len(self._checked) < CHECKED:
-                self._check_samples(losses, samples)
         record_note(self.begin_pass, last)
-        if last and self.group.size > 1:
-            record_note(self.send_witness)
+        if self.group.size > 1:
+            unchecked = samples not in self._checked and len(self._checked) < CHECKED
+            losses = Losses.of(loss_sum, unchecked)
+            record_note(self._witness.note, samples, losses)
+            if last and unchecked:
+                self._check_samples(losses, samples)
+            if last:
+                record_note(self.send_witness)
         try:
             loss_sum.backward(seed)
             record_call(self.finish_pass)
@@ -273,6 +274,8 @@ class Replicas(
                 " model.zero_grad() before each step (and backward(..., last=False) for all but the"
                 " last of a step's losses)"
             )
+        if not self.storage.unsummed:
+            self._witness.begin()
         self._now.summed, self._now.last = False, last
         self.storage.unsummed = not last and self.group.size > 1
 

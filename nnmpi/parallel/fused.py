@@ -112,8 +112,8 @@ class FusedUpdate:
             for new, old in zip(data, storage.data, strict=True):
                 new[...] = old
         memory.barrier()
-        storage.move(data, grads)
         storage.node_shared, storage.version.meet = True, memory.barrier
+        storage.move(data, grads)
         following = iter(arrays[len(data) :])
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
@@ -187,8 +187,8 @@ class FusedUpdate:
         """Give model and optimizer private memory again, and free the shared memory. Collective."""
         storage, memory = self.storage, self.memory
         data = [array.copy() for array in storage.data]
-        storage.move(data, [np.zeros_like(array) for array in storage.grads])
         storage.node_shared, storage.version.meet = False, int
+        storage.move(data, [np.zeros_like(array) for array in storage.grads])
         self.optimizer.move(np.zeros)
         memory.barrier()  # no rank writes while another still reads
         memory.free()

@@ -364,6 +364,10 @@ class UpdateWitness:
         self._ways: dict[str, list[int]] = {}
         self.losses, self._said = UpdateSoFar(), Witness(group)
 
+    def begin(self) -> None:
+        """Begin an update, with its first pass."""
+        self.losses = UpdateSoFar()
+
     def note(self, samples: int, losses: Losses) -> None:
         """Note a backward pass, and the batches of the loops that are open."""
         window = self.losses
@@ -380,7 +384,7 @@ class UpdateWitness:
 
     def numbers(self) -> list[int]:
         """Return this rank's TAIL numbers for the update, and begin the next."""
-        window, self.losses, group = self.losses, UpdateSoFar(), self._group
+        window, group = self.losses, self._group
         (rule, lr, steps), (layers, frozen) = self._storage.updated, self._model.say()
         batches = [*window.batches.values()]
         says: dict[str, Any] = {
@@ -417,7 +421,13 @@ class UpdateWitness:
             self._said.refuse(update)
         if unknown:
             return
-        ways = [way for way, count in enumerate(counts) if not count]
+        # several losses of the same rows may have a pass each
+        ways = [
+            way
+            for way, count in enumerate(counts)
+            if count % max(window.samples, 1) == 0
+            and count < window.passes * max(window.samples, 1)
+        ]
         known = self._ways.setdefault("+".join(sorted(window.kinds)), ways)
         if samples or (known and not {*known} & {*ways}):
             have = self._group.gather([window.samples, window.counts])
@@ -439,15 +449,12 @@ class UpdateWitness:
         storage = self._storage
         if not self._looks or storage.node_shared:
             return 0
-        arrays = [
-            array
-            for array, is_local in zip(storage.data, storage.rank_local, strict=True)
-            if isinstance(array, np.ndarray) and not is_local and array.size
-        ]
-        if not arrays:
+        pairs = zip(storage.data, storage.rank_local, strict=True)
+        arrays = [array for array, is_local in pairs if not is_local and array.size]
+        if not arrays or not isinstance(arrays[0], np.ndarray):  # a device would be waited for
             return 0
         turn, which = divmod(self._updates, len(arrays))
-        start = turn * WINDOW % arrays[which].size
+        start = turn % -(-arrays[which].size // WINDOW) * WINDOW
         return crc32(arrays[which][start : start + WINDOW].view(np.uint8).data)
 
 

@@ -173,10 +173,31 @@ class Parameter(Tensor):
             return self.init(generator, self.declared)
         return self.region.take(self.init(generator, self.region.shape))
 
+    @property
+    def grad(self) -> Array | None:
+        """See `Variable.grad`.
+
+        Raises:
+            UsageError: for one that ZeRO 2 or 3 has summed, of which this rank keeps a part.
+        """
+        if self._grad is None and self.version is not None and not self.rank_local:
+            storage = self.version.storage()
+            if storage is not None and storage.keeps_parts:
+                raise UsageError(
+                    f"ZeRO has summed the gradient of {self.name}, and each rank keeps only its part:"
+                    " change model.storage.grads, or clip by optim.clip_by_global_norm, on all"
+                    " ranks; or give ShardedDataParallel stage=1"
+                )
+        return super().grad
+
+    @grad.setter
+    def grad(self, value: Array | None) -> None:
+        Variable.grad.__set__(self, value)  # type: ignore[attr-defined]
+
     def finish_gradient(self) -> None:
         """Complete `buffer`: zeros without a gradient, a copy of a gradient in another array."""
-        if self.buffer is not None and self.grad is not self.buffer:
-            self.buffer[...] = 0 if self.grad is None else self.grad
+        if self.buffer is not None and self._grad is not self.buffer:
+            self.buffer[...] = 0 if self._grad is None else self._grad
             self.grad = self.buffer
 
     @staticmethod
@@ -311,11 +332,12 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         tail: the number of an array, and TAIL elements behind its last parameter, where a strategy
             puts what the ranks compare (see `parallel.witness`): behind the last parameter that is
             the same on all ranks. None without one, or if `has_tail` is False.
+        keeps_parts: whether gradients are there of which each rank keeps a part alone.
         is_stage: whether these are the parameters of some stages of a pipeline.
         check: refuses a model with other parameters than these; None without a model.
     """
 
-    seed, is_stage = 0, False
+    seed, is_stage, keeps_parts = 0, False, False
     has_tail = True
     ranks: Any = None
     check: Callable[[], None] | None = None
@@ -403,7 +425,8 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
 
     def write(self, span: Span, value: Array) -> None:
         """Copy values of a parameter's shape into the storage."""
-        span.parameter.data[...] = value
+        flat = self._data[span.buffer][span.start : span.stop]
+        flat[...] = namespace(flat).asarray(value).reshape(-1)
         self.version.count += 1
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
@@ -411,6 +434,10 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
+        if self.node_shared and not self.rank_local[span.buffer]:
+            # Each of the ranks would change the one copy, while others read it. NumPy's error says
+            # what, and `base.errors.note_read_only` why.
+            parameter.data.flags.writeable = False
         parameter.grad, parameter.version, self.version.arrays = None, self.version, self._data
         return parameter, parameter.data, parameter.buffer
 
@@ -443,7 +470,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(parameter._grad is not None for parameter in self._parameters)
 
     @property
     def is_whole(self) -> bool:
@@ -453,7 +480,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """Yield each parameter with this rank's trained values and gradient, if any."""
         for span in self.spans:
-            yield span, span.parameter.data, span.parameter.grad
+            yield span, span.parameter.data, span.parameter._grad
 
     @property
     def size(self) -> int:

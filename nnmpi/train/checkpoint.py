@@ -489,7 +489,8 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
 
     Raises:
         UsageError: on all ranks, for values that JSON cannot hold, to keep none, for a folder with
-            another run's checkpoints, and for a rate of a ReduceOnPlateau that is not saved.
+            another run's checkpoints, for a rate of a ReduceOnPlateau that is not saved, and for
+            gradients that are accumulated, but not used by an update yet.
         CheckpointError: on all ranks, when it cannot be written; older ones are intact.
 
     Example:
@@ -514,7 +515,12 @@ def save(folder: str | Path, loop: Trained, keep: int = KEEP, **position: Any) -
         MetricsRecorder(None) as recorder,
         Saver(Path(folder), recorder, training.group, keep) as saver,
     ):
-        optimizer, group = training.optimizer, training.group
+        optimizer, group, storage = training.optimizer, training.group, training.model.storage
+        if isinstance(loop, tuple) and storage.has_gradients and not storage.spent:
+            raise UsageError(
+                "a checkpoint has no gradients, and the model has some that no update has used; save"
+                " after optimizer.step(), or after model.zero_grad() if they are not wanted"
+            )
         plateau = getattr(optimizer.lr, "plateau", None)
         if plateau is not None and all(item is not plateau for item in objects.values()):
             raise UsageError(

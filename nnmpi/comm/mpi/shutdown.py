@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import nnmpi.base.clock as clock
 from nnmpi.base.command import complain, describe_uncaught
-from nnmpi.base.errors import name_ranks
+from nnmpi.base.errors import name_ranks, note_read_only
 
 AT_END = "MPI's end, for the other ranks"
 GRACE_S = 1.0
@@ -65,6 +65,7 @@ class Shutdown:
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
             _leave_fork(1)
+        note_read_only(error)
         status, text = describe_uncaught(error)
         rank = self._comm.Get_rank()
         same = self._announce(status, text, GRACE_S + self._turn_s())

@@ -26,7 +26,7 @@ from typing import TypeVar, cast
 import nnmpi.base.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
-from nnmpi.base.errors import CommError, check_int, number
+from nnmpi.base.errors import CommError, check_int, note_read_only, number
 from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
@@ -193,6 +193,7 @@ def play(main: Callable[[Group], T], board: MessageBoard, check: bool = True) ->
         scheduler.run(begin)
     if scheduler.failure is not None:
         number, error = scheduler.failure
+        note_read_only(error)
         if number >= 0:
             error.add_note(
                 f"(on rank {number} of {ranks} simulated ones, with seed {scheduler.seed})"

@@ -225,11 +225,11 @@ class ShardedStorage(FlatStorage):
         return [mine if is_own else array for array, mine, is_own in rows]
 
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
-        """See `FlatStorage._bind`; values in a slot, which a gather overwrites, are read-only."""
+        """See `FlatStorage._bind`; values that a gather overwrites, or ranks share, are read-only."""
         bound = super()._bind(span)
         is_own = self.rank_local[span.buffer]
-        in_slot = self._rooms and self.stage == 3 and self._node is None and not is_own
-        if in_slot and not is_device(bound[1]):
+        in_slot = self._rooms and self.stage == 3
+        if (in_slot or self._node is not None) and not is_own and not is_device(bound[1]):
             bound[1].flags.writeable = False
         return bound
 
@@ -332,6 +332,11 @@ class ShardedStorage(FlatStorage):
     def has_gradients(self) -> bool:
         """See `FlatStorage.has_gradients`."""
         return super().has_gradients if self.stage == 1 else not all(self._fresh)
+
+    @property
+    def keeps_parts(self) -> bool:  # type: ignore[override]
+        """See `FlatStorage.keeps_parts`."""
+        return self.stage > 1 and not all(self._fresh)
 
     def _finish(self) -> None:
         if self.stage == 1:
