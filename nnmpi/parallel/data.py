@@ -130,7 +130,8 @@ class Replicas(
         raise UsageError("a strategy computes nothing; call its model, as before")
 
     def _start_equal(self) -> None:
-        broadcast_state(self.model, self.group)
+        # of one copy that the ranks share nothing is to be sent
+        broadcast_state(self.model, self.group, parameters=not self.storage.node_shared)
 
     def backward(self, loss_sum: Tensor, samples: int, last: bool = True) -> None:
         """Add the gradient of the global mean loss on all ranks. Collective.
