@@ -76,11 +76,14 @@ class _Check:
     """Compares a model with its storage; without a cycle, so that both are freed at once.
 
     Only if some tree may have changed since the last look, so a step may call it: a module or a
-    parameter was made or assigned, or a list of this tree has other items.
+    parameter was made or assigned, a module's setting was, or a list of this tree has other items.
+
+    Attributes:
+        looks: how often it has looked.
     """
 
     def __init__(self, model: Module) -> None:
-        self._model, self._trees = ref(model), -1
+        self._model, self._trees, self.looks = ref(model), -1, 0
         self._lists, self._known = list[list[Any]](), list[list[Any]]()
         self._others = list[tuple[list[Any], list[int]]]()
 
@@ -92,6 +95,7 @@ class _Check:
             and all([*map(id, items)] == known for items, known in self._others)
         ):
             return
+        self.looks += 1
         model, trees = self._model(), Parameter.trees
         if model is not None:
             model.check_stored()

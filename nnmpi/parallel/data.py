@@ -66,7 +66,6 @@ class StatisticsSum:
 
 
 NUMBERS_BYTES = 4 * 8  # loss, correct predictions, targets and the step's check in float64
-CHECKED = 4  # the ranks compare this many different numbers of samples: a mistake is in the first
 _GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
 
@@ -114,7 +113,7 @@ class Replicas(
         # summed: whether the gradients are a finished step's sums
         self._now = SimpleNamespace(last=None, summed=False)
         self.released = False
-        self._checked = set[int]()  # denominators of means that the ranks have compared
+        self._is_checked = False  # whether the ranks have compared their first losses
         self.before_sum: Callable[[int], object] = int
         self._start_equal()
         self.storage.replicas, self._witness = group, UpdateWitness(model, group, self.keeps_equal)
@@ -157,10 +156,10 @@ class Replicas(
         # recorded, so that a compiled step repeats it each time
         record_note(self.begin_pass, last)
         if self.group.size > 1:
-            unchecked = samples not in self._checked and len(self._checked) < CHECKED
-            losses = Losses.of(loss_sum, unchecked)
+            losses = Losses.of(loss_sum, not self._is_checked)
             record_note(self._witness.note, samples, losses)
-            if last and unchecked:
+            if last and not self._is_checked:
+                self._is_checked = True
                 self._check_samples(losses, samples)
             if last:
                 record_note(self.send_witness)
@@ -176,10 +175,12 @@ class Replicas(
         """Add what this rank says of an update to what the ranks sum."""
 
     def _check_samples(self, losses: Losses, samples: int) -> None:
-        """Refuse to divide by another number than the global batch's. Collective."""
+        """Refuse to divide the first losses by another number than the global batch's. Collective.
+
+        What this has shown the witness looks at in each update.
+        """
         window = self._witness.losses
         is_mean, own, says = losses.is_mean, window.counts, window.says
-        self._checked.add(samples)
         by_rank = self.group.gather([samples, is_mean and says, own, says])
         heard = next((number for number, *_, says in by_rank if says), samples)
         refuse_different(

@@ -34,7 +34,7 @@ from nnmpi.comm.agreement import agreed, refuse_different, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
 SAME_DATA = (
@@ -187,8 +187,9 @@ class ModelWitness:
     """
 
     def __init__(self, model: Module, storage: FlatStorage) -> None:
-        self._model, self._parameters = model, [span.parameter for span in storage.spans]
-        self._trees, self._trained = -1, list[bool]()
+        self._model, self._storage = model, storage
+        self._parameters = [span.parameter for span in storage.spans]
+        self._looks, self._trained = -1, list[bool]()
 
     def say(self) -> tuple[dict[str, Said], dict[str, Said]]:
         """Return both, by field."""
@@ -197,8 +198,8 @@ class ModelWitness:
             self._trained = trained
             frozen = [item.name for item in self._parameters if not item.requires_grad]
             self._frozen = _said(frozen)
-        if self._trees != Parameter.trees:
-            self._trees, self._layers = Parameter.trees, _said(self._model.settings())
+        if self._looks != self._storage.looks:
+            self._looks, self._layers = self._storage.looks, _said(self._model.settings())
         return {"layers": self._layers}, {"parameters frozen": self._frozen}
 
 
@@ -303,21 +304,24 @@ class Losses:
     says: bool
 
     @classmethod
-    def of(cls, loss: Tensor, on_device: bool) -> Losses:
-        """Return what is known of a loss; of one on a device only if it may be waited for."""
-        node = loss.node
-        is_recorded, on_host = active() is not None, isinstance(loss.data, np.ndarray)
-        if is_recorded or not (on_host or on_device):
+    def of(cls, loss: Tensor, waits: bool) -> Losses:
+        """Return what is known of a loss.
+
+        Args:
+            loss: of a backward pass.
+            waits: whether to wait for a device, and to end a recording, if that is needed.
+        """
+        node, on_host = loss.node, isinstance(loss.data, np.ndarray)
+        if not waits and (active() is not None or not on_host):
             return cls(None, "", False, False, True)
         while node is not None and not node.summands:
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
-        if on_host and not loss.data.any():
-            return cls((0, 0, 0), "", False, False, False)
+        says = not on_host or bool(loss.data.any())
         if node is None:
-            return cls(None, "", False, False, True)
-        is_whole = node is loss.node
-        return cls(node.summands, type(node).__name__, node.averages, is_whole, True)
+            return cls(None, "", False, False, says)
+        counts = node.summands if says else (0, 0, 0)
+        return cls(counts, type(node).__name__, node.averages, node is loss.node, says)
 
 
 @dataclass(slots=True)
@@ -348,7 +352,8 @@ class UpdateWitness:
         1   a checksum of the number of samples by which the gradient is divided
         2   how many losses this rank sums, by three ways to count; the first rank subtracts the
             samples. In one of these ways, the same in all updates, they add up to 0
-        5   1 if this rank cannot count them, or has none
+        5   1 if this rank cannot count them, or is the first and has none; a large number if it is
+            another one and has none, and so no say in the number of samples
 
     Args:
         model, group: of the strategy.
@@ -375,7 +380,7 @@ class UpdateWitness:
         window.samples, window.says = samples, window.says or losses.says
         if losses.counts is None or window.counts is None:
             window.counts = None
-        elif losses.says:
+        else:
             window.kinds.add(losses.kind)
             window.counts = [*map(add, window.counts, losses.counts)]
         for taken in open_batches():
@@ -399,12 +404,16 @@ class UpdateWitness:
         self._said = Witness(group, says | _told(batches), [*map(RowShare.of, batches)], window)
         self._updates += 1
         counts = [0, 0, 0] if window.counts is None else window.counts
-        samples, mask = window.samples, (1 << self._bits) - 1
+        samples, mask, flag = window.samples, (1 << self._bits) - 1, 0
+        if window.counts is None or (group.is_root and not window.says):
+            flag = 1
+        elif not window.says:
+            flag = 1 << self._bits // 2
         numbers = [
             self._said.number(self._bits, self._updates),
             _mixed(self._updates, samples) * (1 - group.size * group.is_root),
             *(count - samples * group.is_root for count in counts),
-            window.counts is None or not window.says,
+            flag,
         ]
         return [number & mask for number in numbers]
 
@@ -415,21 +424,22 @@ class UpdateWitness:
             UsageError: on all ranks, naming it.
         """
         mask, window = (1 << self._bits) - 1, self._said.window
-        differ, samples, *counts, unknown = [int(number) & mask for number in sums]
+        differ, samples, *counts, flags = [int(number) & mask for number in sums]
         update = f"update {self._updates}"
         if differ:
             self._said.refuse(update)
-        if unknown:
+        silent, unknown = divmod(int(flags), 1 << self._bits // 2)
+        if unknown or (silent and window.passes > 1):
             return
         # several losses of the same rows may have a pass each
+        whole = max(window.samples, 1)
         ways = [
             way
             for way, count in enumerate(counts)
-            if count % max(window.samples, 1) == 0
-            and count < window.passes * max(window.samples, 1)
+            if not count or (not silent and count % whole == 0 and count < window.passes * whole)
         ]
         known = self._ways.setdefault("+".join(sorted(window.kinds)), ways)
-        if samples or (known and not {*known} & {*ways}):
+        if (samples and not silent) or (known and not {*known} & {*ways}):
             have = self._group.gather([window.samples, window.counts])
             refuse_different(
                 [[number] for number, _ in have],

@@ -495,6 +495,11 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             0,
         )
 
+    @property
+    def looks(self) -> int:
+        """How often the model was looked at, as something of it may have changed."""
+        return getattr(self.check, "looks", 0)
+
     def check_tree(self) -> None:
         """Refuse the model if it has got other parameters, which would not be trained.
 

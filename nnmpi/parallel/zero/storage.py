@@ -68,7 +68,7 @@ NO_GATHER = (
     " was released; to continue with a whole model, call gather_model() instead of release()"
 )
 # where ranks meet that share memory: before a sum, after it, after an update
-PLACES = "a backward pass", "the end of a backward pass", "optimizer.step()"
+PLACES = "begun a sum of gradients", "ended a sum of gradients", "called optimizer.step()"
 COMMON = -1  # the unit of parameters that several units use
 # by stage; shorter units would only add messages
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
@@ -455,7 +455,7 @@ class ShardedStorage(FlatStorage):
         self._node.barrier.run()
         refuse_different(
             [[PLACES[number]] for number in row.tolist()],
-            "the ranks are at different places of their loops",
+            "the ranks meet at different places of their loops",
             "call backward and optimizer.step() equally often on all ranks",
             UsageError,
         )

@@ -16,7 +16,7 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.errors import CommError, NnmpiError, UsageError, counted
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.nn.chain import ModelPart, Stashed, run_layers
+from nnmpi.nn.chain import ModelPart, Stashed, open_chain, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import Replicas
@@ -93,6 +93,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
 
     keeps_own = keeps_equal = False
     storage: ShardedStorage
+    _looks = -1
     _numbers: Sequence[float] = (0,) * TAIL  # of the witness of this pass
 
     def __init__(
@@ -179,6 +180,14 @@ class ShardedDataParallel(Replicas, fixed="stage"):
                 "the backward pass before this one ended in an exception halfway; release this"
                 " ShardedDataParallel and make a new one"
             )
+        if self._in_units and self._looks != self.storage.looks:
+            self._looks = self.storage.looks
+            cut = [layer.module for unit in self.storage.units for layer in unit.layers]
+            if cut[0] is not self.model and cut != [item.module for item in open_chain(self.model)]:
+                raise UsageError(
+                    "the model has other layers than those that ZeRO has cut into units; call"
+                    " gather_model() and make a new ShardedDataParallel"
+                )
         self._begin_units()
 
     def _begin_units(self) -> None:

@@ -1,0 +1,186 @@
+"""What one rank does differently in a loop of one's own is found at that update or the next."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import DataParallel, ShardedDataParallel, data, nn, ops, optim
+from nnmpi.base.errors import NnmpiError
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+
+UPDATES = 6
+DRAW = np.random.default_rng(5)
+X, Y = DRAW.standard_normal((46, 4)), DRAW.integers(0, 3, 46)
+TRAIN = data.Dataset("train", X, Y, classes=3)
+
+
+@dataclass
+class Loop:
+    """A loop of one's own on a rank, which differs on one rank from one update on.
+
+    Args:
+        group: of the ranks.
+        seed: of the program: strategy, optimizer, dtype, sizes, accumulation, where data come from.
+        plant: the method that makes the difference; empty for none.
+    """
+
+    group: Group
+    seed: int
+    plant: str
+    done: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw = np.random.default_rng(self.seed)
+        self.stage, self.passes = int(draw.integers(4)), int(draw.integers(1, 3))
+        by_chance = draw.integers(2) and self.plant != "fewer_rows"
+        self.from_loader = bool(by_chance) or self.plant in FROM_LOADER
+        self.at, self.who = int(draw.integers(1, UPDATES - 2)), int(draw.integers(self.group.size))
+        hidden, dtype = int(draw.integers(3, 40)), ("float32", "float64")[draw.integers(2)]
+        layers = [nn.Linear(4, hidden), nn.Tanh(), nn.Dropout(0.0), nn.Linear(hidden, 3)]
+        self.model = nn.Sequential(*layers).initialize(seed=0, dtype=dtype)
+        self.batch_size, self.loader_seed = int(draw.integers(5, 24)), 3
+        self.parallel: Any = (
+            ShardedDataParallel(
+                self.model, self.group, self.stage, unit_bytes=int(draw.integers(1, 9999))
+            )
+            if self.stage
+            else DataParallel(self.model, self.group, overlap=bool(draw.integers(2)))
+        )
+        make = (optim.SGD, optim.Adam)[draw.integers(2)]
+        self.optimizer = make(self.model.storage, lr=0.05)
+        self.order, self.rank, self.x, self.extra = np.arange(46), self.group.rank, X, 0
+        self.skips = self.leaves = False
+        self.samples = 0
+
+    def batches(self) -> Iterator[tuple[Any, Any, int]]:
+        epoch = 0
+        while True:
+            if self.from_loader:
+                train = data.Dataset("train", self.x, Y, classes=3)
+                settings = {"seed": self.loader_seed, "rank": self.rank, "world": self.group.size}
+                loader = data.Loader(
+                    train, self.batch_size, dtype=str(self.model.storage.dtype), **settings
+                )
+                before = self.loader_seed, self.rank, id(self.x)
+                for batch in loader.epoch(epoch):
+                    yield batch.x, batch.y, batch.global_rows
+                    if (self.loader_seed, self.rank, id(self.x)) != before:
+                        break  # a new loader, as after a change of the program's mind
+                else:
+                    epoch += 1
+                    continue
+                epoch += 0
+            else:
+                for start in range(0, 46, self.batch_size):
+                    rows = self.order[start : start + self.batch_size]
+                    mine = np.array_split(rows, self.group.size)[self.rank]
+                    mine = mine[: len(mine) - self.extra] if self.extra else mine
+                    yield X[mine].astype(self.model.storage.dtype), Y[mine], len(rows)
+
+    def run(self) -> None:
+        batches = self.batches()
+        for update in range(UPDATES):
+            if update == self.at and self.plant and self.group.rank == self.who:
+                getattr(self, self.plant)()
+            if not self.leaves:
+                self.model.zero_grad()
+            window = [next(batches) for _ in range(self.passes)]
+            total = sum(rows for *_, rows in window) + self.samples
+            for number, (x, y, _) in enumerate(window):
+                loss = ops.cross_entropy(self.model(x), y, reduction="sum")
+                self.parallel.backward(loss, total, last=number + 1 == self.passes)
+            if not self.skips:
+                self.optimizer.step()
+            self.skips = self.leaves = False
+            self.done.append(update)
+
+    # ---- differences ----
+
+    def rate(self) -> None:
+        self.optimizer.lr = 0.06
+
+    def skipped_step(self) -> None:
+        self.skips = True
+
+    def frozen(self) -> None:
+        self.model.parameters()[0].requires_grad = False
+
+    def activation(self) -> None:
+        self.model.layers[1] = nn.ReLU()
+
+    def setting(self) -> None:
+        self.model.layers[2].p = 0.5
+
+    def weights(self) -> None:
+        self.model.storage.data[0][...] *= 1.5
+
+    def kept_gradient(self) -> None:
+        self.leaves = True
+
+    def pending(self) -> None:
+        self.model.zero_grad()
+        loss = ops.cross_entropy(
+            self.model(X[:2].astype(self.model.storage.dtype)), Y[:2], reduction="sum"
+        )
+        self.parallel.backward(loss, 2, last=False)
+        self.leaves = True
+
+    def number_of_samples(self) -> None:
+        self.samples = 1
+
+    def rows(self) -> None:
+        self.rank = (self.rank + 1) % self.group.size
+
+    def fewer_rows(self) -> None:
+        self.extra = 1
+        self.from_loader = False
+
+    def order_of_data(self) -> None:
+        self.loader_seed = 4
+
+    def data_themselves(self) -> None:
+        self.x = X[::-1].copy()
+
+
+FROM_LOADER = "rows", "order_of_data", "data_themselves"
+PLANTS = (
+    *("rate", "skipped_step", "frozen", "activation", "setting", "weights", "kept_gradient"),
+    *("pending", "number_of_samples", "fewer_rows", *FROM_LOADER),
+)
+
+
+def run(seed: int, plant: str, ranks: int) -> tuple[list[Loop], NnmpiError | ValueError | None]:
+    loops: dict[int, Loop] = {}
+
+    def program(group: Group) -> None:
+        loops[group.rank] = loop = Loop(group, seed, plant)
+        loop.run()
+
+    try:
+        simulate(program, ranks)
+    except (NnmpiError, ValueError) as error:
+        return [*loops.values()], error
+    return [*loops.values()], None
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_one_rank_does_differently_is_found(plant: str) -> None:
+    for seed in range(8):
+        loops, error = run(seed, plant, 2 + seed % 3)
+        what = f"seed {seed}, stage {loops[0].stage}, update {loops[0].at}: {error}"
+        if plant == "weights" and loops[0].stage:
+            continue  # the ranks share them, or each has a part
+        assert error is not None, what
+        assert max(len(loop.done) for loop in loops) <= loops[0].at + 1, what
+        assert isinstance(error, NnmpiError), what
+
+
+def test_no_rank_is_refused_without_a_difference() -> None:
+    for seed in range(40):
+        loops, error = run(seed, "", 1 + seed % 5)
+        assert error is None, f"seed {seed}, stage {loops[0].stage}: {error}"
+        assert {len(loop.done) for loop in loops} == {UPDATES}
