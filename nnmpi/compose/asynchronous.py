@@ -255,7 +255,8 @@ class AveragingCoupling(Coupling):
         if (loader.rank, loader.world) != (group.rank, group.size):
             raise UsageError(
                 f"the loader gives part {loader.rank} of {loader.world}, but this is rank"
-                f" {group.rank} of {group.size}; give Loader the rank and world of the group"
+                f" {group.rank} of {group.size}; call data.Loader(dataset,"
+                " batch_size, group)"
             )
         super().open(segment)
         self._averaging.begin()
@@ -366,7 +367,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         ...     worker = nnmpi.AsynchronousWorker(
         ...         model, optim.SGD(model.storage, lr=0.1), group, nnmpi.Sync("ssp", staleness=2)
         ...     )
-        ...     loader = data.Loader(train, 30, rank=group.rank, world=group.size)
+        ...     loader = data.Loader(train, 30, group)
         ...     batches = loader.batches_per_epoch
         ...     segment = worker.run(loader, 0, 0, batches, step=0, lr=lambda step: 0.1)
         ...     return segment.totals.steps

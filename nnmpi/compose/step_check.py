@@ -17,7 +17,7 @@ from nnmpi.tensor.parameter import FlatStorage
 _OTHER_ROWS = "the ranks of one replica were given different rows"
 _SAME_ROWS = (
     "give ranks with the same arrangement.data_rank the same samples and labels, in the same order;"
-    " a Loader does with rank=arrangement.data_rank, world=arrangement.data_ranks"
+    " a Loader does that is given the arrangement: data.Loader(dataset, batch_size, arrangement)"
 )
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from math import prod
@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
-from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
+from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int, shortened
 from nnmpi.base.loop import iterated
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
@@ -171,13 +171,15 @@ def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[in
 
 @answering
 @dataclass(eq=False, repr=False)
-class Loader(Settled):
+class Loader(Settled, fixed="group"):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
         dataset: a `Dataset`, a text, or another library's data set: see `data.items`.
         batch_size: rows of the global batch; n or more makes one batch per epoch.
-        rank, world: this rank's part of the batch, and the number of parts.
+        group: the ranks that share each batch: a `Group`, or any object with `rank` and `size`; or
+            an `Arrangement`, whose replicas share it. Without one the batch is not shared.
+        rank, world: instead of the group, this rank's part of the batch and the number of parts.
         microbatches: the number of microbatches per batch, which are computed one by one to save
             memory.
         whole_microbatches: give each rank whole microbatches (possibly none), not a shard of each.
@@ -195,17 +197,20 @@ class Loader(Settled):
 
     Example:
         >>> train, _ = data.load("iris")
-        >>> loader = data.Loader(train, 50, rank=1, world=4)
-        >>> [(len(batch.x), batch.global_rows) for batch in loader.epoch(0)]
+        >>> def program(group):
+        ...     loader = data.Loader(train, 50, group)
+        ...     return [(len(batch.x), batch.global_rows) for batch in loader.epoch(0)]
+        >>> nnmpi.simulate(program, ranks=4)[1]
         [(13, 50), (13, 50), (5, 20)]
     """
 
     dataset: Samples | Any
     batch_size: int
+    group: InitVar[Any] = None
     _: KW_ONLY
     seed: int = 0
-    rank: int = 0
-    world: int = 1
+    rank: Any = None
+    world: Any = None
     microbatches: int = 1
     whole_microbatches: bool = False
     shuffle: bool = True
@@ -219,14 +224,16 @@ class Loader(Settled):
     _held = _UNDECIDED
     _sent_by = _NOBODY
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, group: Any = None) -> None:
         """Check the settings, and derive what depends on them; again after each assignment."""
         self._is_made = False
+        if group is not None or self.rank is None or self.world is None:
+            self.rank, self.world = _part_of(group, self.rank, self.world)
         dataset = self.dataset = as_samples(self.dataset)
         partition = self.partition
         self.batch_size = size = check_int("batch_size", self.batch_size)
         self.microbatches = check_int("microbatches", self.microbatches)
-        if self.rank not in range(check_int("world", self.world)):
+        if check_int("rank", self.rank, 0) not in range(check_int("world", self.world)):
             raise UsageError(
                 f"rank {self.rank!r} of {self.world} ranks does not exist; ranks count from 0"
             )
@@ -534,6 +541,31 @@ class Loader(Settled):
                 f" {self.dataset.name} has {have}; use iid"
             )
         return np.zeros(len(self.dataset), np.int64)
+
+
+def _part_of(group: Any, rank: Any, world: Any) -> tuple[Any, Any]:
+    """Return the number of this rank's part of each batch, and the number of parts.
+
+    Raises:
+        UsageError: for another kind of group, one besides rank or world, and one of these alone.
+    """
+    if rank is not None or world is not None:
+        name, value = ("rank", rank) if world is None else ("world", world)
+        besides = "the group" if group is not None else "rank" if rank is None else "world"
+        raise UsageError(
+            f"{name}={value!r} is given {'besides' if group is not None else 'without'} {besides},"
+            " so ranks might take the same rows; give the group alone: data.Loader(dataset, 64,"
+            " group)"
+        )
+    if group is None:
+        return 0, 1
+    for names in (("data_rank", "data_ranks"), ("rank", "size")):
+        if all(hasattr(group, name) for name in names):
+            return getattr(group, names[0]), getattr(group, names[1])
+    raise UsageError(
+        f"a Loader's third argument is the group of the ranks that share each batch, not"
+        f" {shortened(repr(group))}; give nnmpi.start(), and settings by name, as in shuffle=True"
+    )
 
 
 class _Gathered:
