@@ -31,12 +31,12 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
-from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int, shortened
+from nnmpi.base.errors import DataError, Settled, ShapeError, UsageError, check_int, shortened
 from nnmpi.base.loop import iterated
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
-from nnmpi.data.items import as_samples
+from nnmpi.data.items import USED_UP, as_samples
 from nnmpi.data.sampler import (
     Cut,
     by_length,
@@ -517,7 +517,13 @@ class Loader(Settled, fixed="group"):
 
     def _transformed(self, x: Array, indices: Integers, epoch: int) -> Array:
         for step in self._steps:
-            x = step(x, indices, epoch, self.seed)
+            try:
+                x = step(x, indices, epoch, self.seed)
+            except StopIteration as error:
+                items = shortened(", ".join(map(str, indices)))
+                raise DataError(
+                    f"the transform {shortened(repr(step))} of items {items} {USED_UP}"
+                ) from error
             made = f"{len(x)} rows of {x.dtype}" if is_array(x) else "no array"
             if made != (expected := f"{len(indices)} rows of {self._kind}"):
                 raise ShapeError(
@@ -550,12 +556,9 @@ def _part_of(group: Any, rank: Any, world: Any) -> tuple[Any, Any]:
         UsageError: for another kind of group, one besides rank or world, and one of these alone.
     """
     if rank is not None or world is not None:
-        name, value = ("rank", rank) if world is None else ("world", world)
-        besides = "the group" if group is not None else "rank" if rank is None else "world"
         raise UsageError(
-            f"{name}={value!r} is given {'besides' if group is not None else 'without'} {besides},"
-            " so ranks might take the same rows; give the group alone: data.Loader(dataset, 64,"
-            " group)"
+            f"a Loader got rank={rank!r}, world={world!r} and group={group!r}, so ranks might take the"
+            " same rows; give the group alone, data.Loader(dataset, 64, group), or rank and world"
         )
     if group is None:
         return 0, 1
@@ -619,9 +622,10 @@ T = TypeVar("T")
 class Prefetch(Iterator[T]):
     """Yield make(i) for i in numbers, computed by threads up to `ahead` items early.
 
-    Items keep the order of `numbers`. An exception in `make` is raised at its item. The threads end
-    after the last item, at close(), at the end of a `with` block, or when the iterator is garbage
-    collected. With workers=0 each item is made on demand.
+    Items keep the order of `numbers`. An exception in `make` is raised at its item; a StopIteration,
+    which would end the loop as if there were no more, as a DataError. The threads end after the
+    last item, at close(), at the end of a `with` block, or when the iterator is garbage collected.
+    With workers=0 each item is made on demand.
 
     Args:
         send: begins to copy an item, in the consuming thread, if it is made, before the one ahead
@@ -637,7 +641,7 @@ class Prefetch(Iterator[T]):
         ahead: int = 2,
         send: Callable[[T], Callable[[], T]] | None = None,
     ) -> None:
-        self._make, self._numbers, self._send = make, iter(numbers), send
+        self._make, self._numbers, self._send = partial(_made, make), iter(numbers), send
         self._sent: Callable[[], T] | None = None
         self._pending: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None
@@ -690,3 +694,11 @@ class Prefetch(Iterator[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made(make: Callable[[int], T], number: int) -> T:
+    """Return an item; a function, since a thread that refers to the iterator would keep it."""
+    try:
+        return make(number)
+    except StopIteration as error:
+        raise DataError(f"batch {number} {USED_UP}") from error
