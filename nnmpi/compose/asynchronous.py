@@ -49,7 +49,7 @@ from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, to_evaluate
 from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -500,7 +500,8 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            return evaluate_all(self.group, batches, self._passes.evaluate, self._passes.evaluated)
+            given = to_evaluate(batches)
+            return evaluate_all(self.group, given, self._passes.evaluate, self._passes.evaluated)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

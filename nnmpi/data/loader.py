@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from math import prod
@@ -32,7 +32,7 @@ from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
 from nnmpi.base.errors import DataError, Settled, ShapeError, UsageError, check_int, shortened
-from nnmpi.base.loop import iterated
+from nnmpi.base.loop import At, Loop, Place
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
@@ -84,6 +84,7 @@ class Batch:
             `parallel.sequence`); else None.
         first: the global batch's first index.
         row_elements: of the longest sample of the global batch; by default of x.
+        loop: that read it; None if no Loader made it.
     """
 
     x: Array
@@ -99,6 +100,7 @@ class Batch:
     length: int | None = None
     first: int = 0
     row_elements: int = 0
+    loop: Loop | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -163,6 +165,14 @@ class Batch:
         """The index of this rank's first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
 
+    @property
+    def order(self) -> Mapping[str, Any]:
+        """What decides, with the epoch, which samples its rows are; empty without a Loader.
+
+        The numbers of samples and of a global batch's rows, the seed, and whether it shuffles.
+        """
+        return {} if self.loop is None else self.loop.order
+
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
@@ -219,8 +229,7 @@ class Loader(Settled, fixed="group"):
     dtype: DTypeLike = "float32"
     workers: int | None = None
 
-    _next = (0, 0)  # the epoch and the batch with which `iter` begins
-    _reached = (0, 0)  # those after the last batch of `iter`
+    _place: Place = field(init=False, default_factory=Place)
     _held = _UNDECIDED
     _sent_by = _NOBODY
 
@@ -282,40 +291,35 @@ class Loader(Settled, fixed="group"):
             f" part of {whose})"
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: epoch 0 first, then 1, and so on.
+    def __iter__(self) -> Batches:
+        """Return the batches from the training's place to the end of its epoch: epoch 0 first.
 
-        After `load` the first epoch begins where the saved one was.
+        An update moves the place, and so does the end of a loop with updates: see `base.loop`. As
+        long as there was none, each loop goes on where the one before was left.
         """
-        epoch, start = self._next
-        self._next = self._reached = (epoch + 1, 0)
-        return self._iterate(epoch, start)
-
-    def _iterate(self, epoch: int, start: int) -> Iterator[Batch]:
-        try:
-            with self.epoch(epoch, start) as batches:
-                for batch in batches:
-                    self._reached = epoch, batch.number + 1
-                    iterated.set(self)
-                    yield batch
-        finally:  # also after a `break`, with which an epoch ends
-            self._reached = self._next
-            iterated.set(None)
+        return self._batches(*self.place, follows=True)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The epoch and the batch that come next in `for batch in loader`."""
-        epoch, batch = self._reached
-        return (epoch + 1, 0) if batch == len(self) else (epoch, batch)
+    def place(self) -> At:
+        """The epoch and the batch with which the next `for batch in loader` begins."""
+        epoch, batch = self._place.next
+        # with other settings the rest of an epoch is lost: its batches were others
+        return (epoch + 1, 0) if batch and self._place.order != self._order() else (epoch, batch)
 
     def state(self) -> dict[str, int]:
-        """Return the place of `for batch in loader` for a checkpoint, as JSON values."""
+        """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
-        return {"epoch": epoch, "batch": batch, **self._order()}
+        is_trained = self._place.is_trained
+        return {"epoch": epoch, "batch": batch, "is_trained": is_trained, **self._order()}
 
     def _order(self) -> dict[str, int]:
-        """Return what decides which samples an epoch's first batches hold."""
-        return {"samples": len(self.dataset), "batch_size": self.batch_size, "seed": self.seed}
+        """Return what decides which samples an epoch's batches hold."""
+        return {
+            "samples": len(self.dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def load(self, state: Mapping[str, int]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
@@ -331,7 +335,10 @@ class Loader(Settled, fixed="group"):
                     f" {now}: some samples would be left out, and others come twice; give it"
                     f" {name} {before}, or save at the end of an epoch"
                 )
-        self._next = self._reached = state["epoch"], state["batch"]
+        place = self._place
+        place.trained, place.read = (state["epoch"], state["batch"]), None
+        place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
+        place.order = self._order()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -342,7 +349,7 @@ class Loader(Settled, fixed="group"):
         """Return the number of global batches in an epoch, the short last one included."""
         return -(-len(self.dataset) // self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
+    def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Batches:
         """Return an iterator over this rank's part of an epoch's batches, from batch `start`.
 
         `close`, the end of a `with` block, or garbage collection stops its threads. An exception of
@@ -352,17 +359,22 @@ class Loader(Settled, fixed="group"):
             backend: of x and y; None for the host. A `Dataset` without augmentations that takes at
                 most `RESIDENT_SHARE` of a device's free memory is copied there by the first call.
         """
-        check_int("start", start, 0)
-        check_int("epoch", epoch, 0)
+        return self._batches(
+            check_int("epoch", epoch, 0), check_int("start", start, 0), backend, follows=False
+        )
+
+    def _batches(
+        self, epoch: int, start: int, backend: Backend | None = None, *, follows: bool
+    ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
         numbers = range(start, self.batches_per_epoch)
+        loop = Loop(self._place, epoch, numbers, self._order(), follows)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
-            return Prefetch(
-                _Gathered(settings, device, held, epoch_order, epoch), numbers, workers=0
-            )
+            gathered = _Gathered(settings, device, held, epoch_order, epoch)
+            return Batches(loop, gathered, numbers, workers=0)
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
@@ -385,7 +397,8 @@ class Loader(Settled, fixed="group"):
 
             return received
 
-        return Prefetch(
+        return Batches(
+            loop,
             make,
             numbers,
             workers=threads,
@@ -641,7 +654,11 @@ class Prefetch(Iterator[T]):
         ahead: int = 2,
         send: Callable[[T], Callable[[], T]] | None = None,
     ) -> None:
-        self._make, self._numbers, self._send = partial(_made, make), iter(numbers), send
+        self._make, self._numbers, self._send = (
+            partial(_made, make),
+            iter(numbers),
+            send,
+        )
         self._sent: Callable[[], T] | None = None
         self._pending: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None
@@ -702,3 +719,37 @@ def _made(make: Callable[[int], T], number: int) -> T:
         return make(number)
     except StopIteration as error:
         raise DataError(f"batch {number} {USED_UP}") from error
+
+
+class Batches(Prefetch[Batch]):
+    """The batches of an epoch; their loop notes which were read.
+
+    Args:
+        loop: of the epoch.
+        make, numbers, options: see `Prefetch`.
+    """
+
+    def __init__(
+        self, loop: Loop, make: Callable[[int], Batch], numbers: range, **options: Any
+    ) -> None:
+        self._loop = loop
+        super().__init__(make, numbers, **options)
+
+    def __next__(self) -> Batch:
+        """Return the next batch; wait for its thread."""
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._loop.end()
+            raise
+        batch.loop = self._loop
+        self._loop.read(batch.number)
+        return batch
+
+    def close(self) -> None:
+        """See `Prefetch.close`."""
+        super().close()
+        self._loop.is_open = False
+
+    def __del__(self) -> None:
+        self._loop.is_open = False
