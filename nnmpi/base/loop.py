@@ -1,6 +1,6 @@
 """The place of a training in a loader's data, which updates move, and nothing else does.
 
-    for batch in loader:       a Loop reads batches
+    for batch in loader:       an EpochLoop reads batches
         ...
         optimizer.step()       the loader's Place is now behind the batch that was read last
 
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(eq=False, slots=True)
-class Loop:
+class EpochLoop:
     """A loop over an epoch's batches.
 
     Attributes:
@@ -97,6 +97,11 @@ class Loop:
         """Return the batch that follows one of this loop."""
         last = number + 1 >= self.batches.stop
         return (self.epoch + 1, 0) if last else (self.epoch, number + 1)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has read the batch with which the training goes on."""
+        return (self.epoch, self.number) == self.place.trained
 
     @property
     def begins_here(self) -> bool:
@@ -153,19 +158,19 @@ class Loop:
             self.place.trained, self.place.order = after, self.order
 
 
-Read = list[tuple[Loop, int]]
+Reached = list[tuple[EpochLoop, int]]
 """Loops, and a batch of each."""
 
-_loops: ContextVar[tuple[Loop, ...]] = ContextVar("nnmpi_loops", default=())
+_loops: ContextVar[tuple[EpochLoop, ...]] = ContextVar("nnmpi_loops", default=())
 
 
-def last_read() -> Read:
+def last_read() -> Reached:
     """Return, for each loader, the last batch that was read since its last update.
 
     It is that of an open loop; otherwise that of one that was left, as in `next(iter(loader))`;
     otherwise that of the last update, for a second optimizer. Of two loops over a loader, such as a
-    look at some batches beside the training, the one that had updates counts, or the one behind; of
-    two that were left, the last.
+    look at batches beside the training, the one counts that is at the training's place; otherwise
+    one that had updates.
     """
     loops = _loops.get()
     new = [loop for loop in loops if loop.is_new]
@@ -176,7 +181,6 @@ def last_read() -> Read:
         or [loop for loop in loops if loop.is_trained and loop.is_open]
     )
     if len(found) > 1:
-        if found[0].is_open:
-            found.sort(key=lambda loop: (loop.is_trained, -loop.epoch, -loop.number))
+        found.sort(key=lambda loop: (loop.is_here, loop.is_trained, loop.follows))
         found = [*{loop.place: loop for loop in found}.values()]
     return [(loop, loop.number) for loop in found]

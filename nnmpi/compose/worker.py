@@ -36,7 +36,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.command import as_given, spelled
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
-from nnmpi.base.loop import Read, last_read
+from nnmpi.base.loop import Reached, last_read
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import PeriodicCheck, agreed
@@ -99,7 +99,7 @@ class _Started(NamedTuple):
     """
 
     batch: Batch
-    place: Read
+    place: Reached
     now: BatchPass
     lr: float
     step: int

@@ -32,7 +32,7 @@ from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
 from nnmpi.base.errors import DataError, Settled, ShapeError, UsageError, check_int, shortened
-from nnmpi.base.loop import At, Loop, Place
+from nnmpi.base.loop import At, EpochLoop, Place
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
@@ -100,7 +100,7 @@ class Batch:
     length: int | None = None
     first: int = 0
     row_elements: int = 0
-    loop: Loop | None = field(default=None, repr=False)
+    loop: EpochLoop | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -369,7 +369,7 @@ class Loader(Settled, fixed="group"):
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
         numbers = range(start, self.batches_per_epoch)
-        loop = Loop(self._place, epoch, numbers, self._order(), follows)
+        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
@@ -730,7 +730,7 @@ class Batches(Prefetch[Batch]):
     """
 
     def __init__(
-        self, loop: Loop, make: Callable[[int], Batch], numbers: range, **options: Any
+        self, loop: EpochLoop, make: Callable[[int], Batch], numbers: range, **options: Any
     ) -> None:
         self._loop = loop
         super().__init__(make, numbers, **options)

@@ -38,7 +38,7 @@ from nnmpi.base.errors import (
     number,
 )
 from nnmpi.base.launcher import read_launch
-from nnmpi.base.loop import At, Place, Read, last_read
+from nnmpi.base.loop import At, Place, Reached, last_read
 from nnmpi.base.words import raise_missing, refuse_words
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -219,11 +219,11 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         self._update_all(lr, self._blocks, self.storage.frozen())
         self.storage.finish_update()
 
-    def check_place(self, batches: Read) -> None:
+    def check_place(self, batches: Reached) -> None:
         """Refuse an update on batches that are not those with which the training goes on.
 
         Raises:
-            UsageError: see `Loop.check`; and for a place that a resumed run had passed.
+            UsageError: see `EpochLoop.check`; and for a place that a resumed run had passed.
         """
         for loop, batch in batches:
             loop.check(batch)
@@ -235,7 +235,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     " nnmpi.save and nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
                 )
 
-    def note_place(self, batches: Read) -> None:
+    def note_place(self, batches: Reached) -> None:
         """Note that an update was made on these batches."""
         for loop, batch in batches:
             loop.train(batch)

@@ -132,9 +132,11 @@ def evaluate_before_each_step(loop: Loop, folder: str, at: tuple[int, int]) -> N
 
 
 def keep_iterators(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    kept = [iter(loop.loader)]
+    kept = [iter(loop.loader), loop.loader.epoch(0)]
     next(kept[0])
     for batch in one_by_one(loop):
+        for others in kept:
+            next(others, None)
         loop.step(batch)
         kept.append(iter(loop.loader))
         next(kept[-1])
