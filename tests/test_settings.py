@@ -364,7 +364,7 @@ def test_settings_of_a_loader_are_followed_from_the_next_epoch_on() -> None:
         "workers": 2,
         "dataset": data.load("iris")[0],
     }
-    loader, given = data.Loader(rows(), 30), {"batch_size": 30}
+    loader, given = data.Loader(rows(), 30), {"batch_size": 30, "rank": 0, "world": 1}
     begun = loader.epoch(0)
     for name, value in changes.items():
         if name == "dataset":

@@ -76,7 +76,7 @@ def loop(name: str, group: Group) -> float:
         models.mlp(shape, classes, hidden) if hidden else models.cnn(shape, classes)
     ).initialize(seed=0)
     optimizer, parallel = optim.Adam(model.storage, lr=1e-5), nnmpi.DataParallel(model, group)
-    batches = list(Loader(result, batch, rank=group.rank, world=group.size).epoch(0))
+    batches = list(Loader(result, batch, group).epoch(0))
 
     def step(x: Tensor, y: Tensor, rows: int) -> Tensor:
         model.zero_grad()

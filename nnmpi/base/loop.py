@@ -1,27 +1,59 @@
-"""The loops of a program over its loaders, as far as others must know of them.
+"""The place of a training in a loader's data, which updates move, and nothing else does.
 
-A loader says which of its loops `for batch in loader` runs, an optimizer notes it, and a checkpoint
-asks the optimizer: a resumed program must not begin with the first epoch again. And each loop over
-a loader says which batch it has given out: the ranks compare that in each update.
+    for batch in loader:       an EpochLoop reads batches
+        ...
+        optimizer.step()       the loader's Place is now behind the batch that was read last
+
+So an evaluation, a look at the first batch and a second loop leave the training where it is, and a
+loop that was left goes on with the next batch, in this program as in a resumed one. A Worker knows
+the batch of its update. An optimizer in a loop of one's own does not: there it is the last one that
+the open loop read, of the loops in this thread.
+
+The place was that of the loop before: an evaluation then moved the training, and a batch that was
+read counted as trained on.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import ReferenceType, ref
 from zlib import crc32
 
+from nnmpi.base.errors import UsageError
 
-class Iterated(Protocol):
-    """What is iterated over."""
+At = tuple[int, int]  # an epoch and a batch in it
+LEFT = (
+    4  # loaders of whose left loops the last is known; they would be all that were ever looked at
+)
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """The place of a training in a loader's data.
+
+    Attributes:
+        trained: the batch that follows the last one with an update.
+        read: without any update, the one that follows the last one of a loop, so that a loader
+            serves programs without an optimizer; a look at one batch is no loop. None otherwise.
+        is_trained: whether there were updates, in this program or before.
+        is_restored: whether a checkpoint said so, and no update has followed.
+        updates: their number in this program.
+        order: what decides which samples the batches of its epoch hold.
+    """
+
+    trained: At = (0, 0)
+    read: At | None = None
+    is_trained: bool = False
+    is_restored: bool = False
+    updates: int = 0
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The epoch and the batch that come next."""
-
-
-iterated: ContextVar[Iterated | None] = ContextVar("nnmpi_iterated", default=None)
+    def next(self) -> At:
+        """The batch with which the next loop begins."""
+        return self.trained if self.read is None else self.read
 
 
 class Origin(Protocol):
@@ -68,31 +100,133 @@ class Taken:
         return told if self.source is None else [*self.source.texts(), *told]
 
 
-class OpenLoop:
-    """A loop over a loader: it is open from its first batch until it ends or is given up.
+@dataclass(eq=False, slots=True)
+class EpochLoop:
+    """A loop over an epoch's batches.
 
     Attributes:
-        taken: its last batch; None before the first, and after the end.
+        place: of the loader.
+        epoch, batches: of the loop.
+        order: see `Place`.
+        follows: whether the loop began at the loader's place, as `for batch in loader` does;
+            otherwise the program chose the epoch, and keeps account of it.
+        number, taken: of the batch that was read last.
+        read_at: the place's number of updates then; -1 before and after all.
+        is_open: whether more may be read.
+        is_trained: whether updates were made in it.
     """
 
-    __slots__ = ("__weakref__", "taken")
+    place: Place
+    epoch: int
+    batches: range
+    order: Mapping[str, Any]
+    follows: bool
+    number: int = -1
+    taken: Taken | None = None
+    read_at: int = -1
+    is_open: bool = True
+    is_trained: bool = False
 
-    taken: Taken | None
+    def __post_init__(self) -> None:
+        """Let updates in this thread find the loop."""
+        known = _loops.get()
+        left = {loop.place: loop for loop in known if loop.is_new and not loop.is_open}
+        kept = [*left.values()][-LEFT:]
+        _loops.set((*kept, *(loop for loop in known if loop.is_open), self))
 
-    def __init__(self) -> None:
-        self.taken = None
+    @property
+    def is_new(self) -> bool:
+        """Whether there was no update on its loader's batches since one was read."""
+        return self.read_at == self.place.updates
 
-    def take(self, taken: Taken) -> None:
-        """Note the batch that the loop takes now."""
-        if self.taken is None:
-            _open.set((*(item for item in _open.get() if item() not in (None, self)), ref(self)))
-        self.taken = taken
+    def after(self, number: int) -> At:
+        """Return the batch that follows one of this loop."""
+        last = number + 1 >= self.batches.stop
+        return (self.epoch + 1, 0) if last else (self.epoch, number + 1)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it has read the batch with which the training goes on."""
+        return (self.epoch, self.number) == self.place.trained
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether a training may begin with this loop: none before read batches without updates."""
+        begin, place = (self.epoch, self.batches.start), self.place
+        return not self.follows or place.is_trained or begin == place.trained
+
+    def read(self, taken: Taken) -> None:
+        """Note that a batch was read."""
+        place, number = self.place, taken.number
+        self.number, self.taken, self.read_at = number, taken, place.updates
+        if self.follows and not place.is_trained and number > self.batches.start:
+            place.read, place.order = self.after(number), self.order
+
+    def end(self) -> None:
+        """Note that all were read: the epoch is over, also if the last ones had no update."""
+        self.read_at = -1
+        if self.is_trained:
+            self._move(self.batches.stop)
+        elif self.follows and not self.place.is_trained:
+            self.place.read = self.after(self.batches.stop)
+
+    def check(self, number: int) -> None:
+        """Refuse an update on a batch if the training is elsewhere in the data.
+
+        Raises:
+            UsageError: naming both places.
+        """
+        place = self.place
+        epoch, batch = place.trained
+        if place.is_restored and not self.follows and (self.epoch, number) < place.trained:
+            raise UsageError(
+                f"this is batch {number} of epoch {self.epoch}, but the resumed loader goes on with"
+                f" batch {batch} of epoch {epoch}; loop over the loader itself, or begin with"
+                " loader.epoch(*loader.place)"
+            )
+        if not self.begins_here:
+            raise UsageError(
+                f"the updates would begin with batch {self.batches.start} of epoch {self.epoch},"
+                " since a loop before read this loader's batches without an update; read them by"
+                f" loader.epoch({epoch}), which does not count"
+            )
+
+    def train(self, number: int) -> None:
+        """Note that an update was made on a batch."""
+        place, self.is_trained = self.place, True
+        place.is_trained, place.is_restored, place.read = True, False, None
+        place.updates += 1
+        self._move(number)
+
+    def _move(self, number: int) -> None:
+        # a batch that was kept, and is trained on again, moves nothing back
+        if (after := self.after(number)) > self.place.trained:
+            self.place.trained, self.place.order = after, self.order
 
 
-_open: ContextVar[tuple[ReferenceType[OpenLoop], ...]] = ContextVar("nnmpi_open", default=())
+Reached = list[tuple[EpochLoop, int]]
+"""Loops, and a batch of each."""
+
+_loops: ContextVar[tuple[EpochLoop, ...]] = ContextVar("nnmpi_loops", default=())
 
 
-def open_batches() -> list[Taken]:
-    """Return the last batch of each open loop."""
-    loops = [item() for item in _open.get()]
-    return [item.taken for item in loops if item is not None and item.taken is not None]
+def last_read() -> Reached:
+    """Return, for each loader, the last batch that was read since its last update.
+
+    It is that of an open loop; otherwise that of one that was left, as in `next(iter(loader))`;
+    otherwise that of the last update, for a second optimizer. Of two loops over a loader, such as a
+    look at batches beside the training, the one counts that is at the training's place; otherwise
+    one that had updates.
+    """
+    loops = _loops.get()
+    new = [loop for loop in loops if loop.is_new]
+    found = (
+        [loop for loop in new if loop.is_open]
+        or [loop for loop in new if loop.begins_here]
+        or new
+        or [loop for loop in loops if loop.is_trained and loop.is_open]
+    )
+    if len(found) > 1:
+        found.sort(key=lambda loop: (loop.is_here, loop.is_trained, loop.follows))
+        found = [*{loop.place: loop for loop in found}.values()]
+    return [(loop, loop.number) for loop in found]

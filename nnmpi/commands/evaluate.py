@@ -58,8 +58,7 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integ
     loader = Loader(
         signature.to_learn(samples),
         rows * dp.size,
-        rank=dp.rank,
-        world=dp.size,
+        dp,
         shuffle=False,
         transform=signature.normalize,
         dtype=run.config.run.dtype,

@@ -49,7 +49,7 @@ from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, to_evaluate
 from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -256,7 +256,8 @@ class AveragingCoupling(Coupling):
         if (loader.rank, loader.world) != (group.rank, group.size):
             raise UsageError(
                 f"the loader gives part {loader.rank} of {loader.world}, but this is rank"
-                f" {group.rank} of {group.size}; give Loader the rank and world of the group"
+                f" {group.rank} of {group.size}; call data.Loader(dataset,"
+                " batch_size, group)"
             )
         super().open(segment)
         self._averaging.begin()
@@ -367,7 +368,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         ...     worker = nnmpi.AsynchronousWorker(
         ...         model, optim.SGD(model.storage, lr=0.1), group, nnmpi.Sync("ssp", staleness=2)
         ...     )
-        ...     loader = data.Loader(train, 30, rank=group.rank, world=group.size)
+        ...     loader = data.Loader(train, 30, group)
         ...     batches = loader.batches_per_epoch
         ...     segment = worker.run(loader, 0, 0, batches, step=0, lr=lambda step: 0.1)
         ...     return segment.totals.steps
@@ -509,8 +510,11 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            evaluate, sums = self._passes.evaluate, self._passes.evaluated
-            return evaluate_all(self.group, batches, evaluate, sums, self._check)
+            given, (evaluate, sums) = (
+                to_evaluate(batches),
+                (self._passes.evaluate, self._passes.evaluated),
+            )
+            return evaluate_all(self.group, given, evaluate, sums, self._check)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

@@ -410,7 +410,7 @@ class BatchPass(Pass):
             # `move` clears the gradients, but their buffers still have the values
             span.parameter.grad = span.parameter.buffer
         self._staleness.append(owner.optimizer.steps - self._versions.pop(microbatch))
-        owner.optimizer.step()
+        owner.optimizer.apply()
         storage.zero_grad()
 
     def pace(self, computed_s: float, share: float, waited_s: float) -> float:

@@ -20,7 +20,7 @@ or each continues at its own speed:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, TypeAlias
@@ -314,6 +314,23 @@ class Trainer(
         if self._is_own:
             self._is_own = False
             self.arrangement.free()
+
+
+def to_evaluate(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches to evaluate; of a Loader those of epoch 0: its place is the training's.
+
+    Raises:
+        UsageError: when a sequence ends early, because an item raised StopIteration.
+    """
+    count = 0
+    for batch in batches.epoch(0) if isinstance(batches, Loader) else batches:
+        count += 1
+        yield batch
+    if isinstance(batches, Sized) and hasattr(batches, "__getitem__") and count != len(batches):
+        raise UsageError(
+            f"item {count} of {len(batches)} batches is missing; the sequence ended there, maybe by"
+            " a StopIteration"
+        )
 
 
 def check_numerics(trainer: Trainer) -> None:

@@ -18,7 +18,6 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from itertools import chain
 from math import isfinite, prod
 from statistics import fmean
@@ -37,6 +36,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.command import as_given, spelled
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
+from nnmpi.base.loop import Reached, last_read
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import PeriodicCheck, agreed
@@ -60,6 +60,7 @@ from nnmpi.compose.trainer import (
     SegmentReport,
     Trainer,
     TrainingSegment,
+    to_evaluate,
 )
 from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
@@ -89,7 +90,7 @@ class _Started(NamedTuple):
     """A step whose gradients are being computed.
 
     Attributes:
-        batch, now: of this rank; its pass.
+        batch, place, now: of this rank; its place in a loader's data; its pass.
         lr, step, factor: the learning rate, the number of the update, the scale of the loss.
         rows: the checksum of the rows, if ranks share them.
         report: to be completed.
@@ -99,6 +100,7 @@ class _Started(NamedTuple):
     """
 
     batch: Batch
+    place: Reached
     now: BatchPass
     lr: float
     step: int
@@ -210,7 +212,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self._counted_bytes: int | None = None  # of the largest batch that was counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
-        # of the last batch of `for batch in loader`; the same in a checkpoint, until a step follows
         self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
@@ -261,7 +262,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         begin = clock.now()
         self.parallel.check_not_released()
         batch = self._batch_of(batch, y)
-        self.optimizer.note_place()
+        place = last_read() if batch.loop is None else [(batch.loop, batch.number)]
+        self.optimizer.check_place(place)
         if lr is not None:
             self.optimizer.lr = lr
         batch, rows = self.arrangement.local(batch)
@@ -284,8 +286,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             read = now.send_sums()
         account = world.traffic, begin, collective_s
         is_steady = not (observed or is_new)
+        lr = self.optimizer.lr
         return _Started(
-            batch, now, self.optimizer.lr, step, factor, rows, report, read, *account, is_steady
+            batch, place, now, lr, step, factor, rows, report, read, *account, is_steady
         )
 
     def _finish(self, started: _Started, updated: bool = False) -> StepReport:
@@ -315,6 +318,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             return self._finish(self._start(started.batch, None, started.lr))
         else:
             self._skip(started)
+        self.optimizer.note_place(started.place)
         return self._report(started)
 
     def _pace(self, started: _Started) -> None:
@@ -345,15 +349,12 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                     raise failed
             self._check.refuse(f"step {started.step + 1}")
         if targets != batch.global_targets:
-            names = (
-                "group.rank and group.size"
-                if self._is_own
-                else "arrangement.data_rank and arrangement.data_ranks"
-            )
+            given = "group" if self._is_own else "arrangement"
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} counted labels together, but"
-                f" the global batch has {batch.global_targets}; give Loader the rank and world of"
-                f" the replica ({names}), or your own Batch the targets of each microbatch"
+                f" the global batch has {batch.global_targets}; call"
+                f" data.Loader(dataset, batch_size, {given}), or give your own Batch the targets of"
+                " each microbatch"
             )
         report.grad_norm = norm / started.factor
         return report.grad_norm
@@ -607,9 +608,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
 
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
+            given = to_evaluate(batches)
             if not self.arrangement.is_plain:
-                batches = _as_many(self.group, batches)
-            shares, sums = map(partial(self._share_of, rows), batches), self.passes.evaluated
+                given = _as_many(self.group, given)
+            shares, sums = (self._share_of(rows, item) for item in given), self.passes.evaluated
             totals = evaluate_all(self.group, shares, evaluate, sums, self._check, parts, rows)
         if self.arrangement.is_pipeline:
             with agreed(self.group):

@@ -23,6 +23,10 @@ from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
 from nnmpi.data.tables import NO_LABEL
 
+# what a generator raises a RuntimeError for: a loop would take it for the end of the data
+USED_UP = (
+    "raised StopIteration, as next(...) does at an end; let it return a default: next(..., None)"
+)
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
 
 
@@ -184,6 +188,12 @@ class Items(Settled, Samples, fixed="name classes"):
         return self._item(0)
 
     def _item(self, i: int) -> tuple[Array, Array]:
+        try:
+            return self._read_item(i)
+        except StopIteration as error:
+            raise DataError(f"{self.name}: item {i} {USED_UP}") from error
+
+    def _read_item(self, i: int) -> tuple[Array, Array]:
         item = self._source[i]
         if isinstance(item, Mapping):
             labels = [name for name in LABELS if name in item][:1]
@@ -195,7 +205,7 @@ class Items(Settled, Samples, fixed="name classes"):
                 f" ({', '.join(LABELS)}); give it such items, or read it yourself and call"
                 " worker.step(x, y)"
             )
-        x, y = (read_array(entry, f"{self.name}, item {i}") for entry in item)
+        x, y = [read_array(entry, f"{self.name}, item {i}") for entry in item]
         return x, y
 
 

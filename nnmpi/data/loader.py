@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from math import prod
@@ -31,12 +31,12 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers, is_array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.upload import Uploads, resident
-from nnmpi.base.errors import Settled, ShapeError, UsageError, check_int
-from nnmpi.base.loop import OpenLoop, Origin, Taken, iterated
+from nnmpi.base.errors import DataError, Settled, ShapeError, UsageError, check_int, shortened
+from nnmpi.base.loop import At, EpochLoop, Origin, Place, Taken
 from nnmpi.base.shard import split
 from nnmpi.base.words import answering
 from nnmpi.data.dataset import Dataset, Samples, count_targets
-from nnmpi.data.items import as_samples
+from nnmpi.data.items import USED_UP, as_samples
 from nnmpi.data.sampler import (
     Cut,
     by_length,
@@ -85,6 +85,7 @@ class Batch:
         first: the global batch's first index.
         row_elements: of the longest sample of the global batch; by default of x.
         source: what decides which samples it holds; None for a batch that no Loader made.
+        loop: that read it; None if no Loader made it.
     """
 
     x: Array
@@ -101,6 +102,7 @@ class Batch:
     first: int = 0
     row_elements: int = 0
     source: Origin | None = None
+    loop: EpochLoop | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Set `targets` if not given: every label of every row counts."""
@@ -167,6 +169,14 @@ class Batch:
         """The index of this rank's first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
 
+    @property
+    def order(self) -> Mapping[str, Any]:
+        """What decides, with the epoch, which samples its rows are; empty without a Loader.
+
+        The numbers of samples and of a global batch's rows, the seed, and whether it shuffles.
+        """
+        return {} if self.loop is None else self.loop.order
+
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
@@ -205,13 +215,15 @@ def _crc(*arrays: Array) -> int:
 
 @answering
 @dataclass(eq=False, repr=False)
-class Loader(Settled):
+class Loader(Settled, fixed="group"):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
         dataset: a `Dataset`, a text, or another library's data set: see `data.items`.
         batch_size: rows of the global batch; n or more makes one batch per epoch.
-        rank, world: this rank's part of the batch, and the number of parts.
+        group: the ranks that share each batch: a `Group`, or any object with `rank` and `size`; or
+            an `Arrangement`, whose replicas share it. Without one the batch is not shared.
+        rank, world: instead of the group, this rank's part of the batch and the number of parts.
         microbatches: the number of microbatches per batch, which are computed one by one to save
             memory.
         whole_microbatches: give each rank whole microbatches (possibly none), not a shard of each.
@@ -229,17 +241,20 @@ class Loader(Settled):
 
     Example:
         >>> train, _ = data.load("iris")
-        >>> loader = data.Loader(train, 50, rank=1, world=4)
-        >>> [(len(batch.x), batch.global_rows) for batch in loader.epoch(0)]
+        >>> def program(group):
+        ...     loader = data.Loader(train, 50, group)
+        ...     return [(len(batch.x), batch.global_rows) for batch in loader.epoch(0)]
+        >>> nnmpi.simulate(program, ranks=4)[1]
         [(13, 50), (13, 50), (5, 20)]
     """
 
     dataset: Samples | Any
     batch_size: int
+    group: InitVar[Any] = None
     _: KW_ONLY
     seed: int = 0
-    rank: int = 0
-    world: int = 1
+    rank: Any = None
+    world: Any = None
     microbatches: int = 1
     whole_microbatches: bool = False
     shuffle: bool = True
@@ -248,19 +263,20 @@ class Loader(Settled):
     dtype: DTypeLike = "float32"
     workers: int | None = None
 
-    _next = (0, 0)  # the epoch and the batch with which `iter` begins
-    _reached = (0, 0)  # those after the last batch of `iter`
+    _place: Place = field(init=False, default_factory=Place)
     _held = _UNDECIDED
     _sent_by = _NOBODY
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, group: Any = None) -> None:
         """Check the settings, and derive what depends on them; again after each assignment."""
         self._is_made = False
+        if group is not None or self.rank is None or self.world is None:
+            self.rank, self.world = _part_of(group, self.rank, self.world)
         dataset = self.dataset = as_samples(self.dataset)
         partition = self.partition
         self.batch_size = size = check_int("batch_size", self.batch_size)
         self.microbatches = check_int("microbatches", self.microbatches)
-        if self.rank not in range(check_int("world", self.world)):
+        if check_int("rank", self.rank, 0) not in range(check_int("world", self.world)):
             raise UsageError(
                 f"rank {self.rank!r} of {self.world} ranks does not exist; ranks count from 0"
             )
@@ -310,40 +326,35 @@ class Loader(Settled):
             f" part of {whose})"
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Return the batches of the next epoch: epoch 0 first, then 1, and so on.
+    def __iter__(self) -> Batches:
+        """Return the batches from the training's place to the end of its epoch: epoch 0 first.
 
-        After `load` the first epoch begins where the saved one was.
+        An update moves the place, and so does the end of a loop with updates: see `base.loop`. As
+        long as there was none, each loop goes on where the one before was left.
         """
-        epoch, start = self._next
-        self._next = self._reached = (epoch + 1, 0)
-        return self._iterate(epoch, start)
-
-    def _iterate(self, epoch: int, start: int) -> Iterator[Batch]:
-        try:
-            with self.epoch(epoch, start) as batches:
-                for batch in batches:
-                    self._reached = epoch, batch.number + 1
-                    iterated.set(self)
-                    yield batch
-        finally:  # also after a `break`, with which an epoch ends
-            self._reached = self._next
-            iterated.set(None)
+        return self._batches(*self.place, follows=True)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The epoch and the batch that come next in `for batch in loader`."""
-        epoch, batch = self._reached
-        return (epoch + 1, 0) if batch == len(self) else (epoch, batch)
+    def place(self) -> At:
+        """The epoch and the batch with which the next `for batch in loader` begins."""
+        epoch, batch = self._place.next
+        # with other settings the rest of an epoch is lost: its batches were others
+        return (epoch + 1, 0) if batch and self._place.order != self._order() else (epoch, batch)
 
     def state(self) -> dict[str, int]:
-        """Return the place of `for batch in loader` for a checkpoint, as JSON values."""
+        """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
-        return {"epoch": epoch, "batch": batch, **self._order()}
+        is_trained = self._place.is_trained
+        return {"epoch": epoch, "batch": batch, "is_trained": is_trained, **self._order()}
 
     def _order(self) -> dict[str, int]:
-        """Return what decides which samples an epoch's first batches hold."""
-        return {"samples": len(self.dataset), "batch_size": self.batch_size, "seed": self.seed}
+        """Return what decides which samples an epoch's batches hold."""
+        return {
+            "samples": len(self.dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
 
     def load(self, state: Mapping[str, int]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
@@ -359,7 +370,10 @@ class Loader(Settled):
                     f" {now}: some samples would be left out, and others come twice; give it"
                     f" {name} {before}, or save at the end of an epoch"
                 )
-        self._next = self._reached = state["epoch"], state["batch"]
+        place = self._place
+        place.trained, place.read = (state["epoch"], state["batch"]), None
+        place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
+        place.order = self._order()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -370,7 +384,7 @@ class Loader(Settled):
         """Return the number of global batches in an epoch, the short last one included."""
         return -(-len(self.dataset) // self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
+    def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Batches:
         """Return an iterator over this rank's part of an epoch's batches, from batch `start`.
 
         `close`, the end of a `with` block, or garbage collection stops its threads. An exception of
@@ -380,16 +394,22 @@ class Loader(Settled):
             backend: of x and y; None for the host. A `Dataset` without augmentations that takes at
                 most `RESIDENT_SHARE` of a device's free memory is copied there by the first call.
         """
-        check_int("start", start, 0)
-        check_int("epoch", epoch, 0)
+        return self._batches(
+            check_int("epoch", epoch, 0), check_int("start", start, 0), backend, follows=False
+        )
+
+    def _batches(
+        self, epoch: int, start: int, backend: Backend | None = None, *, follows: bool
+    ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
         numbers = range(start, self.batches_per_epoch)
+        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
             gathered = _Gathered(settings, device, held, epoch_order, epoch)
-            return Prefetch(gathered, numbers, workers=0, describe=Batch.taken)
+            return Batches(loop, gathered, numbers, workers=0)
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
@@ -412,13 +432,13 @@ class Loader(Settled):
 
             return received
 
-        return Prefetch(
+        return Batches(
+            loop,
             make,
             numbers,
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would be idle
             send=None if uploads is None else send,
-            describe=Batch.taken,
         )
 
     def _uploads_to(self, device: Backend) -> Uploads:
@@ -551,7 +571,13 @@ class Loader(Settled):
 
     def _transformed(self, x: Array, indices: Integers, epoch: int) -> Array:
         for step in self._steps:
-            x = step(x, indices, epoch, self.seed)
+            try:
+                x = step(x, indices, epoch, self.seed)
+            except StopIteration as error:
+                items = shortened(", ".join(map(str, indices)))
+                raise DataError(
+                    f"the transform {shortened(repr(step))} of items {items} {USED_UP}"
+                ) from error
             made = f"{len(x)} rows of {x.dtype}" if is_array(x) else "no array"
             if made != (expected := f"{len(indices)} rows of {self._kind}"):
                 raise ShapeError(
@@ -575,6 +601,28 @@ class Loader(Settled):
                 f" {self.dataset.name} has {have}; use iid"
             )
         return np.zeros(len(self.dataset), np.int64)
+
+
+def _part_of(group: Any, rank: Any, world: Any) -> tuple[Any, Any]:
+    """Return the number of this rank's part of each batch, and the number of parts.
+
+    Raises:
+        UsageError: for another kind of group, one besides rank or world, and one of these alone.
+    """
+    if rank is not None or world is not None:
+        raise UsageError(
+            f"a Loader got rank={rank!r}, world={world!r} and group={group!r}, so ranks might take the"
+            " same rows; give the group alone, data.Loader(dataset, 64, group), or rank and world"
+        )
+    if group is None:
+        return 0, 1
+    for names in (("data_rank", "data_ranks"), ("rank", "size")):
+        if all(hasattr(group, name) for name in names):
+            return getattr(group, names[0]), getattr(group, names[1])
+    raise UsageError(
+        f"a Loader's third argument is the group of the ranks that share each batch, not"
+        f" {shortened(repr(group))}; give nnmpi.start(), and settings by name, as in shuffle=True"
+    )
 
 
 class _Gathered:
@@ -628,14 +676,14 @@ T = TypeVar("T")
 class Prefetch(Iterator[T]):
     """Yield make(i) for i in numbers, computed by threads up to `ahead` items early.
 
-    Items keep the order of `numbers`. An exception in `make` is raised at its item. The threads end
-    after the last item, at close(), at the end of a `with` block, or when the iterator is garbage
-    collected. With workers=0 each item is made on demand.
+    Items keep the order of `numbers`. An exception in `make` is raised at its item; a StopIteration,
+    which would end the loop as if there were no more, as a DataError. The threads end after the
+    last item, at close(), at the end of a `with` block, or when the iterator is garbage collected.
+    With workers=0 each item is made on demand.
 
     Args:
         send: begins to copy an item, in the consuming thread, if it is made, before the one ahead
             of it is returned; and returns a function that ends the copy. None for no copy.
-        describe: returns which batch an item is, for `loop.open_batches`; None for other items.
     """
 
     def __init__(
@@ -646,10 +694,12 @@ class Prefetch(Iterator[T]):
         workers: int = 1,
         ahead: int = 2,
         send: Callable[[T], Callable[[], T]] | None = None,
-        describe: Callable[[T], Taken] | None = None,
     ) -> None:
-        self._describe, self._loop = describe, OpenLoop()
-        self._make, self._numbers, self._send = make, iter(numbers), send
+        self._make, self._numbers, self._send = (
+            partial(_made, make),
+            iter(numbers),
+            send,
+        )
         self._sent: Callable[[], T] | None = None
         self._pending: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None
@@ -674,8 +724,6 @@ class Prefetch(Iterator[T]):
         except BaseException:
             self.close()
             raise
-        if self._describe is not None:
-            self._loop.take(self._describe(item))
         return item
 
     def _made(self) -> T:
@@ -696,7 +744,7 @@ class Prefetch(Iterator[T]):
 
     def close(self) -> None:
         """Discard prefetched items and stop the threads, without waiting for hung ones."""
-        self._numbers, self._sent, self._loop.taken = iter(()), None, None
+        self._numbers, self._sent = iter(()), None
         self._pending.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -706,3 +754,45 @@ class Prefetch(Iterator[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made(make: Callable[[int], T], number: int) -> T:
+    """Return an item; a function, since a thread that refers to the iterator would keep it."""
+    try:
+        return make(number)
+    except StopIteration as error:
+        raise DataError(f"batch {number} {USED_UP}") from error
+
+
+class Batches(Prefetch[Batch]):
+    """The batches of an epoch; their loop notes which were read.
+
+    Args:
+        loop: of the epoch.
+        make, numbers, options: see `Prefetch`.
+    """
+
+    def __init__(
+        self, loop: EpochLoop, make: Callable[[int], Batch], numbers: range, **options: Any
+    ) -> None:
+        self._loop = loop
+        super().__init__(make, numbers, **options)
+
+    def __next__(self) -> Batch:
+        """Return the next batch; wait for its thread."""
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self._loop.end()
+            raise
+        batch.loop = self._loop
+        self._loop.read(batch.taken())
+        return batch
+
+    def close(self) -> None:
+        """See `Prefetch.close`."""
+        super().close()
+        self._loop.is_open = False
+
+    def __del__(self) -> None:
+        self._loop.is_open = False

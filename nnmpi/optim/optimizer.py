@@ -39,7 +39,7 @@ from nnmpi.base.errors import (
     number,
 )
 from nnmpi.base.launcher import read_launch
-from nnmpi.base.loop import Iterated, iterated
+from nnmpi.base.loop import At, Place, Reached, last_read
 from nnmpi.base.words import raise_missing, refuse_words
 
 ByGroup: TypeAlias = float | Mapping[str, float]
@@ -113,8 +113,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     _knows_guards: ClassVar[bool] = False
     _guard: Array | None = None
     run_id: str | None = None
-    _loader: Iterated | None = None  # of the last `for batch in loader`
-    _resumed: tuple[int, int] | None = None
+    _places: Collection[Place] = ()  # of the loaders of the last update's batches
+    _resumed: At | None = None
     lr: Any = _Followed()
     steps: Any = _Followed()
     if not TYPE_CHECKING:
@@ -197,7 +197,13 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         record_call(self._step)  # recorded as one call, since `lr` may change between replays
 
     def _step(self) -> None:
-        self.note_place()
+        batches = last_read()
+        self.check_place(batches)
+        self.apply()
+        self.note_place(batches)
+
+    def apply(self) -> None:
+        """Do the update of `step` for a caller that knows its batch; see `note_place`."""
         lr = number("lr", self.lr)
         if self.storage.node_shared:
             raise UsageError(
@@ -246,34 +252,41 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         changing = "lr ", "steps "
         return ", ".join(text for text in self.rule() if not text.startswith(changing))
 
-    def note_place(self) -> None:
-        """Note the place of `for batch in loader`, if one is running.
+    def check_place(self, batches: Reached) -> None:
+        """Refuse an update on batches that are not those with which the training goes on.
 
         Raises:
-            UsageError: for a place that a resumed run had passed.
+            UsageError: see `EpochLoop.check`; and for a place that a resumed run had passed.
         """
-        loader = iterated.get()
-        if loader is None:
-            return
-        if self._resumed is not None and loader.place <= self._resumed:
-            epoch, batch = self._resumed
-            raise UsageError(
-                f"`for batch in loader` begins with epoch {loader.place[0]} again, but the resumed"
-                f" run goes on with batch {batch} of epoch {epoch}; give the loader to nnmpi.save and"
-                " nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
-            )
-        self._loader, self._resumed = loader, None
+        for loop, batch in batches:
+            loop.check(batch)
+            if self._resumed is not None and loop.follows and loop.after(batch) <= self._resumed:
+                epoch, batch = self._resumed
+                raise UsageError(
+                    f"`for batch in loader` begins with epoch {loop.epoch} again, but the resumed"
+                    f" run goes on with batch {batch} of epoch {epoch}; give the loader to"
+                    " nnmpi.save and nnmpi.resume (loader=loader), or loop over loader.epoch(n)"
+                )
 
-    def place_besides(self, saved: Collection[Any]) -> tuple[int, int] | None:
-        """Return the place of the last noted loop, unless its loader is saved; None for none."""
-        loader = self._loader
-        if loader is None or any(item is loader for item in saved):
-            return None
-        return loader.place
+    def note_place(self, batches: Reached) -> None:
+        """Note that an update was made on these batches."""
+        for loop, batch in batches:
+            loop.train(batch)
+        if places := [loop.place for loop, _ in batches if loop.follows]:
+            self._places, self._resumed = places, None
+
+    def place_besides(self, saved: Collection[Any]) -> At | None:
+        """Return the place of a loop of the last update whose loader is not saved; None for none.
+
+        Without an update since `resume_after` it is still that one.
+        """
+        known = [getattr(item, "_place", None) for item in saved]
+        others = [place.trained for place in self._places if place not in known]
+        return min(others, default=None) if self._places else self._resumed
 
     def resume_after(self, place: Sequence[int] | None) -> None:
         """Refuse the first loop of a resumed run if it begins before this place; None for none."""
-        self._loader, self._resumed = None, None if place is None else (place[0], place[1])
+        self._places, self._resumed = (), None if place is None else (place[0], place[1])
 
     def _warn_alone(self) -> None:
         """Warn, on rank 0, when each rank trains a model of its own, which is rarely intended."""
@@ -289,7 +302,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 " weights drift apart: give the model to a Worker or DataParallel, and call"
                 " parallel.backward(loss, samples); or, if the program itself sums the gradients,"
                 " set model.storage.distributed = True",
-                stacklevel=5,  # the line that calls `step`
+                stacklevel=6,  # the line that calls `step`
             )
 
     def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:

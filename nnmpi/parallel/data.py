@@ -263,7 +263,7 @@ class Replicas(
     def update(self, optimizer: Optimizer, factor: float | Array) -> None:
         """Update the weights from the gradients times a factor."""
         scale(self.storage.grads, factor)
-        optimizer.step()
+        optimizer.apply()
 
     # ---- passes ----
 

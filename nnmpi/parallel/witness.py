@@ -29,7 +29,7 @@ import numpy as np
 
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import UsageError
-from nnmpi.base.loop import Taken, open_batches
+from nnmpi.base.loop import Taken, last_read
 from nnmpi.comm.agreement import agreed, refuse_different, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
@@ -383,8 +383,9 @@ class UpdateWitness:
         else:
             window.kinds.add(losses.kind)
             window.counts = [*map(add, window.counts, losses.counts)]
-        for taken in open_batches():
-            if taken.source is not None and taken.source.world > 1:
+        for loop, _ in last_read():
+            taken = loop.taken
+            if taken is not None and taken.source is not None and taken.source.world > 1:
                 window.batches[id(taken.source), taken.epoch, taken.number] = taken
 
     def numbers(self) -> list[int]:

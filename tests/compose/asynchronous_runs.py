@@ -52,7 +52,7 @@ def make(
 def loader_of(group: Group, model: Module, batch: int = BATCH, rows: int = ROWS) -> Loader:
     """Return a loader of this rank's part."""
     dtype = model.storage.data[0].dtype
-    return Loader(dataset(rows), batch, rank=group.rank, world=group.size, dtype=dtype, workers=0)
+    return Loader(dataset(rows), batch, group, dtype=dtype, workers=0)
 
 
 def rate(step: int) -> float:

@@ -137,7 +137,7 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
     worker = make(group, Sync("local"))
     if group.size > 1:
         local = group.split(group.rank)
-        with pytest.raises(UsageError, match="give Loader the rank and world of the group"):
+        with pytest.raises(UsageError, match=r"call data.Loader\(dataset, batch_size, group\)"):
             worker.run(loader_of(local, worker.model), 0, 0, 1, 0, lambda step: 0.1)
         local.free()
         next(iter(worker.model.parameters())).requires_grad = group.is_root

@@ -47,8 +47,7 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
     batches = Loader(
         dataset(ROWS),
         7,
-        rank=group.rank,
-        world=group.size,
+        group,
         shuffle=False,
         dtype="float64",
         workers=0,

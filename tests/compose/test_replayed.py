@@ -109,7 +109,7 @@ def train(
     }
     worker = arranged(make(), group, layout, initial=1, make=sgd, lr=0.05, seed=3, **options)
     where = worker.arrangement
-    loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, workers=0, **cuts)
+    loader = Loader(data(), BATCH, where, workers=0, **cuts)
     seen, replays = [], 0
     for epoch in range(epochs):
         if change is not None:
@@ -210,7 +210,7 @@ def test_no_pass_outlives_its_batch(group: Group, monkeypatch: pytest.MonkeyPatc
     layout = Layout(pp=group.size, split=cut(make, group.size))
     worker = arranged(make(), group, layout, initial=1)
     where = worker.arrangement
-    loader = Loader(images(), 7, rank=where.data_rank, world=where.data_ranks, microbatches=2)
+    loader = Loader(images(), 7, where, microbatches=2)
     begin, passes = worker.passes.begin, []
 
     def watched(*args: Any) -> BatchPass:

@@ -35,8 +35,7 @@ def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:
     loader = data.Loader(
         samples,
         8,
-        rank=where.data_rank,
-        world=where.data_ranks,
+        where,
         microbatches=microbatches,
         shuffle=False,
     )

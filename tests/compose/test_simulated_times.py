@@ -57,7 +57,7 @@ def run(
             trainer = Worker(model, optimizer, group, exchange=exchange, slow=slowness)
         assert isinstance(trainer, Trainer)
         data = dataset(batches * BATCH)
-        loader = Loader(data, BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
+        loader = Loader(data, BATCH, group, dtype="float64", workers=0)
         text, began_s = list[Progress](), list[float]()
 
         def rate(step: int) -> float:

@@ -24,9 +24,7 @@ def traffic(group: Group, layout: Layout, model: nn.Module, x: Any, y: Any) -> t
     worker = arranged(model, group, layout, x[:1], exchange=exchange)
     part, where = worker.model, worker.arrangement
     samples = data.Dataset("rows", x, y, 17)
-    loader = data.Loader(
-        samples, 8, rank=where.data_rank, world=where.data_ranks, microbatches=4, shuffle=False
-    )
+    loader = data.Loader(samples, 8, where, microbatches=4, shuffle=False)
     report = [worker.step(batch) for batch in loader.epoch(0)][0]
     parameters = sum(parameter.data.nbytes for parameter in part.parameters())
     return report.comm_bytes - NUMBERS * (group.size > 1), report.comm_calls, parameters

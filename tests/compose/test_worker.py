@@ -42,13 +42,11 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
     worker = make(group, Layout(pp=group.size, dp=1))
     if 32 % group.size:  # else the stages notice the different shapes, one by one, and the job ends
         return
-    answers = refusal(
-        group, worker, Loader(train, 32, rank=group.rank, world=group.size, microbatches=1)
-    )
+    answers = refusal(group, worker, Loader(train, 32, group, microbatches=1))
     if group.size == 1:
         assert answers == [""]
     else:
-        expected = "different rows", "rank=arrangement.data_rank, world=arrangement.data_ranks"
+        expected = "different rows", "data.Loader(dataset, batch_size, arrangement)"
         assert all(text in answer for answer in answers for text in expected), answers
 
 
@@ -66,8 +64,7 @@ def test_steps_are_those_of_a_loop_of_ones_own(group: Group, microbatches: int) 
     loader = Loader(
         train,
         50,
-        rank=group.rank,
-        world=group.size,
+        group,
         microbatches=microbatches,
         shuffle=False,
         dtype="float64",
@@ -106,7 +103,7 @@ def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str)
     model = Net().initialize(seed=0)
     worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
     train, _ = data.load("digits")
-    batches = iter(Loader(train, 32, rank=group.rank, world=group.size).epoch(0))
+    batches = iter(Loader(train, 32, group).epoch(0))
     with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -125,8 +122,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     loader = Loader(
         train,
         2 * many,
-        rank=where.data_rank,
-        world=where.data_ranks,
+        where,
         microbatches=many,
         whole_microbatches=True,
     )
@@ -136,9 +132,7 @@ def test_whole_microbatches_belong_to_a_fixed_order(group: Group) -> None:
     )
     fixed = make(group, Layout(reduction="fixed"))
     where = fixed.arrangement
-    shared = Loader(
-        train, 2 * many, rank=where.data_rank, world=where.data_ranks, microbatches=many
-    )
+    shared = Loader(train, 2 * many, where, microbatches=many)
     result = told(UsageError, lambda: fixed.step(next(iter(shared.epoch(0)))))
     assert all(
         group.gather(
@@ -167,7 +161,7 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
     train, _ = data.load("digits")
     worker = make(group, Layout(pp=group.size, dp=1))
     where = worker.arrangement
-    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=4)
+    loader = Loader(train, 32, where, microbatches=4)
     if group.size != 2:
         return
     batch = next(iter(loader.epoch(0)))
@@ -297,8 +291,7 @@ def test_what_is_done_to_weights_between_two_runs_survives(
     loader = Loader(
         dataset(),
         12,
-        rank=where.data_rank,
-        world=where.data_ranks,
+        where,
         microbatches=4,
         whole_microbatches=options.get("reduction") == "fixed",
     )

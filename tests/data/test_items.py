@@ -188,3 +188,46 @@ def test_a_row_without_a_label_is_no_class(label: Any) -> None:
     frame = Frame({"a": [1.0, 2.0, 3.0], "b": ["u", label, "v"]})
     with pytest.raises(DataError, match=r"the label in row 2 is missing; .*subset=\['b'\]"):
         Loader(frame, 3)
+
+
+def used_up() -> Any:
+    return next(iter(()))
+
+
+class Lazy:
+    """A label that is computed when it is read."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return used_up()
+
+
+class Rows(Dataset):
+    """A data set of one's own, which reads many samples at once."""
+
+    def pair(self, indices: Any, *rest: Any) -> Any:
+        return used_up() if 4 in indices else super().pair(indices, *rest)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("source", "transform", "text"),
+    [
+        (Counted(lambda i: used_up() if i == 4 else (X[i], Y[i])), None, "Counted: item 4 raised"),
+        (Counted(lambda i: (X[i], Lazy() if i == 4 else Y[i])), None, "Counted: item 4 raised"),
+        (
+            Dataset("rows", X, Y, 3),
+            lambda x, indices, *_: used_up() if 4 in indices else x,
+            r"the transform <function .* of items 3, 4, 5 raised StopIteration, as next",
+        ),
+        (Rows("rows", X, Y, 3), None, "batch 1 raised StopIteration"),
+    ],
+    ids=["item", "label", "transform", "samples"],
+)
+def test_a_stop_iteration_is_no_end_of_the_data(
+    source: Any, transform: Any, text: str, workers: int
+) -> None:
+    """An iterator that is used up within an item ended the epoch, with nothing said."""
+    loader = Loader(source, 3, shuffle=False, transform=transform, workers=workers)
+    for batches in (loader, loader.epoch(0)):
+        with pytest.raises(DataError, match=text):
+            list(batches)

@@ -1,5 +1,6 @@
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.shard import part
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
@@ -71,6 +73,22 @@ def test_every_world_gets_the_serial_batches(n: int, size: int, world: int, epoc
         for batch, full in zip(rank_batches, serial, strict=True):
             assert batch.global_rows == len(full.y)
             np.testing.assert_array_equal(full.y[batch.first_row :][: len(batch.y)], batch.y)
+
+
+def test_the_group_says_which_rows_are_ours() -> None:
+    """Its rank and size; with an arrangement those of the replica, which several ranks may be."""
+    group = SimpleNamespace(rank=5, size=6)
+    replicas = SimpleNamespace(rank=5, size=6, data_rank=2, data_ranks=3)
+    for ranks, rank, world in ((group, 5, 6), (replicas, 2, 3), (None, 0, 1)):
+        loader = Loader(made_up(), 10, ranks, shuffle=False)
+        assert (loader.rank, loader.world) == (rank, world)
+        loader.batch_size = 8  # derives everything anew
+        ours, theirs = (
+            next(item.epoch(0)) for item in (loader, Loader(made_up(), 8, shuffle=False))
+        )
+        assert ours.indices.tolist() == theirs.indices[part(8, world, rank)].tolist()
+    with pytest.raises(UsageError, match="group is read when Loader is made"):
+        loader.group = group
 
 
 def test_cuts_say_where_the_microbatches_are() -> None:
@@ -163,7 +181,7 @@ def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
         ({"transform": Compose(Flip(), Normalize(0.5, 2.0))}, 1),
         ({"transform": lambda x, *key: x}, 1),  # nobody knows how long it takes
         ({"batch_size": 64}, 1),
-        ({"batch_size": 64, "world": 2}, 0),
+        ({"batch_size": 64, "rank": 0, "world": 2}, 0),
     ],
 )
 def test_a_thread_makes_batches_where_that_pays(options: dict[str, Any], threads: int) -> None:
@@ -199,14 +217,21 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
-        ({"rank": -1}, "rank -1 of 1"),
-        ({"rank": "0"}, "rank '0' of 1"),
-        ({"world": "2"}, "world is '2'; give a whole number"),
+        ({"rank": -1, "world": 1}, "rank is -1; give a whole number"),
+        ({"rank": "0", "world": 1}, "rank is '0'; give a whole number"),
+        ({"rank": 0, "world": "2"}, "world is '2'; give a whole number"),
+        ({"world": 2}, "got rank=None, world=2 and group=None, so ranks might take the same"),
+        ({"rank": 0}, "got rank=0, world=None and group=None, so ranks might take the same"),
+        (
+            {"group": SimpleNamespace(rank=0, size=2), "world": 2},
+            "group=namespace.*, so ranks might",
+        ),
+        ({"group": True}, "third argument is the group of the ranks that share each .*, not True"),
         ({"workers": -1}, "workers is -1"),
         ({"microbatches": 0}, "microbatches is 0"),
         ({"dtype": "int64"}, "cannot be converted to int64"),
         ({"partition": "halves"}, "partition halves is unknown"),
-        ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
+        ({"partition": "iid", "rank": 0, "world": 24}, "partition iid shares 23 training samples"),
         (
             {"partition": "iid", "whole_microbatches": True},
             "cannot be combined with whole microbatches",

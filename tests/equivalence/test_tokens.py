@@ -42,7 +42,7 @@ def trained(group: Group, sync: Sync | None = None) -> tuple[dict[str, Array], T
         if sync is None
         else AsynchronousWorker(net, optimizer, group, sync)
     )
-    loader = Loader(tokens(), BATCH, rank=group.rank, world=group.size, dtype="float64")
+    loader = Loader(tokens(), BATCH, group, dtype="float64")
     totals = [
         worker.run(loader, epoch, 0, 3, 3 * epoch, lambda _: 0.3).totals for epoch in range(2)
     ]
@@ -89,9 +89,7 @@ def test_workers_that_meet_after_every_step_do(sync: Sync) -> None:
 
 def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
     def main(group: Group) -> tuple[int, tuple[int, ...]]:
-        loader = Loader(
-            tokens(), BATCH, rank=group.rank, world=group.size, partition="iid", microbatches=2
-        )
+        loader = Loader(tokens(), BATCH, group, partition="iid", microbatches=2)
         batch = list(loader.epoch(1))[1]
         return batch.own_targets, batch.targets
 

@@ -154,11 +154,9 @@ def test_padded_batches_give_the_hosts_numbers(
             seed=0, dtype="float64", backend=backend
         )
         worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
-        loader = Loader(
-            train, 5, rank=group.rank, world=group.size, microbatches=2, dtype="float64"
-        )
+        loader = Loader(train, 5, group, microbatches=2, dtype="float64")
         report = worker.run(loader, 0, 0, loader.batches_per_epoch, 0, lambda step: 0.1)
-        held_out = Loader(test, 5, rank=group.rank, world=group.size, shuffle=False)
+        held_out = Loader(test, 5, group, shuffle=False)
         with held_out.epoch(0, backend=backend) as given:
             tested = worker.evaluate(given)
         state = worker.state()[0].to_dict(everywhere=True)

@@ -245,7 +245,7 @@ def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) ->
     worker = AsynchronousWorker(
         model, optim.SGD(model.storage, lr=0.1), group, sync, seed=3, backend=backend
     )
-    loader = Loader(dataset(), BATCH, rank=group.rank, world=group.size, dtype="float64", workers=0)
+    loader = Loader(dataset(), BATCH, group, dtype="float64", workers=0)
     count = loader.batches_per_epoch
     for epoch in range(epochs):
         report = worker.run(loader, epoch, 0, count, epoch * count, lr=lambda step: 0.1)

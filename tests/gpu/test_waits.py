@@ -163,8 +163,7 @@ def test_nobody_waits_without_a_word(
     loader = Loader(
         dataset,
         24,
-        rank=where.data_rank,
-        world=where.data_ranks,
+        where,
         microbatches=4,
         whole_microbatches=layout.fixed,
         workers=0,

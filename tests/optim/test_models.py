@@ -118,9 +118,7 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
         weight_decay={"body": 0.1, "head": 0.1},
     )
     worker = Worker(where.model, adam, group, arrangement=where, exchange=exchange)
-    loader = Loader(
-        data, 9, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0
-    )
+    loader = Loader(data, 9, where, dtype="float64", workers=0)
     middle, step = list(where.model.parameters())[2:4], 0
     for epoch in range(3):
         for batch in loader.epoch(epoch):

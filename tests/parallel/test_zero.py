@@ -226,9 +226,7 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
         worker = arranged(mlp(), group, Layout(zero=3, unit_bytes=1), lr=1.0)
         storage = worker.model.storage
         before = [array.copy() for array in storage.data]
-        batch = next(
-            Loader(samples("mlp"), 7, rank=group.rank, world=group.size, workers=0).epoch(0)
-        )
+        batch = next(Loader(samples("mlp"), 7, group, workers=0).epoch(0))
         batch.x[...] = np.inf
         place = "first found in the gradient of '10.weight'.* on rank 0"
         with pytest.raises(DivergenceError, match=place), np.errstate(all="ignore"):

@@ -40,7 +40,7 @@ def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
     model = Sequential(Linear(4, 8), BatchNorm(8), ReLU(), Dropout(0.5), Linear(8, 3)).initialize(
         seed=seed
     )
-    return model, Adam(model.storage, lr=0.02), Loader(train, 16, rank=group.rank, world=group.size)
+    return model, Adam(model.storage, lr=0.02), Loader(train, 16, group)
 
 
 @pytest.mark.simulated(max_size=4)

@@ -195,9 +195,7 @@ def test_a_worker_knows_losses_by_name() -> None:
     def learn(group: nnmpi.Group, loss: str) -> float:
         model = nnmpi.models.mlp((5,), 1, hidden=[4]).initialize(dtype="float64")
         worker = nnmpi.Worker(model, nnmpi.optim.SGD(model.storage, lr=0.1), group, loss=loss)
-        loader = nnmpi.data.Loader(
-            sets, 50, rank=group.rank, world=group.size, shuffle=False, dtype="float64"
-        )
+        loader = nnmpi.data.Loader(sets, 50, group, shuffle=False, dtype="float64")
         outputs = model(Tensor(X.astype(np.float64))).numpy()
         expected = np.mean((outputs[:, 0] - SUMS.astype(np.float32)) ** 2)
         report = worker.step(next(iter(loader.epoch(0))))

@@ -82,7 +82,7 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(
     """
     model = mlp((4,), 3, (5,)).initialize()
     worker = Worker(model, SGD(model.storage, lr=0.1), group, slow=Slow(minimum_s=0.01))
-    loader = Loader(load("iris")[0], 1, rank=group.rank, world=group.size)
+    loader = Loader(load("iris")[0], 1, group)
     done: list[int] = []
 
     def note(item: Progress) -> None:

@@ -79,7 +79,7 @@ def decode(message: Array, key: InputKey) -> Signature:
         raise UsageError(
             "the stages of one pipeline have different microbatches, of shape"
             f" {tuple(received[0])} and {key[0]}; give all of them the same part of each batch:"
-            " Loader(rank=arrangement.data_rank, world=arrangement.data_ranks)"
+            " data.Loader(dataset, batch_size, arrangement)"
         )
     return list(signature)
 

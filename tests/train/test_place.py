@@ -1,0 +1,318 @@
+"""A loader's place is that of the batches with an update: a resumed loop ends with the bits of one
+that nobody broke, whatever else was read from the loader.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.base.errors import DivergenceError, UsageError
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.nn.activation import Tanh
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.updates import Adam
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.train.checkpoint import resume, save
+
+RNG = np.random.default_rng(0)
+DATA = Dataset("d", RNG.normal(size=(21, 4)).astype("float32"), RNG.integers(0, 3, 21), 3)
+BATCHES = 5  # of an epoch, the last one short
+EPOCHS = 3
+STRATEGIES = {
+    "Worker": None,
+    "DataParallel": DataParallel,
+    "zero 1": lambda *given: ShardedDataParallel(*given, stage=1),
+    "zero 3": lambda *given: ShardedDataParallel(*given, stage=3),
+}
+
+
+@dataclass
+class Loop:
+    """A training of one's own.
+
+    Attributes:
+        trained: the batches with an update, as (epoch, number).
+        failing: the batch before whose update an exception is raised, once.
+    """
+
+    group: Group
+    kind: str
+    seed: int = 0
+    workers: int | None = None
+    failing: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.trained: list[tuple[int, int]] = []
+        make: Any = STRATEGIES[self.kind]
+        self.model = Sequential(Linear(4, 8), Tanh(), Linear(8, 3)).initialize(seed=self.seed)
+        self.parallel: Any = make and make(self.model, self.group)
+        self.optimizer = Adam(self.model.storage, lr=0.05)
+        self.worker = None if make else Worker(self.model, self.optimizer, self.group)
+        self.loader = Loader(DATA, 5, self.group, workers=self.workers)
+
+    @property
+    def whole(self) -> Any:
+        return self.worker or (self.model, self.optimizer, self.group)
+
+    def step(self, batch: Batch) -> None:
+        if (batch.epoch, batch.number) == self.failing:
+            self.failing = None
+            raise DivergenceError("once")
+        if self.worker is not None:
+            self.worker.step(batch)
+        else:
+            self.model.zero_grad()
+            loss = cross_entropy(self.model(batch.x), batch.y, reduction="sum")
+            self.parallel.backward(loss, batch.global_targets)
+            self.optimizer.step()
+        self.trained.append((batch.epoch, batch.number))
+
+    def evaluate(self) -> None:
+        """By the Worker, or by hand, over the loader that trains."""
+        if self.worker is not None:
+            self.worker.evaluate(self.loader)
+        else:
+            for batch in self.loader:
+                self.model(batch.x)
+
+    def end(self) -> list[bytes]:
+        if self.kind == "zero 3":
+            self.parallel.gather_model()
+        else:
+            (self.worker or self.parallel).release()
+        return [value.tobytes() for value in self.model.state().values()]
+
+
+def one_by_one(loop: Loop) -> Iterator[Batch]:
+    while loop.loader.place[0] < EPOCHS:
+        yield from loop.loader
+
+
+ORDER = [(epoch, number) for epoch in range(EPOCHS) for number in range(BATCHES)]
+
+
+def break_then_save(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    for batch in one_by_one(loop):
+        loop.step(batch)
+        if loop.trained[-1] == at:
+            break
+    save(folder, loop.whole, loader=loop.loader)
+
+
+def save_then_evaluate_and_break(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    for batch in one_by_one(loop):
+        loop.step(batch)
+        if loop.trained[-1] == at:
+            loop.evaluate()
+            save(folder, loop.whole, loader=loop.loader)
+            break
+
+
+def evaluate_before_each_step(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    for batch in one_by_one(loop):
+        loop.evaluate()
+        next(iter(loop.loader))
+        loop.step(batch)
+        if loop.trained[-1] == at:
+            next(iter(loop.loader))
+            save(folder, loop.whole, loader=loop.loader)
+            break
+
+
+def keep_iterators(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    kept = [iter(loop.loader), loop.loader.epoch(0)]
+    next(kept[0])
+    for batch in one_by_one(loop):
+        for others in kept:
+            next(others, None)
+        loop.step(batch)
+        kept.append(iter(loop.loader))
+        next(kept[-1])
+        if loop.trained[-1] == at:
+            break
+    save(folder, loop.whole, loader=loop.loader)
+
+
+def fail_then_save(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    loop.failing = ORDER[ORDER.index(at) + 1]
+    try:
+        for batch in one_by_one(loop):
+            loop.step(batch)
+    except DivergenceError:
+        save(folder, loop.whole, loader=loop.loader)
+
+
+def slices(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    for batch in islice(one_by_one(loop), ORDER.index(at) + 1):
+        loop.step(batch)
+    save(folder, loop.whole, loader=loop.loader)
+
+
+def parts_of_epochs(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    while True:
+        for _, batch in enumerate(islice(loop.loader, 2)):
+            loop.step(batch)
+            if loop.trained[-1] == at:
+                save(folder, loop.whole, loader=loop.loader)
+                return
+
+
+def epochs_by_hand(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+    for batch in chain.from_iterable(map(loop.loader.epoch, range(EPOCHS))):
+        loop.step(batch)
+        if loop.trained[-1] == at:
+            break
+    save(folder, loop.whole, loader=loop.loader)
+
+
+WAYS = [
+    break_then_save,
+    save_then_evaluate_and_break,
+    evaluate_before_each_step,
+    keep_iterators,
+    fail_then_save,
+    slices,
+    parts_of_epochs,
+    epochs_by_hand,
+]
+
+
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, kind: str) -> None:
+    """From within an epoch, before its last batch and from its end; twice."""
+    whole = Loop(group, kind)
+    for batch in one_by_one(whole):
+        whole.step(batch)
+    assert whole.trained == ORDER
+    expected = whole.end()
+    for number, way in enumerate(WAYS):
+        at = ORDER[BATCHES + (1, BATCHES - 2, BATCHES - 1)[number % 3]]
+        folder = group.share(f"{tmp_path}/{way.__name__}")
+        first = Loop(group, kind, workers=2 if number == 1 else None)
+        way(first, folder, at)
+        first.end()
+        for seed in (1, 2):  # saved again at once, and resumed again
+            rest = Loop(group, kind, seed)
+            resume(folder, rest.whole, loader=rest.loader)
+            save(folder, rest.whole, loader=rest.loader)
+            if seed == 1:
+                rest.end()
+        for batch in one_by_one(rest):
+            rest.step(batch)
+        assert first.trained + rest.trained == ORDER, way
+        assert rest.end() == expected, way
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.simulated(max_size=2)
+def test_two_loaders_at_once(group: Group, tmp_path: Path, by_hand: bool) -> None:
+    """Of other lengths: the longer one goes on where it was, as in a resumed run."""
+    kind = "DataParallel" if by_hand else "Worker"
+
+    def run(seed: int, rounds: int, stop: int | None = None) -> list[Any]:
+        loop = Loop(group, kind, seed)
+        pair = {"loader": loop.loader, "other": Loader(DATA, 8, group, seed=1)}
+        if seed:
+            resume(folder, loop.whole, **pair)
+        for _ in range(rounds):
+            for ours, theirs in zip(*pair.values(), strict=False):
+                loop.step(ours)
+                if not by_hand:
+                    loop.step(theirs)
+                read.append((ours.epoch, ours.number, theirs.epoch, theirs.number))
+                if len(read) == stop:
+                    save(folder, loop.whole, **pair)
+                    break
+        return loop.end()
+
+    folder, read = group.share(str(tmp_path)), list[tuple[int, ...]]()
+    whole = run(0, 4)
+    expected, read = read, []
+    assert [row[:2] for row in expected] == ORDER[: len(expected)]
+    run(0, 2, 4)
+    assert run(1, 3) == whole
+    assert read == expected
+
+
+@pytest.mark.simulated(max_size=2)
+def test_the_rest_of_an_epoch_without_updates_is_over(group: Group) -> None:
+    """Short batches are left out; and a loop that accumulates may end within a window."""
+    loop = Loop(group, "DataParallel")
+    for _ in range(2):
+        for batch in loop.loader:
+            if batch.global_rows == 5:
+                loop.step(batch)
+    assert loop.trained == [item for item in ORDER[: 2 * BATCHES] if item[1] < BATCHES - 1]
+    loop.loader.batch_size = 10  # from the next epoch on, in which it is followed
+    assert [(batch.epoch, batch.number) for batch in islice(loop.loader, 2)] == [(2, 0), (2, 1)]
+    loop.end()
+
+
+def test_a_loader_without_updates_goes_from_epoch_to_epoch() -> None:
+    """As for another library's model; a look at a batch is no loop."""
+    loader, other = Loader(DATA, 5), Loader(DATA, 5)
+    next(iter(loader))
+    read = [(batch.epoch, batch.number) for _ in range(2) for batch in loader]
+    assert read == ORDER[: 2 * BATCHES]
+    for batch in loader:
+        if batch.number == 1:
+            break
+    for _ in range(2):
+        other.load(loader.state())
+        assert [(batch.epoch, batch.number) for batch in other] == ORDER[2 * BATCHES + 2 :]
+        assert other.place == (3, 0)
+    assert next(loader.epoch(0)).order == {
+        "samples": 21,
+        "batch_size": 5,
+        "seed": 0,
+        "shuffle": True,
+    }
+
+
+@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+@pytest.mark.simulated(max_size=2)
+def test_a_training_that_would_begin_elsewhere_is_refused(group: Group, kind: str) -> None:
+    begun, again, looked, skipped = (Loop(group, kind) for _ in range(4))
+    for _ in range(2):  # a loop of its own for each step
+        begun.step(next(iter(begun.loader)))
+    assert begun.trained == ORDER[:2]
+    again.loader.load(begun.loader.state())
+    for _ in again.loader:  # it was trained on before
+        pass
+    assert again.loader.place == (0, 2)
+    with pytest.raises(
+        UsageError, match=r"batch 0 of epoch 0, but the resumed .* batch 2 of epoch 0"
+    ):
+        again.step(next(again.loader.epoch(0)))
+    again.step(next(again.loader.epoch(*again.loader.place)))
+    for _ in looked.loader:  # such as for statistics, or an accuracy at the start
+        pass
+    with pytest.raises(UsageError, match=r"begin with batch 0 of epoch 1, .* loader.epoch\(0\)"):
+        looked.step(next(iter(looked.loader)))
+    list(islice(skipped.loader, 3))
+    batches = iter(skipped.loader)
+    with pytest.raises(UsageError, match="would begin with batch 3 of epoch 0"):
+        skipped.step(next(batches))
+    for loop in (looked, skipped, begun, again):
+        loop.end()
+
+
+def test_a_batch_that_is_kept_moves_nothing_back() -> None:
+    (loop,) = simulate(lambda group: Loop(group, "Worker"), 1)
+    (*batches,) = loop.loader
+    for batch in (*batches[:2], batches[0]):
+        loop.step(batch)
+    assert loop.loader.place == (0, 2)
