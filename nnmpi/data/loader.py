@@ -716,15 +716,13 @@ class Prefetch(Iterator[T]):
         """Return the next item; wait for its thread."""
         try:
             if self._send is None:
-                item = self._made()
-            else:
-                arrive = self._sent or self._send(self._made())
-                self._sent = self._send(self._made()) if self._is_made else None
-                item = arrive()
+                return self._made()
+            arrive = self._sent or self._send(self._made())
+            self._sent = self._send(self._made()) if self._is_made else None
+            return arrive()
         except BaseException:
             self.close()
             raise
-        return item
 
     def _made(self) -> T:
         if self._pool is None:
