@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -58,18 +58,18 @@ REMEDIES = {
     ),
 }
 _OTHER_ROWS = "the ranks of one replica were given different rows"
-WINDOW = 512  # elements of the weights that are compared in an update: another part each time
+WINDOW_BYTES = 1024  # of the weights, which are compared in an update: another part each time
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(eq=False, slots=True)
 class Said:
     """What is compared by a checksum, and shown as lines of text."""
 
     code: int
     texts: Callable[[], Sequence[str]]
 
-    def __repr__(self) -> str:
-        return f"{self.code}"
+    def __hash__(self) -> int:
+        return self.code
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Witness:
 
     Attributes:
         group: the ranks.
-        says: by field, what must agree.
+        says: by field, what must agree: numbers, and checksums with their texts.
         shares: of batches, by their place in the update: what must add up.
         window: of the update, in a loop of one's own.
     """
@@ -116,8 +116,8 @@ class Witness:
         size, is_root = self.group.size, self.group.is_root
         if size == 1 and not self.shares:
             return 0
-        code = _mixed(salt, crc32(repr(self.says).encode()))
-        result = code * (1 - size * is_root)
+        # numbers have the same hash in every process
+        result = _mixed(salt, hash(tuple(self.says.values()))) * (1 - size * is_root)
         for place, share in enumerate(self.shares):
             result += share.number(salt + 7 * place, is_root)
         return result & ((1 << bits) - 1)
@@ -255,7 +255,7 @@ class StepWitness:
             Witness(self._world, says | _told(batches)),
             Witness(self._copies, frozen),
             Witness(self._alike, layers),
-            *(Witness(group, {"rows": [*rows]}) for group in self._sharers),
+            *(Witness(group, {"rows": hash(tuple(rows))}) for group in self._sharers),
             Witness(self._replicas, {}, [*map(RowShare.of, batches)]),
         ]
 
@@ -285,8 +285,7 @@ class StepWitness:
                 require_equal(group, rows, _OTHER_ROWS, REMEDIES["rows"], UsageError, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
+class Losses(NamedTuple):
     """What is known of the losses that a backward pass begins with.
 
     Attributes:
@@ -317,14 +316,14 @@ class Losses:
         while node is not None and not node.summands:
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
-        says = not on_host or bool(loss.data.any())
+        values = loss.data
+        says = not on_host or bool(values.item() if values.size == 1 else values.any())
         if node is None:
             return cls(None, "", False, False, says)
         counts = node.summands if says else (0, 0, 0)
         return cls(counts, type(node).__name__, node.averages, node is loss.node, says)
 
 
-@dataclass(slots=True)
 class UpdateSoFar:
     """The passes of an update so far.
 
@@ -332,17 +331,18 @@ class UpdateSoFar:
         passes: their number.
         samples: what the last divides by.
         counts: of their losses; None if one of them is unknown.
-        kinds: of the operations that sum them.
+        kind: of the operations that sum them.
         says: whether any loss counts.
         batches: the batches that were taken, by what identifies them.
     """
 
-    passes: int = 0
-    samples: int = 0
-    counts: list[int] | None = field(default_factory=lambda: [0, 0, 0])
-    kinds: set[str] = field(default_factory=set)
-    says: bool = False
-    batches: dict[Any, Taken] = field(default_factory=dict)
+    __slots__ = ("batches", "counts", "kind", "passes", "samples", "says")
+
+    def __init__(self) -> None:
+        self.passes = self.samples = 0
+        self.counts: Sequence[int] | None = (0, 0, 0)
+        self.kind, self.says = "", False
+        self.batches: dict[Any, Taken] = {}
 
 
 class UpdateWitness:
@@ -367,7 +367,8 @@ class UpdateWitness:
         self._updates = 0
         # by kind of loss: the ways to count that were right in its first update
         self._ways: dict[str, list[int]] = {}
-        self.losses, self._said = UpdateSoFar(), Witness(group)
+        self.losses, self._said, self._rule = UpdateSoFar(), Witness(group), _said([""])
+        self._moves, self._parts = -1, list[memoryview]()
 
     def begin(self) -> None:
         """Begin an update, with its first pass."""
@@ -380,8 +381,10 @@ class UpdateWitness:
         window.samples, window.says = samples, window.says or losses.says
         if losses.counts is None or window.counts is None:
             window.counts = None
+        elif window.passes == 1:
+            window.kind, window.counts = losses.kind, losses.counts
         else:
-            window.kinds.add(losses.kind)
+            window.kind += f" {losses.kind}"
             window.counts = [*map(add, window.counts, losses.counts)]
         for loop, _ in last_read():
             taken = loop.taken
@@ -392,12 +395,14 @@ class UpdateWitness:
         """Return this rank's TAIL numbers for the update, and begin the next."""
         window, group = self.losses, self._group
         (rule, lr, steps), (layers, frozen) = self._storage.updated, self._model.say()
+        if rule != self._rule.texts()[0]:
+            self._rule = _said([rule])
         batches = [*window.batches.values()]
         says: dict[str, Any] = {
             "number of updates": steps,
             "number of backward passes": window.passes,
             "learning rate": lr,
-            "optimizer": rule,
+            "optimizer": self._rule,
             **layers,
             **frozen,
             "weights": self._look(),
@@ -426,6 +431,9 @@ class UpdateWitness:
         """
         mask, window = (1 << self._bits) - 1, self._said.window
         differ, samples, *counts, flags = [int(number) & mask for number in sums]
+        known = self._ways.get(window.kind)
+        if not (differ or samples or flags) and known and not counts[known[0]]:
+            return  # as nearly always
         update = f"update {self._updates}"
         if differ:
             self._said.refuse(update)
@@ -439,7 +447,7 @@ class UpdateWitness:
             for way, count in enumerate(counts)
             if not count or (not silent and count % whole == 0 and count < window.passes * whole)
         ]
-        known = self._ways.setdefault("+".join(sorted(window.kinds)), ways)
+        known = self._ways.setdefault(window.kind, ways)
         if (samples and not silent) or (known and not {*known} & {*ways}):
             have = self._group.gather([window.samples, window.counts])
             refuse_different(
@@ -458,15 +466,18 @@ class UpdateWitness:
     def _look(self) -> int:
         """Return a checksum of a part of the weights, another in each update."""
         storage = self._storage
-        if not self._looks or storage.node_shared:
+        if self._moves != storage.moves:
+            self._moves, self._parts = storage.moves, []
+            if self._looks and not storage.node_shared:  # a device would be waited for
+                pairs = zip(storage.data, storage.rank_local, strict=True)
+                arrays = [array for array, is_local in pairs if not is_local and array.size]
+                self._parts = [a.view(np.uint8).data for a in arrays if isinstance(a, np.ndarray)]
+        if not self._parts:
             return 0
-        pairs = zip(storage.data, storage.rank_local, strict=True)
-        arrays = [array for array, is_local in pairs if not is_local and array.size]
-        if not arrays or not isinstance(arrays[0], np.ndarray):  # a device would be waited for
-            return 0
-        turn, which = divmod(self._updates, len(arrays))
-        start = turn % -(-arrays[which].size // WINDOW) * WINDOW
-        return crc32(arrays[which][start : start + WINDOW].view(np.uint8).data)
+        turn, which = divmod(self._updates, len(self._parts))
+        part = self._parts[which]
+        start = turn % -(-len(part) // WINDOW_BYTES) * WINDOW_BYTES
+        return crc32(part[start : start + WINDOW_BYTES])
 
 
 def _counted(have: Iterable[Any], way: int) -> list[str]:
