@@ -1,13 +1,27 @@
 """What one rank does differently in a loop of one's own is found at that update or the next."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import DataParallel, ShardedDataParallel, data, nn, ops, optim
+from nnmpi import (
+    DataParallel,
+    Layout,
+    ShardedDataParallel,
+    Worker,
+    arrange,
+    data,
+    models,
+    nn,
+    no_grad,
+    ops,
+    optim,
+    save,
+)
 from nnmpi.base.errors import NnmpiError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -184,3 +198,140 @@ def test_no_rank_is_refused_without_a_difference() -> None:
         loops, error = run(seed, "", 1 + seed % 5)
         assert error is None, f"seed {seed}, stage {loops[0].stage}: {error}"
         assert {len(loop.done) for loop in loops} == {UPDATES}
+
+
+def refused(group: Group, action: Callable[[], object]) -> str:
+    """Return the sentence that all ranks raise alike."""
+    text = ""
+    try:
+        action()
+    except NnmpiError as error:
+        text = str(error)
+    first, *others = group.gather(text)
+    assert all(other == first for other in others), (first, others)
+    assert first, "nothing was raised"
+    return first
+
+
+def worker_of(group: Group, model: nn.Module | None = None) -> Worker:
+    model = nn.Linear(4, 3).initialize(seed=0) if model is None else model
+    return Worker(model, optim.SGD(model.storage, lr=0.1), group)
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=5)
+@pytest.mark.parametrize("kind", ["seed", "length", "twice", "uneven", "uneven pairs", "right"])
+def test_an_evaluation_sees_what_a_step_sees(group: Group, kind: str) -> None:
+    rank, size = group.rank, group.size
+    worker, last = worker_of(group), rank == size - 1
+    train = data.Dataset("part", X[: 46 - 3 * last], Y[: 46 - 3 * last], classes=3)
+    batches: Any = {
+        "seed": lambda: data.Loader(TRAIN, 10, group, seed=rank).epoch(0),
+        "length": lambda: data.Loader(train, 10, group).epoch(0),
+        "twice": lambda: data.Loader(TRAIN, 10).epoch(0),
+        "uneven": lambda: [*data.Loader(TRAIN, 10, group).epoch(0)][: 5 - last],
+        "uneven pairs": lambda: [(X[:2], Y[:2])] * (3 - last),
+        "right": lambda: data.Loader(TRAIN, 10, group).epoch(0),
+    }[kind]()
+    if kind == "right":
+        assert worker.evaluate(batches).samples == 46
+        return
+    text = refused(group, lambda: worker.evaluate(batches))
+    assert {
+        "seed": "the ranks differ in batch: rank 0 has seed 0",
+        "length": f"46 samples; rank {size - 1} has 43 samples",
+        "twice": "each rank has rows 0-9 of the batch's 10",
+        "uneven": f"ranks differ in number of batches: rank{'s' * (size > 2)} 0",
+        "uneven pairs": f"different numbers of batches, rank {size - 1} fewer",
+    }[kind] in text
+
+
+@pytest.mark.simulated(min_size=4, max_size=4)
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, split=(2, 2)), Layout(zero=3)])
+def test_uneven_batches_where_layers_communicate(group: Group, layout: Layout) -> None:
+    where = arrange(models.mlp((4,), 3, hidden=(7,)), group, layout)
+    model = where.model.initialize(seed=0, storage=where.storage)
+    sgd = optim.SGD(model.storage, lr=0.1)
+    worker = Worker(model, sgd, group, arrangement=where)
+    batches = [*data.Loader(TRAIN, 10, where).epoch(0)][: 4 + (group.rank == 0)]
+    text = refused(group, lambda: worker.evaluate(batches))
+    assert text.startswith("the ranks give evaluate different numbers of batches, ranks 1-3 fewer")
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
+@pytest.mark.parametrize("way", ["Worker", "DataParallel", "ShardedDataParallel", "arrange"])
+def test_models_with_other_settings(group: Group, way: str) -> None:
+    """They have the same parameters."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1 + 0.4 * (group.rank == 1)))
+    if way == "arrange":
+        text = refused(group, lambda: arrange(model, group, Layout(tp=group.size)))
+    elif way == "Worker":
+        worker = worker_of(group, model.initialize(seed=0))
+        text = refused(group, lambda: worker.step(X[:4], Y[:4]))
+    else:
+        make = DataParallel if way == "DataParallel" else ShardedDataParallel
+        text = refused(group, lambda: make(model.initialize(seed=0), group))
+    assert "have 1 Dropout(p=0.1)" in text or "rank 0 has 1 Dropout(p=0.1)" in text
+    assert "rank 1 has 1 Dropout(p=0.5)" in text
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
+    """As the one rank does it, or refused; with shared memory it depended on timing."""
+    rows = slice(*np.linspace(0, 24, group.size + 1).astype(int)[group.rank :][:2])
+
+    def train(parallel: Any, model: nn.Module, rows: slice) -> float:
+        optimizer = optim.SGD(model.storage, lr=0.3, momentum=0.9)
+        for _ in range(4):
+            model.zero_grad()
+            parallel.backward(ops.cross_entropy(model(X[rows]), Y[rows], reduction="sum"), 24)
+            for parameter in model.parameters():
+                parameter.grad *= 0.5
+            optimizer.step()
+        with no_grad():
+            return float(np.abs(model(X).numpy()).sum())
+
+    def make() -> nn.Sequential:
+        layers = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)
+        return nn.Sequential(*layers).initialize(seed=0, dtype="float64")
+
+    model = make()
+    parallel: Any = (
+        ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+    )
+    if stage > 1:
+        text = refused(group, lambda: train(parallel, model, rows))
+        assert "each rank keeps only its part: change model.storage.grads" in text
+        return
+    alone = make()
+    right = train(DataParallel(alone, simulate(lambda one: one, 1)[0]), alone, slice(0, 24))
+    assert max(group.gather(abs(train(parallel, model, rows) - right))) < 1e-9
+
+
+@pytest.mark.simulated(min_size=1, max_size=3)
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_window_of_accumulation_ends_or_is_refused(
+    group: Group, saves: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 3).initialize(seed=0, dtype="float64")
+    parallel, optimizer = DataParallel(model, group), optim.SGD(model.storage, lr=0.1)
+    rows = slice(2 * group.rank, 2 * group.rank + 2)
+    count = 2 * group.size
+
+    def backward(last: bool) -> None:
+        loss = ops.cross_entropy(model(X[rows]), Y[rows], reduction="sum")
+        parallel.backward(loss, 2 * count, last=last)
+
+    backward(False)
+    if saves:
+        text = refused(group, lambda: save(tmp_path, (model, optimizer, group)))
+        assert "the model has some that no update has used" in text
+    elif group.size > 1:
+        assert "was not the last of its update" in refused(group, optimizer.step)
+    backward(True)
+    optimizer.step()
+    save(tmp_path, (model, optimizer, group))
+    model.zero_grad()  # a window that is given up
+    backward(False)
+    model.zero_grad()
+    save(tmp_path, (model, optimizer, group))
