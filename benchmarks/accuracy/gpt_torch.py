@@ -23,7 +23,7 @@ from nnmpi.comm.mpi.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained
-from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of
+from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of, heads_of
 from nnmpi.train.config import Config, assemble, flatten
 from nnmpi.train.folder import read_run
 from nnmpi.train.inputs import Inputs, load_inputs
@@ -36,7 +36,7 @@ def twin(config: Config, inputs: Inputs) -> torch.nn.Module:
     model = build_model(config.model, inputs.train.sample_shape, inputs.train.classes)
     model.initialize(seed=config.run.seed)
     with TemporaryDirectory() as folder:
-        save_pretrained(Path(folder), model.state(), config.model.heads)
+        save_pretrained(Path(folder), model.state(), heads_of(config.model))
         return GPT2LMHeadModel.from_pretrained(
             folder, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
         )
@@ -103,8 +103,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss = summed_loss(model, batch) / batch.global_targets
                 torch.autograd.backward(loss)
-                if recipe.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+                if config.numerics.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), config.numerics.clip)
                 optimizer.step()
                 step, window = step + 1, window + loss.item()
                 if step % LOG_EVERY == 0:

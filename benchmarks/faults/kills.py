@@ -153,7 +153,3 @@ def main(words):
             f" {'equal bit for bit' if same else 'DIFFERENT'}"
         )
         return 0 if same and not status else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -27,6 +27,7 @@ WAYS = {
 }
 GONE = rf"nnmpi: .*rank {GUILTY} has gone"
 BY_LAUNCHER = rf"prterun noticed that process rank {GUILTY} .*|PID \d+ RUNNING AT .*"
+BY_LAUNCHER += rf"|Process name: \[\S+,{GUILTY}\]"
 RANKS, STALL_LIMIT_S, HANGS_S = 4, 10.0, 60.0
 TRAIN = (
     "--dataset data.npz --epochs 400 --max-steps 40 --batch-size 32 --save-every 5steps"
@@ -219,6 +220,7 @@ def main(words):
     parser.add_argument(
         "--python", action="append", help="beside which an mpirun lies; one for each MPI"
     )
+    parser.add_argument("--check", action="store_true", help="one fault in one way")
     text = "file for the results; what it holds already is not done again"
     command.add_options(
         parser,
@@ -227,6 +229,8 @@ def main(words):
         ("--json", command.file, None, text),
     )
     options = parser.parse_args(words)
+    if options.check:
+        options.faults, options.ways = "raise", "ring"
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     rows = {(row["mpi"], row["way"], row["fault"]): row for row in before}
     for python in (str(Path(item).absolute()) for item in options.python or [sys.executable]):
@@ -255,4 +259,6 @@ def main(words):
                 if options.json:
                     options.json.write_text(json.dumps(list(rows.values()), indent=1))
     print(render(list(rows.values())))
-    return 1 if any(row["wrong"] for row in rows.values()) else 0
+    # a check is also run on busy machines
+    wrong = [row["wrong"] for row in rows.values() if not options.check or row["named_s"] is None]
+    return 1 if any(wrong) else 0

@@ -16,10 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from nnmpi.base.launcher import read_launch
+from nnmpi.comm.world import WARNING_S
 
 GUILTY, CALL = 1, 12
-NAP_S = 4.0  # of the slow rank: longer than the wait after which nnmpi prints a warning
-naps = iter(range(2))
+NAP_S = WARNING_S + 2.0  # of the slow rank: it is warned of
+naps = [NAP_S] * 2
 FOREVER_S = 10_000.0
 
 
@@ -107,14 +108,9 @@ def layer():
             """Return x."""
             self.calls += 1
             fault = os.environ["NNMPI_FAULT"]
-            if (
-                fault == "slow by 20x"
-                and guilty()
-                and self.calls >= CALL
-                and next(naps, None) is not None
-            ):
+            if fault == "slow by 20x" and guilty() and self.calls >= CALL and naps:
                 note()
-                time.sleep(NAP_S)
+                time.sleep(naps.pop())
             if (
                 self.calls == CALL
                 and fault in ACTS

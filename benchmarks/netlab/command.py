@@ -12,9 +12,9 @@ from benchmarks.collectives.command import ALL_REDUCE, OPERATIONS
 from benchmarks.harness import command, results
 from benchmarks.harness.command import Parser, positive_count
 from benchmarks.netlab.bench import bench
-from benchmarks.netlab.lab import MAX_HOSTS, Speed, lab_of
+from benchmarks.netlab.lab import MAX_HOSTS, Speed, check_possible, lab_of
 from benchmarks.netlab.launch import environment
-from benchmarks.netlab.steps import CASES, steps
+from benchmarks.netlab.steps import CASES, check, steps
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import parse_bytes
 
@@ -23,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its status: 2 for wrong use, 1 for a failure."""
 
     def work() -> int | None:
-        options = _parser().parse_args(list(sys.argv[1:] if arguments is None else arguments))
+        parser = _parser()
+        options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments))
+        if options.act is None:
+            parser.error("a command is missing: bench, steps or run")
         act: Callable[[argparse.Namespace], int | None] = options.act
         results.check_writable("--json", getattr(options, "json", None))
         return act(options)
@@ -46,11 +49,30 @@ def _run(options: argparse.Namespace) -> int:
         return process.wait()
 
 
+CHECKS = "bench --sizes 64k --algorithms ring,tree", "steps --cases ring"
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Check what is simulated; and, where a lab is possible, measure on two hosts."""
+    check()
+    try:
+        check_possible()
+    except UsageError as error:
+        return command.say(f"nothing is measured: {error}")
+    for words in CHECKS:
+        least = (*words.split(), "--hosts", "2", "--rate", "200mbit", "--repeats", "1")
+        given = _parser().parse_args(least)
+        given.act(given)
+    return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="netlab", description="A cluster of hosts with slow links on this machine."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "a step that is simulated; and, where a lab is possible, a few measurements"
+    parser.add_argument("--check", action="store_const", dest="act", const=_check, help=text)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def add(
         name: str, act: Callable[[argparse.Namespace], int | None], text: str

@@ -226,14 +226,13 @@ class Lab:
             LabError: if the kernel has no token bucket.
         """
         packet = ("gso_max_size", str(MOST_PACKET_BYTES))
-        bucket = ("rate", speed.rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
         for host in self._hosts:
             for enter, device in (
                 (host.enter("net"), "eth0"),
                 (self._switch.enter("net"), host.name),
             ):
                 call((*enter, "ip", "link", "set", "dev", device, *packet))
-                call((*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket))
+                call((*enter, "tc", "qdisc", "replace", *_bucket(device, speed.rate)))
 
     def end(self) -> None:
         """End all processes of the lab."""
@@ -297,8 +296,27 @@ def lab_of(count: int, speed: Speed) -> Iterator[Lab]:
         speed: of their links.
 
     Raises:
-        UsageError: without root or tools, and for a number of hosts out of range.
+        UsageError: see `check_possible`; and for a number of hosts out of range.
         LabError: if the system refuses a part of it.
+    """
+    check_possible()
+    if not 1 <= count <= MAX_HOSTS:
+        raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {count}")
+    with tempfile.TemporaryDirectory(prefix="nnmpi-netlab-", ignore_cleanup_errors=True) as folder:
+        lab = Lab(Path(folder))
+        try:
+            lab.make(count)
+            lab.set_speed(speed)
+            yield lab
+        finally:
+            lab.end()
+
+
+def check_possible() -> None:
+    """Refuse a lab without root, the tools, network namespaces or the token bucket filter.
+
+    Raises:
+        UsageError: says what is missing.
     """
     if os.geteuid() != 0:
         raise UsageError(
@@ -310,16 +328,16 @@ def lab_of(count: int, speed: Speed) -> Iterator[Lab]:
         raise UsageError(
             f"{' and '.join(missing)} cannot be found; install iproute2 and util-linux"
         )
-    if not 1 <= count <= MAX_HOSTS:
-        raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {count}")
-    with tempfile.TemporaryDirectory(prefix="nnmpi-netlab-", ignore_cleanup_errors=True) as folder:
-        lab = Lab(Path(folder))
-        try:
-            lab.make(count)
-            lab.set_speed(speed)
-            yield lab
-        finally:
-            lab.end()
+    try:
+        call(("unshare", *_NAMESPACES, "tc", "qdisc", "add", *_bucket("lo", "1mbit")))
+    except LabError as error:
+        raise UsageError(f"this system has no lab: {error}") from None
+
+
+def _bucket(device: str, rate: str) -> tuple[str, ...]:
+    """Return the words of tc that limit a device."""
+    limits = ("burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
+    return "dev", device, "root", "tbf", "rate", rate, *limits
 
 
 def _address(name: str) -> str:

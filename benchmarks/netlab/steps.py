@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +31,7 @@ from benchmarks.harness.tables import Columns, ms1, render, rewrite, spread
 from benchmarks.netlab.lab import Lab, LabError, Speed, lab_of
 from benchmarks.netlab.launch import environment, mpi_name, parse_settings, run_job, run_ranks
 from nnmpi.base.errors import UsageError
-from nnmpi.train.trace import TRACE_FILE
+from nnmpi.train.folder import RunFolder
 
 FOLDER = Path(__file__).resolve().parent
 WARM_UP = 2  # uncounted steps: the first ones make connections
@@ -100,7 +100,7 @@ class StepCase:
         A step lasts from its first forward pass on any rank to the next step's; the trace has the
         passes of all ranks.
         """
-        with gzip.open(folder / "run" / TRACE_FILE, "rt") as stream:
+        with gzip.open(RunFolder(folder / "run").trace, "rt") as stream:
             events = json.load(stream)["traceEvents"]
         begins_us = sorted(
             event["ts"] for event in events if event["ph"] == "X" and event["cat"] == "forward"
@@ -196,6 +196,22 @@ def _measure(lab: Lab, mpi: str, settings: Mapping[str, str], case: StepCase, ho
         for _ in run_ranks(lab, mpi, hosts, settings, case.words(Path(folder), hosts), LIMIT_S):
             pass
         return case.step_seconds(Path(folder))
+
+
+def check() -> None:
+    """Simulate a step over the links of the stored table again, and compare it with its row.
+
+    Raises:
+        LabError: where the times differ.
+    """
+    stored = json.loads((FOLDER / "results" / "steps-openmpi.json").read_text())
+    names = [item.name for item in fields(StepTimes)]
+    rows = [StepTimes(*map(row.get, names)) for row in stored["rows"]]
+    print(table(rows))
+    row = next(row for row in rows if row.case == CASES[0].name)
+    simulated_s = _simulate(stored["links"][row.rate], CASES[0], row.hosts)
+    if abs(simulated_s / row.simulated_s - 1) > 0.01:
+        raise LabError(f"{ms1(simulated_s)} ms are simulated now, {ms1(row.simulated_s)} before")
 
 
 def _simulate(link: Mapping[str, float], case: StepCase, hosts: int) -> float:

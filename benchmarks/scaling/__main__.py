@@ -40,7 +40,10 @@ def run() -> None:
         ("--max-ranks", positive_count, "4096", "the most ranks"),
         ("--sizes", command.list_of(parse_bytes), "1k,64k,1m,64m", "of messages"),
     )
+    parser.add_argument("--check", action="store_true", help="12 ranks at the most, one size")
     options = parser.parse_args()
+    if options.check:
+        options.max_ranks, options.sizes = 12, (2**16,)
     counts = sorted({*(1 << bit for bit in range(1, 13)), *ODD_RANKS})
     for description, build in MACHINES.items():
         print(description)

@@ -19,13 +19,15 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
-from benchmarks.harness.command import Parser  # noqa: E402
+from benchmarks.harness.command import Parser, run  # noqa: E402
 from benchmarks.survey.described import (  # noqa: E402
     DescribedLayer,
     DescribedShapes,
     describe_layers,
     profile_of,
 )
+from nnmpi.base.command import options_of  # noqa: E402
+from nnmpi.base.errors import UsageError  # noqa: E402
 from nnmpi.base.units import format_bytes, format_seconds  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
 from nnmpi.commands.plan import SHORT  # noqa: E402
@@ -39,6 +41,7 @@ from nnmpi.memory.ledger import (  # noqa: E402
 )
 from nnmpi.planner.network import PlannedNetwork  # noqa: E402
 from nnmpi.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
+from nnmpi.train.config import check  # noqa: E402
 
 WIDTH = 100
 BYTES_PER_GBIT = 1e9 / 8
@@ -91,6 +94,15 @@ class SurveyedSystem:
             text["devices"],
         )
 
+    def read(self, layout: Mapping[str, Any]) -> Candidate:
+        """Return a layout of the file, whose options are read as those of a command are.
+
+        Raises:
+            UsageError: for an unknown option, with the nearest names, and for a wrong value.
+        """
+        options = {item.name: item for item in options_of(Candidate)}
+        return Candidate(**check(layout, f"systems.json, {self.facts['system']}", options))
+
     def pricer(self, tp: int = 1, split: Sequence[int] = ()) -> Pricer:
         """Return a pricer of the chain's layouts, with layers sharded over `tp` ranks."""
         text = self.facts
@@ -113,7 +125,7 @@ class SurveyedSystem:
         del local["words"]
         if kind == "replicated":
             return self._replicated(local["replicas"], local["layers"])
-        item = Candidate(**local)
+        item = self.read(local)
         pricer = self.pricer(item.tp, split)
         price, ranks = pricer.price(item), pricer.memory_of_ranks(item)
         memory = max(ranks, key=lambda kinds: sum(kinds.values()))
@@ -247,7 +259,7 @@ def figure_of(row: SurveyRow) -> float | None:
         few = SurveyedSystem(
             {**text, "devices": text["baseline"]["pp"], "per_node": text["baseline"]["pp"]}
         )
-        return few.pricer().price(Candidate(**text["baseline"])).seconds / step_s
+        return few.pricer().price(few.read(text["baseline"])).seconds / step_s
     figures: dict[str, float] = {
         "step_s": step_s,
         "samples_per_s": row.rows / step_s,
@@ -346,17 +358,23 @@ def main() -> None:
     """Print the table."""
     parser = Parser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="all numbers and assumptions")
-    text = "one system; fail if its layout does not fit its devices"
+    text = "fail if a layout does not fit its devices, or a figure is far off without a reason"
     parser.add_argument("--check", action="store_true", help=text)
     given = parser.parse_args()
-    if given.check:
-        row = next(survey())
-        sys.exit(sum(row.memory.values()) > row.system.limit_bytes)
     rows = list(survey())
+    if given.check:
+        for row in rows:
+            fits = sum(row.memory.values()) <= row.system.limit_bytes
+            far = row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE
+            if not fits or (far and "why" not in row.system.facts):
+                raise UsageError(
+                    f"{row.system.facts['system']} is wrong: see its lines without --check"
+                )
+        return
     print(json.dumps([survey_to_json(row) for row in rows], indent=1) if given.json else "", end="")
     if not given.json:
         print("\n".join(line for row in rows for line in (*describe_survey(row), "")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("python benchmarks/survey", main))

@@ -54,7 +54,7 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
 
 
-def plain(x: Array) -> Array:
+def plain(x: Any) -> Any:
     """Return an array of a subclass of NumPy's as a plain one.
 
     Raises:
@@ -62,9 +62,11 @@ def plain(x: Array) -> Array:
     """
     if type(x) is np.ndarray:
         return x
-    if hasattr(x, "mask"):
+    if not isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.ma.MaskedArray):
         raise UsageError("a masked array has gaps, which would count as values; fill them first")
-    return np.asarray(x) if isinstance(x, np.ndarray) else x
+    return np.asarray(x)
 
 
 def is_result(x: Any) -> bool:

@@ -350,6 +350,8 @@ def _fits(value: Any, kind: Any) -> bool:
     origin = get_origin(kind) or kind
     if origin is Literal:
         return isinstance(value, str) and value in get_args(kind)
+    if origin is Sequence and isinstance(value, str):
+        return False  # of letters
     if not isinstance(value, {int: Integral, Bytes: Integral, float: Real}.get(origin, origin)):
         return False
     return origin is not Sequence or all(

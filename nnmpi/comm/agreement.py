@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 import nnmpi.base.clock as clock
 import nnmpi.base.errors as errors
+from nnmpi.backend.array import plain
 from nnmpi.base.errors import (
     CommError,
     NnmpiError,
@@ -120,6 +121,7 @@ class Communicator(Settled, fixed="comm rank size"):
             CommError: on all ranks, when a value has no JSON form.
         """
         encoded = encode_json(value)
+        self.comm.check_open()
         if self.size == 1:  # an epoch of a small run has several
             return [decode_json(encoded, 0)]
         text = np.frombuffer(encoded, np.uint8)
@@ -162,8 +164,9 @@ class Communicator(Settled, fixed="comm rank size"):
         Args:
             asleep: whether to yield the core while waiting; for ranks that may come late.
         """
+        self.comm.check_open()
         if self.size == 1:
-            return [float(value) for value in values]
+            return [float(value) for value in plain(values)]
         return list(self.gather_floats(values, asleep).sum(axis=0).tolist())
 
     def max_floats(self, values: Sequence[float]) -> list[float]:
@@ -173,7 +176,7 @@ class Communicator(Settled, fixed="comm rank size"):
 
     def gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
         """Return every rank's numbers: (size, numbers); `asleep`: see `sum_floats`."""
-        local = np.array(values, np.float64)
+        local = np.array(plain(values), np.float64)
         by_rank = np.empty((self.size, local.size))
         if asleep:
             requests = [self.comm.iallgatherv(local, by_rank, [local.size] * self.size)]

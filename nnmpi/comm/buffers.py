@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, namespace, plain
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.upload import pinned
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
@@ -53,10 +53,11 @@ def check_buffer(array: object, low: bool = False) -> CommBuffer:
 
     Args:
         array: 1-D, C-contiguous, writeable, of NumPy or a device, of a dtype in `DTYPES` in native
-            byte order.
+            byte order. Of a subclass of NumPy's array the same memory as a plain one is returned.
         low: whether 16-bit floats are allowed, too.
 
     Raises:
+        UsageError: for a masked array.
         ShapeError: for other dimensions, gaps between elements, or a read-only array.
         DtypeError: for another type or dtype.
     """
@@ -65,7 +66,7 @@ def check_buffer(array: object, low: bool = False) -> CommBuffer:
             f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of"
             " these"
         )
-    result = cast(CommBuffer, array)
+    result = plain(cast(CommBuffer, array))
     if not (result.dtype in DTYPES and result.dtype.isnative) and not (
         low and is_low(result.dtype)
     ):
@@ -75,7 +76,8 @@ def check_buffer(array: object, low: bool = False) -> CommBuffer:
         )
     if result.ndim != 1:
         raise ShapeError(
-            f"a collective works on 1-D arrays, not shape {result.shape}; pass array.reshape(-1)"
+            f"a collective works on 1-D arrays, not shape {result.shape}; pass"
+            f" {'array' if result is array else 'np.asarray(array)'}.reshape(-1)"
         )
     return check_contiguous(result)
 
@@ -84,9 +86,11 @@ def check_contiguous(array: CommBuffer) -> CommBuffer:
     """Return the array if MPI can read and write it as one block of bytes, else raise.
 
     Raises:
+        UsageError: for a masked array.
         ShapeError: for an array that is not C-contiguous, or a read-only one.
         DtypeError: for an object array: its elements are addresses.
     """
+    array = plain(array)
     if array.dtype.hasobject:
         raise DtypeError(
             "an array of Python objects cannot be sent; send numbers, or JSON values by gather or"
@@ -110,9 +114,10 @@ def as_bytes(array: CommBuffer) -> NDArray[np.uint8]:
     Raises:
         ShapeError: for an array with a constant stride and gaps. Of any other non-contiguous array
             `reshape` makes a copy: call `check_contiguous` first.
+        UsageError: for a masked array.
     """
     try:
-        return array.reshape(-1).view(np.uint8)
+        return plain(array).reshape(-1).view(np.uint8)
     except ValueError:
         check_contiguous(array)
         raise
@@ -160,9 +165,15 @@ def to_hosts(arrays: Sequence[Array]) -> list[Array]:
     """Return values as C-contiguous NumPy arrays, copied only where necessary.
 
     Waits until a device has computed and copied them.
+
+    Raises:
+        UsageError: for a masked array.
     """
     if not arrays or not is_device(arrays[0]):
-        return [array if array.flags.c_contiguous else array.copy(order="C") for array in arrays]
+        return [
+            array if array.flags.c_contiguous else array.copy(order="C")
+            for array in map(plain, arrays)
+        ]
     hosts = [room_like(array, array.shape) for array in arrays]
     fetch(list(zip(arrays, hosts, strict=True)))
     return hosts

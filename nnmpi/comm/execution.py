@@ -122,6 +122,7 @@ class Calls(MessageRequest):
 
     def start(self) -> None:
         """Begin all calls."""
+        self._comm.check_open()
         self._requests = [begin() for begin in self._starts]
 
     def wait(self) -> None:
@@ -134,6 +135,7 @@ class Calls(MessageRequest):
 
     def run(self) -> None:
         """Do all calls."""
+        self._comm.check_open()
         for block in self._blocks:
             block()
         if not self._blocks:

@@ -17,7 +17,7 @@ import numpy as np
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
-from nnmpi.backend.array import Shape, is_array, namespace
+from nnmpi.backend.array import Shape, is_array, namespace, plain
 from nnmpi.backend.precision import is_low
 from nnmpi.base.errors import CommError, DeviceError, DtypeError, NnmpiError, ShapeError, UsageError
 from nnmpi.comm.agreement import Communicator, agree, require_equal
@@ -207,9 +207,10 @@ class Group(Communicator):
         """
         if not 0 <= tag <= BLOCKING_TAG:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
+        self.comm.check_open()
         if operation == ALL_TO_ALL.name:
             raise UsageError("an all-to-all does not work in place; call ops.all_to_all")
-        check_buffer(array, low=True)
+        array = check_buffer(array, low=True)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)  # moved and not added: any type of 2 bytes will do
         elif is_low(array.dtype):
@@ -254,6 +255,7 @@ class Group(Communicator):
                 counted.
             nbytes: of the exchanged arrays.
         """
+        self.comm.check_open()
         world, trace, begin = self.comm.world, timeline.current(), clock.now()
         before_s, before = world.collective_s, world.traffic
         try:
@@ -466,6 +468,7 @@ class Group(Communicator):
         """
         if check:
             self._check_ends(parts, shapes)
+        parts = [plain(part) for part in parts]
         xp, steps = namespace(parts[0]), pairwise(self.rank, self.size)
         sends = [
             (step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None
@@ -483,7 +486,12 @@ class Group(Communicator):
 
     def _check_ends(self, parts: Sequence[CommBuffer], shapes: Sequence[Shape]) -> None:
         """Raise on all ranks unless each part is what its receiver expects. Collective."""
-        sent = [_form(part.shape, part.dtype) for part in parts]
+        sent = [
+            "a masked array"
+            if isinstance(part, np.ma.MaskedArray)
+            else _form(part.shape, part.dtype)
+            for part in parts
+        ]
         awaited = [_form(shape, parts[0].dtype) for shape in shapes if parts]
         by_rank = self.gather([sent, awaited])
         for rank, lists in enumerate(by_rank):
@@ -496,7 +504,7 @@ class Group(Communicator):
             if parts_sent[to] != expected[rank]:
                 raise CommError(
                     f"rank {rank} sends {parts_sent[to]} to rank {to}, which expects"
-                    f" {expected[rank]}; give both ends the same shape and dtype"
+                    f" {expected[rank]}; give both ends the same shape and dtype, without gaps"
                 )
 
     def _own_count(self, counts: Sequence[int]) -> int:

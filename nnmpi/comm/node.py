@@ -191,7 +191,7 @@ class SharedMemory:
         Raises:
             UsageError: for a closed memory.
         """
-        self._check_open()
+        self.check_open()
         twin = SharedMemory(group)
         twin._windows = self._windows
         return twin
@@ -254,7 +254,7 @@ class SharedMemory:
         Raises:
             UsageError: for a closed memory.
         """
-        self._check_open()
+        self.check_open()
         self._barriers[MAIN].run()
 
     def barrier_of(self, tag: int) -> FlagBarrier | CollectiveBarrier:
@@ -264,7 +264,7 @@ class SharedMemory:
             UsageError: for a closed memory.
             DeviceError: when another page of flags cannot be allocated.
         """
-        self._check_open()
+        self.check_open()
         if tag not in self._barriers:
             with agreed(self.group):
                 number = len(self._barriers)
@@ -339,7 +339,7 @@ class SharedMemory:
         if self._owns_node:
             self.node.free()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """Refuse a closed memory; all ranks raise, because closing is collective."""
         if self.closed:
             raise UsageError(
@@ -357,7 +357,7 @@ class SharedMemory:
 
     def _make(self, own_bytes: int) -> SharedPages:
         """Return a new window, or raise on all ranks."""
-        self._check_open()
+        self.check_open()
         window: SharedPages | None = None
         try:
             with agreed(self.group):

@@ -138,7 +138,7 @@ class SharedSum(Stages):
     """
 
     def __init__(self, array: CommBuffer, memory: SharedMemory, tag: int = 0) -> None:
-        stages: list[PendingStage] = []
+        stages: list[PendingStage] = [memory.check_open]
         if _is_to_add(check_buffer(array), memory):
             stages += _stages(array, memory, tag, NodeSum([array], memory, tag))
         super().__init__(stages, f"the shared sum with tag {tag}")

@@ -24,10 +24,11 @@ from concurrent.futures import Future
 from math import inf
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeAlias, TypeVar
 
 from numpy.typing import NDArray
 
+from nnmpi.base.errors import UsageError
 from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.machine import Machine
 
@@ -240,6 +241,9 @@ class Comm(Protocol):
     def free(self) -> None:
         """Free the communicator. Collective."""
 
+    def check_open(self) -> None:
+        """Raise UsageError if it was freed: before calls that were looked up earlier, or none."""
+
     def share_pages(self, own_bytes: int) -> SharedPages:
         """Return memory that all ranks of this communicator, on one node, share. Collective.
 
@@ -249,3 +253,26 @@ class Comm(Protocol):
         Raises:
             DeviceError: on all ranks of the communicator, when the allocation fails.
         """
+
+
+class Closing:
+    """What a communicator of either world does once it is freed: it refuses every call.
+
+    MPI knows only a number by then (MPI_ERR_COMM), and a simulation would go on.
+    """
+
+    def check_open(self) -> None:
+        """Do nothing; see `Comm`."""
+
+    def close(self) -> None:
+        """Let each call that begins something be refused from now on."""
+        for name in set(vars(Comm)) & set(dir(self)) - {"members", "test_all", "wait_all"}:
+            if name[0] != "_":
+                setattr(self, name, _refuse)
+
+
+def _refuse(*arguments: Any, **named: Any) -> NoReturn:
+    raise UsageError(
+        "this group was freed, so its ranks cannot exchange anything over it; free it after its"
+        " last use, or make another one by split or duplicate"
+    )

@@ -15,7 +15,7 @@ from nnmpi.base.command import as_given, check_numbers, non_defaults, require, s
 from nnmpi.base.custom import is_custom, name_of
 from nnmpi.base.errors import NnmpiError
 from nnmpi.base.units import Bytes
-from nnmpi.comm.algorithms.registry import AUTO, AlgorithmLike
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.collective import Algorithm
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
@@ -281,7 +281,7 @@ class GradientExchange:
         [4, 4]
     """
 
-    allreduce: AllReduceName | Algorithm | Sequence[AlgorithmLike] = AUTO
+    allreduce: AllReduceName | Algorithm | Sequence[AllReduceName | Algorithm] = AUTO
     """All-reduce of the gradients: native is MPI's own, ps a parameter server. auto: the fastest
     one by the fitted cost model, or by size without a fit. Or a function (rank, size) of your own,
     proved before it runs; in Python also a list with one for each bucket.

@@ -5,9 +5,9 @@
     y            (n, out_h, out_w, c)
 
 NumPy's max-pooling copies the windows of a few images at a time into planes, one per position in
-the window, and then computes on long contiguous arrays (see `backend.planes`). Its mean sums strided
-views ("taps") without copies; a tap is one position of all windows. Windows may overlap. Large
-windows that do not are summed by products with ones.
+the window, and then computes on long contiguous arrays (see `backend.planes`). Its mean
+(`PlainKernels.avg_pool`) sums strided views ("taps") without copies; a tap is one position of all
+windows. Windows may overlap. Large windows that do not are summed by products with ones.
 """
 
 from math import prod

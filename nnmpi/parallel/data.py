@@ -148,8 +148,8 @@ class Replicas(
                 all ranks, when they give different numbers of samples, or each its own.
             CommError: when the last pass ended early, in an exception.
         """
-        # The gradient of the mean. Two other places divide by the same count: `Passes._seeds` in a
-        # Worker, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
+        # The gradient of the mean. Two other places divide by the same count: a Worker's
+        # `BatchPass._make_seeds`, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
         # the backward pass.
         samples = check_int("samples", samples, 0)
         seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))

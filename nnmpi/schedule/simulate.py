@@ -261,7 +261,7 @@ class Simulation:
 
 
 def _receive_late(program: Instructions) -> Iterator[Item]:
-    """Yield each receive at its use, where the executor waits for its message."""
+    """Yield each receive at its use, where `compose.walk` waits for its message."""
     received = {op for op in program if op.kind in RECEIVES}
     for op in program:
         if op.kind in USES:

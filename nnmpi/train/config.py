@@ -601,21 +601,25 @@ def assemble(flat: Mapping[str, Any]) -> Config:
     )
 
 
-def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def check(
+    flat: Mapping[str, Any], origin: str, options: Mapping[str, Option] | None = None
+) -> dict[str, Any]:
     """Return the values converted to the options' types; names may have dashes.
 
     Args:
         flat: {name: value of JSON or TOML}.
         origin: of the values, for messages.
+        options: by name; those of training by default.
 
     Raises:
         UsageError: for unknown options (with the nearest names), and for values of a wrong type.
     """
     values: dict[str, Any] = {}
+    known = options or all_options()
     for written, value in flat.items():
         name = written.replace("-", "_")
-        if name not in all_options():
-            raise UsageError(f"{origin}: {written} is not an option{suggest(name, all_options())}")
+        if name not in known:
+            raise UsageError(f"{origin}: {written} is not an option{suggest(name, known)}")
         require(name not in values, f"{origin}: {written} is given twice; leave one of them out")
-        values[name] = convert(value, all_options()[name], f"{origin}: {written}")
+        values[name] = convert(value, known[name], f"{origin}: {written}")
     return values

@@ -1,6 +1,7 @@
 """What a group does besides sums: values, arrays, groups from groups."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import send_and_receive
 from tests.harness.refusals import told
 
 VALUES = [
@@ -160,6 +162,70 @@ def test_different_arrays_are_refused_on_all_ranks(group: Group, what: str) -> N
     call, words = DIFFERENT[what]
     text = told(CommError, lambda: call(group, group.rank == 1))
     assert all(words in item for item in group.gather(text)), text
+
+
+# Each call that gives an array to the others: of three elements, or one that is refused.
+CALLS: dict[str, Any] = {
+    **{name: lambda group, x, name=name: getattr(group, name)(x) for name in (
+        "all_reduce", "reduce_scatter", "all_gather", "broadcast", "bind")},
+    "unchecked": lambda group, x: group.all_reduce(x, "ring", check=False),
+    "all_gather_v": lambda group, x: group.all_gather_v(x, [3] * group.size),
+    "reduce_scatter_v": lambda group, x: group.reduce_scatter_v(x, [3] + [0] * (group.size - 1)),
+    "all_to_all_v": lambda group, x: group.all_to_all_v([x] * group.size, [(3,)] * group.size),
+    "send": lambda group, x: send_and_receive(group, *_around(group, x, np.empty(3))),
+    "receive": lambda group, x: send_and_receive(group, *_around(group, np.empty(3), x)),
+    "sum_floats": lambda group, x: group.sum_floats(x),
+    "max_floats": lambda group, x: group.max_floats(x),
+}  # fmt: skip
+# Those without an array.
+BARE: dict[str, Any] = {
+    **{name: lambda group, _, name=name: getattr(group, name)() for name in (
+        "barrier", "node", "memory", "duplicate", "free")},
+    "gather": lambda group, _: group.gather(1),
+    "share": lambda group, _: group.share(1),
+    "split": lambda group, _: group.split(0),
+    "group": lambda group, _: Group(group.comm),
+}  # fmt: skip
+
+
+def _around(group: Group, sent: Any, received: Any) -> tuple[list[Any], list[Any]]:
+    rank, size = group.rank, group.size
+    return [((rank + 1) % size, sent)], [((rank - 1) % size, received)]
+
+
+@pytest.mark.both_worlds(max_size=3)
+def test_a_freed_group_is_refused_by_every_call(group: Group) -> None:
+    """MPI would say MPI_ERR_COMM, and read memory that is gone; a simulation would go on."""
+    texts = []
+    for make in (lambda: group.split(0), group.node, group.duplicate):
+        part = make()
+        shared = part.memory().allocate(3, "float64")
+        bound = [part.bind(np.ones(3), name) for name in ("native", "ring")]
+        bound.append(part.bind(shared, "shared"))
+        part.free()
+        for call in (CALLS | BARE).values():
+            texts.append(told(UsageError, partial(call, part, np.ones(3))))
+        if part.size > 1:  # alone, a sum is nothing to do
+            texts += [told(UsageError, begin) for item in bound for begin in (item.run, item.start)]
+    assert all("freed" in text for text in texts), texts
+    assert len({*group.gather(texts)[0]}) <= 2  # of groups, and of their shared memory
+
+
+@pytest.mark.both_worlds(max_size=3)
+@pytest.mark.parametrize("call", CALLS)
+def test_arrays_of_numpys_subclasses_are_plain_ones_or_refused(group: Group, call: str) -> None:
+    """What is under a mask would count as a value."""
+
+    class Named(np.ndarray):
+        def __array_ufunc__(self, *arguments: Any, **named: Any) -> Any:
+            raise AssertionError("nnmpi computes with plain arrays")
+
+    masked = np.ma.masked_array(np.ones(3), [0, 1, 0])  # type: ignore[no-untyped-call]
+    text = told((UsageError, CommError), lambda: CALLS[call](group, masked))
+    assert "gaps" in text
+    result = CALLS[call](group, np.ones(3).view(Named))
+    assert not any(isinstance(item, Named) for item in (result if isinstance(result, list) else []))
+    assert group.gather(text) == [text] * group.size
 
 
 @pytest.mark.both_worlds

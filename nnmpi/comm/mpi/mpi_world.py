@@ -39,7 +39,7 @@ import nnmpi.base.clock as clock
 from nnmpi.base.errors import DeviceError
 from nnmpi.comm.buffers import CommBuffer
 from nnmpi.comm.mpi.watchdog import Watchdog
-from nnmpi.comm.world import PAGE_BYTES, Comm, Traffic, World
+from nnmpi.comm.world import PAGE_BYTES, Closing, Comm, Traffic, World
 
 # Memory shared by the ranks of a node: one MPI-3 shared window, with a part for each rank.
 #
@@ -136,7 +136,7 @@ OPERATIONS = 200  # in a flight record
 ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
 
 
-class MpiComm:
+class MpiComm(Closing):
     """A communicator of MPI; see `comm.world.Comm` for the calls.
 
     Attributes:
@@ -160,7 +160,6 @@ class MpiComm:
         self.ireduce_scatter = mpi.Ireduce_scatter
         self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))
         self.iallgatherv = partial(_gather, mpi.Iallgatherv)
-        self.free = mpi.Free
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -190,6 +189,11 @@ class MpiComm:
     def split_by_node(self, key: int) -> MpiComm:
         """Return the communicator of the ranks on this rank's node."""
         return self._make(self.mpi.Split_type, MPI.COMM_TYPE_SHARED, key)
+
+    def free(self) -> None:
+        """Free MPI's communicator."""
+        self.mpi.Free()
+        self.close()
 
     def share_pages(self, own_bytes: int) -> Window:
         """Return memory shared by all ranks."""

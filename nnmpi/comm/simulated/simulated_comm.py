@@ -39,7 +39,7 @@ from nnmpi.comm.simulated.scheduler import (
     describe_lines,
     find_lines,
 )
-from nnmpi.comm.world import SharedPages, World
+from nnmpi.comm.world import Closing, SharedPages, World
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 
@@ -406,7 +406,7 @@ class MessageBoard:
         return waited + lost
 
 
-class SimulatedComm:
+class SimulatedComm(Closing):
     """One rank's view of a communicator of simulated ranks; see `comm.world.Comm`.
 
     Args:
@@ -813,7 +813,8 @@ class SimulatedComm:
         return request.result
 
     def free(self) -> None:
-        """Do nothing: a simulated communicator has no resources."""
+        """Close it: a simulated communicator has no resources."""
+        self.close()
 
     def share_pages(self, own_bytes: int) -> SharedPages:
         """Return process memory, visible to all ranks, freed with the last reference."""

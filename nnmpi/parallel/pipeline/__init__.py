@@ -7,7 +7,7 @@
     stage       Stage           computes: forward and backward of one microbatch; its saved values
     boundary    StageBoundary   sends and receives: activations forward, gradients back
 
-Read the executor first, then stage and boundary. `memory.layers` measures the cost of each layer of
+Read `compose.walk` first, then stage and boundary. `memory.layers` measures the cost of each layer of
 a chain, so that a model can be cut into stages of equal cost.
 
 To change, open:
@@ -15,5 +15,5 @@ To change, open:
     the order of the work                             a schedule in `nnmpi.schedule`
     the values that pass from one stage to the next   boundary
     a microbatch's saved values                       stage
-    the use of gradients                              a `Caller` of the executor, in `compose`
+    the run of a batch, and the use of gradients      `compose.walk` and `compose.passes`
 """

@@ -5,7 +5,7 @@
 
 The first microbatch of some input shape is preceded by a header with the shapes. Later ones of the
 same input shape must have the same shapes, and need no header. Each microbatch has buffers of its
-own. The executor decides when a receive is posted.
+own. `compose.walk.Inbox` decides when a receive is posted.
 """
 
 from __future__ import annotations

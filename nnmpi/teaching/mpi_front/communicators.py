@@ -545,6 +545,8 @@ class FrontComm(FrontHandle):
 
     def Split(self, color=0, key=0):
         """Return the communicator of the ranks with one color; COMM_NULL for UNDEFINED."""
+        if color < 0 and color != UNDEFINED:
+            raise Exception("ERR_ARG", f"the color is {color}; give 0 or more, or MPI.UNDEFINED")
         return self._split(color, key)
 
     def Split_type(self, split_type, key=0, info=None):

@@ -41,6 +41,7 @@ class ElementBytes(NamedTuple):
         blocks: (offset, bytes), in the order of sending.
         lower: the offset at which the extent begins.
         extent: bytes from one element to the next.
+        is_ready: whether it may be sent: MPI's own, or one that is committed.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ElementBytes(NamedTuple):
     blocks: tuple[tuple[int, int], ...]
     lower: int
     extent: int
+    is_ready: bool = False
 
     @property
     def size(self):
@@ -73,7 +75,7 @@ class Datatype(FrontHandle):
 
     @classmethod
     def _plain(cls, dtype, name=""):
-        return cls._of(ElementBytes(name, dtype, ((0, dtype.itemsize),), 0, dtype.itemsize))
+        return cls._of(ElementBytes(name, dtype, ((0, dtype.itemsize),), 0, dtype.itemsize, True))
 
     def _layout(self):
         if self._value is None:
@@ -103,7 +105,7 @@ class Datatype(FrontHandle):
 
     def Get_extent(self):
         """Return where an element begins, and its bytes until the next one."""
-        return self._layout()[-2:]
+        return self.lb, self.extent
 
     size = property(Get_size)
     lb = property(lambda self: self._layout().lower)
@@ -117,7 +119,8 @@ class Datatype(FrontHandle):
         return f"MPI_{self._value.name}" if self else "MPI_DATATYPE_NULL"
 
     def Commit(self):
-        """Return it: a simulated datatype is always ready."""
+        """Make it one that may be sent, and return it."""
+        self._value = self._layout()._replace(is_ready=True)
         return self
 
     def Dup(self):
@@ -176,7 +179,7 @@ class Datatype(FrontHandle):
 
     def Create_resized(self, lb, extent):
         """Return the same elements with another extent."""
-        return self._of(self._layout()._replace(name="", lower=lb, extent=extent))
+        return self._of(self._layout()._replace(name="", lower=lb, extent=extent, is_ready=False))
 
     def Create_subarray(self, sizes, subsizes, starts, order=0):
         """Return a part of an array; order is ORDER_C or ORDER_FORTRAN."""

@@ -20,7 +20,7 @@ from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import describe_lines
 from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm
 from nnmpi.teaching.mpi_front.datatypes import BYTE, Datatype, bytes_at, find_bytes
-from nnmpi.teaching.mpi_front.handles import ANY, local
+from nnmpi.teaching.mpi_front.handles import ANY, Exception, local
 
 PICKLED = np.dtype([("pickle", "u1")])
 BOTTOM, IN_PLACE = (type(name, (), {"__repr__": lambda self: type(self).__name__})()
@@ -42,6 +42,8 @@ class BufferPart:
 
     def __init__(self, memory, begin, count, datatype):
         layout = datatype._layout()
+        if not layout.is_ready:
+            raise Exception("ERR_TYPE", "a datatype of the program's own needs Commit() first")
         self.datatype, self.kind, self.nbytes = datatype, layout.dtype, count * layout.size
         self._where = layout.find_bytes(begin, count if self.nbytes else 0)
         low, high = begin, begin

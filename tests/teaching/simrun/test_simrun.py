@@ -117,6 +117,17 @@ DEFECTS = {
         SystemExit,
         r"a grid of \[2, 2\] does not fit a communicator of 3 ranks",
     ),
+    "a datatype that is not committed": (
+        "kind = MPI.DOUBLE.Create_vector(3, 1, 4).Commit().Create_resized(0, 8)\n"
+        "comm.Bcast([np.zeros(12), 1, kind])",
+        SystemExit,
+        r"line 7.*a datatype of the program's own needs Commit\(\) first",
+    ),
+    "a negative color": (
+        "comm.Split(-1 if rank else 0)",
+        SystemExit,
+        r"line 6.*the color is -1; give 0 or more, or MPI\.UNDEFINED",
+    ),
     "no program": ("if rank == 1\n", SystemExit, r'^1\n  File "p\.py", line 6\n.*SyntaxError'),
     "no tag": (
         "rank or comm.send(0, 1, tag=-5)",
