@@ -324,7 +324,9 @@ def test_parameters_that_replicas_freeze_later(group: Group) -> None:
     worker, replicas = setting.worker(arrangement=where), Setting(where.mesh.dp)
     worker.step(replicas.batch())
     list(setting.model.parameters())[replicas.group.rank].requires_grad = False
-    setting.assert_refused(lambda: worker.step(replicas.batch()), "the ranks differ in parameters frozen: rank 0 has ")
+    setting.assert_refused(
+        lambda: worker.step(replicas.batch()), "the ranks differ in parameters frozen: rank 0 has "
+    )
 
 
 @pytest.mark.parametrize("option", ["exchange", "numerics"])
