@@ -47,6 +47,7 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
 from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.experts import share_experts
+from nnmpi.parallel.replication import BUILD_ALIKE, DIFFERENT_MODELS
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import refuse_values, shard
@@ -299,12 +300,6 @@ def arrange(
     local = "offload", "memory_limit"  # a rank's own folder and memory
     options = [f"{name} {value}" for name, value in vars(layout).items() if name not in local]
     require_same_options(group, options)
-    require_equal(
-        group,
-        model.settings(),
-        "the ranks have different models",
-        "build the same model on every rank",
-    )
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
     with agreed(group):
@@ -317,6 +312,7 @@ def arrange(
             )
         if mesh.tp > 1 or mesh.pp > 1 or (layout.expert_parallel and bound.replicas.size > 1):
             refuse_values(model)
+    require_equal(group, model.settings(), DIFFERENT_MODELS, BUILD_ALIKE)
     arrangement = _unsharded(model, layout, bound, backend)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:

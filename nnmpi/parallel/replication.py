@@ -19,6 +19,9 @@ from nnmpi.nn.module import Module
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.parameter import FlatStorage
 
+DIFFERENT_MODELS = "the ranks have different models"
+BUILD_ALIKE = "build the same model on every rank"
+
 
 def check_same_model(group: Group, model: Module | FlatStorage) -> None:
     """Compare names, shapes, dtypes and frozen parameters over all ranks. Collective.
@@ -55,12 +58,7 @@ def check_same_model(group: Group, model: Module | FlatStorage) -> None:
         f" {kind}{'' if p.requires_grad else ', frozen'}"
         for p, kind in spans
     ]
-    require_equal(
-        group,
-        [*parameters, *settings],
-        "the ranks have different models",
-        "build the same model on every rank",
-    )
+    require_equal(group, [*parameters, *settings], DIFFERENT_MODELS, BUILD_ALIKE)
 
 
 def check_free(model: Module, group: Group, zero: bool = False) -> None:

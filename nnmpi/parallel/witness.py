@@ -189,7 +189,7 @@ class ModelWitness:
     def __init__(self, model: Module, storage: FlatStorage) -> None:
         self._model, self._storage = model, storage
         self._parameters = [span.parameter for span in storage.spans]
-        self._looks, self._trained = -1, list[bool]()
+        self._looks, self._trained, self._frozen = -1, list[bool](), _said([])
 
     def say(self) -> tuple[dict[str, Said], dict[str, Said]]:
         """Return both, by field."""
