@@ -412,7 +412,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
             check_free(model, group)
         check_same_model(group, model)
         broadcast_state(model, group)
-        self._check = StepWitness(model, group, group, group, (), group)
+        self._check = StepWitness(model, group, group, group, (), group, True)
         self.coupling = COUPLINGS[sync.sync](self, sync)
         self.reporters = self.coupling.reporters
         self._passes = Passes(self)

@@ -206,7 +206,10 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         mesh, sharers = self.arrangement.mesh, self.arrangement.same_rows
         # the stages of a pipeline have different parameters
         copies = mesh.replicas if self.arrangement.is_pipeline else mesh.world
-        self._check = StepWitness(model, mesh.world, copies, mesh.replicas, sharers, mesh.dp)
+        is_equal = self.parallel.keeps_equal
+        self._check = StepWitness(
+            model, mesh.world, copies, mesh.replicas, sharers, mesh.dp, is_equal
+        )
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._batch_bytes = -1
         self._counted_bytes: int | None = None  # of the largest batch that was counted

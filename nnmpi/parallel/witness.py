@@ -34,7 +34,6 @@ from nnmpi.comm.agreement import agreed, refuse_different, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
 SAME_DATA = (
@@ -181,18 +180,24 @@ def bits_of(dtype: Any, ranks: int) -> int:
 
 
 class ModelWitness:
-    """What a rank says of its model: its layers' settings, and which parameters are frozen.
+    """What a rank says of its model: its layers' settings, part of its weights, what is frozen.
 
-    Both are looked at in each update, and described again only after a change.
+    Layers and frozen parameters are looked at each time, and described again only after a change.
+
+    Args:
+        model: initialized.
+        is_equal: whether other ranks have the same weights, bit for bit.
     """
 
-    def __init__(self, model: Module, storage: FlatStorage) -> None:
-        self._model, self._storage = model, storage
+    def __init__(self, model: Module, is_equal: bool) -> None:
+        self._model, self._storage, self._is_equal = model, model.storage, is_equal
+        self._turn, self._moves, self._parts = 0, -1, list[memoryview]()
+        storage = model.storage
         self._parameters = [span.parameter for span in storage.spans]
         self._looks, self._trained, self._frozen = -1, list[bool](), _said([])
 
-    def say(self) -> tuple[dict[str, Said], dict[str, Said]]:
-        """Return both, by field."""
+    def say(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return layers and weights, and what is frozen."""
         trained = [item.requires_grad for item in self._parameters]
         if trained != self._trained:  # seldom: texts of all parameters cost more than their flags
             self._trained = trained
@@ -200,7 +205,25 @@ class ModelWitness:
             self._frozen = _said(frozen)
         if self._looks != self._storage.looks:
             self._looks, self._layers = self._storage.looks, _said(self._model.settings())
-        return {"layers": self._layers}, {"parameters frozen": self._frozen}
+        said = {"layers": self._layers, "weights": self._look()}
+        return said, {"parameters frozen": self._frozen}
+
+    def _look(self) -> int:
+        """Return a checksum of a part of the weights, another in each update."""
+        storage = self._storage
+        if self._moves != storage.moves:
+            self._moves, self._parts = storage.moves, []
+            if self._is_equal and not storage.node_shared:  # a device would be waited for
+                pairs = zip(storage.data, storage.rank_local, strict=True)
+                arrays = [array for array, is_local in pairs if not is_local and array.size]
+                self._parts = [a.view(np.uint8).data for a in arrays if isinstance(a, np.ndarray)]
+        if not self._parts:
+            return 0
+        self._turn += 1
+        turn, which = divmod(self._turn, len(self._parts))
+        part = self._parts[which]
+        start = turn % -(-len(part) // WINDOW_BYTES) * WINDOW_BYTES
+        return crc32(part[start : start + WINDOW_BYTES])
 
 
 def _told(batches: Sequence[Taken]) -> dict[str, Said]:
@@ -225,6 +248,7 @@ class StepWitness:
         alike: the ranks with the same part of the model.
         sharers: groups whose ranks compute the same rows.
         replicas: the ranks that have a part of each batch each.
+        is_equal: see `ModelWitness`.
     """
 
     def __init__(
@@ -235,10 +259,11 @@ class StepWitness:
         alike: Group,
         sharers: Sequence[Group],
         replicas: Group,
+        is_equal: bool,
     ) -> None:
         self._world, self._copies, self._alike = world, copies, alike
         self._sharers, self._replicas = sharers, replicas
-        self._model = ModelWitness(model, model.storage)
+        self._model = ModelWitness(model, is_equal)
         self._bits = bits_of("float64", world.size)
         self._parts: list[Witness] = []
 
@@ -357,18 +382,17 @@ class UpdateWitness:
 
     Args:
         model, group: of the strategy.
-        looks: whether each rank has all weights, which the strategy keeps equal bit for bit.
+        is_equal: see `ModelWitness`.
     """
 
-    def __init__(self, model: Module, group: Group, looks: bool) -> None:
+    def __init__(self, model: Module, group: Group, is_equal: bool) -> None:
         self._group, self._storage = group, model.storage
-        self._model, self._looks = ModelWitness(model, model.storage), looks
+        self._model = ModelWitness(model, is_equal)
         self._bits = bits_of(model.storage.dtype, group.size)
         self._updates = 0
         # by kind of loss: the ways to count that were right in its first update
         self._ways: dict[str, list[int]] = {}
         self.losses, self._said, self._rule = UpdateSoFar(), Witness(group), _said([""])
-        self._moves, self._parts = -1, list[memoryview]()
 
     def begin(self) -> None:
         """Begin an update, with its first pass."""
@@ -405,7 +429,6 @@ class UpdateWitness:
             "optimizer": self._rule,
             **layers,
             **frozen,
-            "weights": self._look(),
         }
         self._said = Witness(group, says | _told(batches), [*map(RowShare.of, batches)], window)
         self._updates += 1
@@ -462,22 +485,6 @@ class UpdateWitness:
                 f" by {window.samples}: rank {', rank '.join(_counted(have, known[0]))}; give each"
                 " rank its rows of the batch, and backward the number of the global batch"
             )
-
-    def _look(self) -> int:
-        """Return a checksum of a part of the weights, another in each update."""
-        storage = self._storage
-        if self._moves != storage.moves:
-            self._moves, self._parts = storage.moves, []
-            if self._looks and not storage.node_shared:  # a device would be waited for
-                pairs = zip(storage.data, storage.rank_local, strict=True)
-                arrays = [array for array, is_local in pairs if not is_local and array.size]
-                self._parts = [a.view(np.uint8).data for a in arrays if isinstance(a, np.ndarray)]
-        if not self._parts:
-            return 0
-        turn, which = divmod(self._updates, len(self._parts))
-        part = self._parts[which]
-        start = turn % -(-len(part) // WINDOW_BYTES) * WINDOW_BYTES
-        return crc32(part[start : start + WINDOW_BYTES])
 
 
 def _counted(have: Iterable[Any], way: int) -> list[str]:
