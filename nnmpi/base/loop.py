@@ -177,6 +177,8 @@ class EpochLoop:
             UsageError: naming both places.
         """
         place = self.place
+        if place.is_trained and not place.is_restored:
+            return
         epoch, batch = place.trained
         if place.is_restored and not self.follows and (self.epoch, number) < place.trained:
             raise UsageError(
@@ -194,7 +196,8 @@ class EpochLoop:
     def train(self, number: int) -> None:
         """Note that an update was made on a batch."""
         place, self.is_trained = self.place, True
-        place.is_trained, place.is_restored, place.read = True, False, None
+        if not place.is_trained or place.is_restored:
+            place.is_trained, place.is_restored, place.read = True, False, None
         place.updates += 1
         self._move(number)
 
@@ -219,13 +222,11 @@ def last_read() -> Reached:
     one that had updates.
     """
     loops = _loops.get()
-    new = [loop for loop in loops if loop.is_new]
-    found = (
-        [loop for loop in new if loop.is_open]
-        or [loop for loop in new if loop.begins_here]
-        or new
-        or [loop for loop in loops if loop.is_trained and loop.is_open]
-    )
+    found = [loop for loop in loops if loop.is_open and loop.is_new]
+    if not found:
+        left = [loop for loop in loops if loop.is_new]
+        found = [loop for loop in left if loop.begins_here] or left
+        found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if len(found) > 1:
         found.sort(key=lambda loop: (loop.is_here, loop.is_trained, loop.follows))
         found = [*{loop.place: loop for loop in found}.values()]

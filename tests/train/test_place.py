@@ -198,18 +198,19 @@ def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, ki
         whole.step(batch)
     assert whole.trained == ORDER
     expected = whole.end()
-    for number, way in enumerate(WAYS):
+    for number, way in enumerate(WAYS[: 2 if kind.startswith("zero") else None]):
         at = ORDER[BATCHES + (1, BATCHES - 2, BATCHES - 1)[number % 3]]
         folder = group.share(f"{tmp_path}/{way.__name__}")
         first = Loop(group, kind, workers=2 if number == 1 else None)
         way(first, folder, at)
         first.end()
-        for seed in (1, 2):  # saved again at once, and resumed again
-            rest = Loop(group, kind, seed)
-            resume(folder, rest.whole, loader=rest.loader)
+        rest = Loop(group, kind, seed=1)
+        resume(folder, rest.whole, loader=rest.loader)
+        if not number:  # saved again at once, and resumed again
             save(folder, rest.whole, loader=rest.loader)
-            if seed == 1:
-                rest.end()
+            rest.end()
+            rest = Loop(group, kind, seed=2)
+            resume(folder, rest.whole, loader=rest.loader)
         for batch in one_by_one(rest):
             rest.step(batch)
         assert first.trained + rest.trained == ORDER, way
