@@ -110,25 +110,30 @@ class EpochLoop:
         order: see `Place`.
         follows: whether the loop began at the loader's place, as `for batch in loader` does;
             otherwise the program chose the epoch, and keeps account of it.
+        again: whether it reads what was trained on already, for an evaluation.
         number, taken: of the batch that was read last.
         read_at: the place's number of updates then; -1 before and after all.
         is_open: whether more may be read.
         is_trained: whether updates were made in it.
+        began_at: the place's number of updates when it began.
     """
 
     place: Place
     epoch: int
     batches: range
     order: Mapping[str, Any]
-    follows: bool
+    follows: bool = False
+    again: bool = False
     number: int = -1
     taken: Taken | None = None
     read_at: int = -1
     is_open: bool = True
     is_trained: bool = False
+    began_at: int = 0
 
     def __post_init__(self) -> None:
         """Let updates in this thread find the loop."""
+        self.began_at = self.place.updates
         known = _loops.get()
         left = {loop.place: loop for loop in known if loop.is_new and not loop.is_open}
         kept = [*left.values()][-LEFT:]
@@ -138,6 +143,11 @@ class EpochLoop:
     def is_new(self) -> bool:
         """Whether there was no update on its loader's batches since one was read."""
         return self.read_at == self.place.updates
+
+    @property
+    def had_no_updates(self) -> bool:
+        """Whether it is an evaluation, of a loader that trains otherwise."""
+        return self.place.is_trained and self.began_at == self.place.updates
 
     def after(self, number: int) -> At:
         """Return the batch that follows one of this loop."""
@@ -177,6 +187,12 @@ class EpochLoop:
             UsageError: naming both places.
         """
         place = self.place
+        if self.again:
+            raise UsageError(
+                f"this is batch {number} of epoch {self.epoch} again, since the loop's batches"
+                f" before had no update, as in an evaluation; read the next epoch's by"
+                f" loader.epoch({self.epoch + 1})"
+            )
         if place.is_trained and not place.is_restored:
             return
         epoch, batch = place.trained

@@ -317,3 +317,31 @@ def test_a_batch_that_is_kept_moves_nothing_back() -> None:
     for batch in (*batches[:2], batches[0]):
         loop.step(batch)
     assert loop.loader.place == (0, 2)
+
+
+@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+@pytest.mark.simulated(max_size=2)
+def test_an_evaluation_within_an_epoch_reads_all_batches(group: Group, kind: str) -> None:
+    """Beside the training's loop, and after it was left; those that had updates get no more."""
+    loop = Loop(group, kind)
+
+    def look() -> list[int]:
+        return [batch.number for batch in loop.loader]
+
+    for batch in loop.loader:
+        loop.step(batch)
+        if batch.number == 1:
+            assert look() == [2, 3, 4, 0, 1]
+            break
+    assert look() == [2, 3, 4, 0, 1]
+    assert loop.loader.place == (0, 2)
+    with pytest.raises(UsageError, match=r"batch 0 of epoch 0 again, .* by loader.epoch\(1\)"):
+        for batch in loop.loader:
+            if batch.number < 2:  # all others are left out
+                loop.step(batch)
+    for batch in loop.loader:
+        loop.step(batch)
+    assert loop.trained == ORDER[:BATCHES]
+    assert look() == [0, 1, 2, 3, 4]
+    assert loop.loader.place == (1, 0)
+    loop.end()
