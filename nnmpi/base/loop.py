@@ -24,9 +24,7 @@ from zlib import crc32
 from nnmpi.base.errors import UsageError
 
 At = tuple[int, int]  # an epoch and a batch in it
-LEFT = (
-    4  # loaders of whose left loops the last is known; they would be all that were ever looked at
-)
+LEFT = 4  # loaders of whose left loops the last is known: not of all that were ever looked at
 
 
 @dataclass(eq=False, slots=True)
@@ -190,7 +188,7 @@ class EpochLoop:
         if self.again:
             raise UsageError(
                 f"this is batch {number} of epoch {self.epoch} again, since the loop's batches"
-                f" before had no update, as in an evaluation; read the next epoch's by"
+                " before had no update, as in an evaluation; read the next epoch's by"
                 f" loader.epoch({self.epoch + 1})"
             )
         if place.is_trained and not place.is_restored:

@@ -169,14 +169,6 @@ class Batch:
         """The index of this rank's first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
 
-    @property
-    def order(self) -> Mapping[str, Any]:
-        """What decides, with the epoch, which samples its rows are; empty without a Loader.
-
-        The numbers of samples and of a global batch's rows, the seed, and whether it shuffles.
-        """
-        return {} if self.loop is None else self.loop.order
-
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
@@ -403,11 +395,16 @@ class Loader(Settled, fixed="group"):
         return self._batches(check_int("epoch", epoch, 0), numbers, backend)
 
     def _batches(
-        self, epoch: int, numbers: range, backend: Backend | None = None, **kind: bool
+        self,
+        epoch: int,
+        numbers: range,
+        backend: Backend | None = None,
+        follows: bool = False,
+        again: bool = False,
     ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
-        loop = EpochLoop(self._place, epoch, numbers, self._order(), **kind)
+        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows, again)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:

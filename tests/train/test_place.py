@@ -275,12 +275,6 @@ def test_a_loader_without_updates_goes_from_epoch_to_epoch() -> None:
         other.load(loader.state())
         assert [(batch.epoch, batch.number) for batch in other] == ORDER[2 * BATCHES + 2 :]
         assert other.place == (3, 0)
-    assert next(loader.epoch(0)).order == {
-        "samples": 21,
-        "batch_size": 5,
-        "seed": 0,
-        "shuffle": True,
-    }
 
 
 @pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
