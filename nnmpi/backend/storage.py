@@ -42,7 +42,8 @@ class Storage(Settled):
     groups: list[str]
     known_groups: set[str]
     moves = 0
-    distributed = node_shared = unsummed = spent = False
+    distributed = node_shared = unsummed = False
+    spent = True  # none has been computed yet
     updated: tuple[str, float, int] = "", 0.0, 0
     replicas: Any = None
     state_store: Any = None

@@ -24,9 +24,7 @@ from zlib import crc32
 from nnmpi.base.errors import UsageError
 
 At = tuple[int, int]  # an epoch and a batch in it
-LEFT = (
-    4  # loaders of whose left loops the last is known; they would be all that were ever looked at
-)
+LEFT = 4  # loaders of whose left loops the last is known: not of all that were ever looked at
 
 
 @dataclass(eq=False, slots=True)
@@ -110,25 +108,30 @@ class EpochLoop:
         order: see `Place`.
         follows: whether the loop began at the loader's place, as `for batch in loader` does;
             otherwise the program chose the epoch, and keeps account of it.
+        again: whether it reads what was trained on already, for an evaluation.
         number, taken: of the batch that was read last.
         read_at: the place's number of updates then; -1 before and after all.
         is_open: whether more may be read.
         is_trained: whether updates were made in it.
+        began_at: the place's number of updates when it began.
     """
 
     place: Place
     epoch: int
     batches: range
     order: Mapping[str, Any]
-    follows: bool
+    follows: bool = False
+    again: bool = False
     number: int = -1
     taken: Taken | None = None
     read_at: int = -1
     is_open: bool = True
     is_trained: bool = False
+    began_at: int = 0
 
     def __post_init__(self) -> None:
         """Let updates in this thread find the loop."""
+        self.began_at = self.place.updates
         known = _loops.get()
         left = {loop.place: loop for loop in known if loop.is_new and not loop.is_open}
         kept = [*left.values()][-LEFT:]
@@ -138,6 +141,11 @@ class EpochLoop:
     def is_new(self) -> bool:
         """Whether there was no update on its loader's batches since one was read."""
         return self.read_at == self.place.updates
+
+    @property
+    def had_no_updates(self) -> bool:
+        """Whether it is an evaluation, of a loader that trains otherwise."""
+        return self.place.is_trained and self.began_at == self.place.updates
 
     def after(self, number: int) -> At:
         """Return the batch that follows one of this loop."""
@@ -177,6 +185,14 @@ class EpochLoop:
             UsageError: naming both places.
         """
         place = self.place
+        if self.again:
+            raise UsageError(
+                f"this is batch {number} of epoch {self.epoch} again, since the loop's batches"
+                " before had no update, as in an evaluation; read the next epoch's by"
+                f" loader.epoch({self.epoch + 1})"
+            )
+        if place.is_trained and not place.is_restored:
+            return
         epoch, batch = place.trained
         if place.is_restored and not self.follows and (self.epoch, number) < place.trained:
             raise UsageError(
@@ -194,7 +210,8 @@ class EpochLoop:
     def train(self, number: int) -> None:
         """Note that an update was made on a batch."""
         place, self.is_trained = self.place, True
-        place.is_trained, place.is_restored, place.read = True, False, None
+        if not place.is_trained or place.is_restored:
+            place.is_trained, place.is_restored, place.read = True, False, None
         place.updates += 1
         self._move(number)
 
@@ -219,13 +236,11 @@ def last_read() -> Reached:
     one that had updates.
     """
     loops = _loops.get()
-    new = [loop for loop in loops if loop.is_new]
-    found = (
-        [loop for loop in new if loop.is_open]
-        or [loop for loop in new if loop.begins_here]
-        or new
-        or [loop for loop in loops if loop.is_trained and loop.is_open]
-    )
+    found = [loop for loop in loops if loop.is_open and loop.is_new]
+    if not found:
+        left = [loop for loop in loops if loop.is_new]
+        found = [loop for loop in left if loop.begins_here] or left
+        found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if len(found) > 1:
         found.sort(key=lambda loop: (loop.is_here, loop.is_trained, loop.follows))
         found = [*{loop.place: loop for loop in found}.values()]

@@ -17,7 +17,7 @@ def model_state(arrangement: Arrangement) -> ModelState:
     """Return the parameters and buffers by their full names."""
     model = arrangement.model
     storage = model.storage
-    parts = {} if storage.is_whole else _views(storage, storage.data)
+    parts = _views(storage, storage.data)  # parameters of memory that ranks share are read-only
     rest = ((name, leaf) for name, leaf in model.entries().items() if name not in parts)
     leaves = {**parts, **{name: leaf.data for name, leaf in rest}}
     return _state(arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])

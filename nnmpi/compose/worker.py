@@ -355,9 +355,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             given = "group" if self._is_own else "arrangement"
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} counted labels together, but"
-                f" the global batch has {batch.global_targets}; call"
-                f" data.Loader(dataset, batch_size, {given}), or give your own Batch the targets of"
-                " each microbatch"
+                f" the global batch has {batch.global_targets}; give Loader the"
+                f" {given}, or your own Batch the targets of each microbatch"
             )
         report.grad_norm = norm / started.factor
         return report.grad_norm

@@ -169,14 +169,6 @@ class Batch:
         """The index of this rank's first row in the global batch."""
         return self.cuts[0].first_row if self.cuts else 0
 
-    @property
-    def order(self) -> Mapping[str, Any]:
-        """What decides, with the epoch, which samples its rows are; empty without a Loader.
-
-        The numbers of samples and of a global batch's rows, the seed, and whether it shuffles.
-        """
-        return {} if self.loop is None else self.loop.order
-
 
 @lru_cache(maxsize=16)  # an epoch has two sizes of batches
 def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
@@ -326,13 +318,18 @@ class Loader(Settled, fixed="group"):
             f" part of {whose})"
         )
 
-    def __iter__(self) -> Batches:
-        """Return the batches from the training's place to the end of its epoch: epoch 0 first.
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches from the training's place to the end of its epoch: epoch 0 first.
 
         An update moves the place, and so does the end of a loop with updates: see `base.loop`. As
-        long as there was none, each loop goes on where the one before was left.
+        long as there was none, each loop goes on where the one before was left. Later a loop
+        without updates reads the epoch's first batches, too, so that an evaluation reads all.
         """
-        return self._batches(*self.place, follows=True)
+        epoch, start = self.place
+        rest = self._batches(epoch, range(start, len(self)), follows=True)
+        yield from rest
+        if start and rest.loop.had_no_updates:
+            yield from self._batches(epoch, range(start), follows=True, again=True)
 
     @property
     def place(self) -> At:
@@ -394,17 +391,20 @@ class Loader(Settled, fixed="group"):
             backend: of x and y; None for the host. A `Dataset` without augmentations that takes at
                 most `RESIDENT_SHARE` of a device's free memory is copied there by the first call.
         """
-        return self._batches(
-            check_int("epoch", epoch, 0), check_int("start", start, 0), backend, follows=False
-        )
+        numbers = range(check_int("start", start, 0), self.batches_per_epoch)
+        return self._batches(check_int("epoch", epoch, 0), numbers, backend)
 
     def _batches(
-        self, epoch: int, start: int, backend: Backend | None = None, *, follows: bool
+        self,
+        epoch: int,
+        numbers: range,
+        backend: Backend | None = None,
+        follows: bool = False,
+        again: bool = False,
     ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
-        numbers = range(start, self.batches_per_epoch)
-        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows)
+        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows, again)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
@@ -773,7 +773,7 @@ class Batches(Prefetch[Batch]):
     def __init__(
         self, loop: EpochLoop, make: Callable[[int], Batch], numbers: range, **options: Any
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         super().__init__(make, numbers, **options)
 
     def __next__(self) -> Batch:
@@ -781,16 +781,16 @@ class Batches(Prefetch[Batch]):
         try:
             batch = super().__next__()
         except StopIteration:
-            self._loop.end()
+            self.loop.end()
             raise
-        batch.loop = self._loop
-        self._loop.read(batch.taken())
+        batch.loop = self.loop
+        self.loop.read(batch.taken())
         return batch
 
     def close(self) -> None:
         """See `Prefetch.close`."""
         super().close()
-        self._loop.is_open = False
+        self.loop.is_open = False
 
     def __del__(self) -> None:
-        self._loop.is_open = False
+        self.loop.is_open = False

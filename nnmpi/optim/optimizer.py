@@ -270,9 +270,12 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
 
     def note_place(self, batches: Reached) -> None:
         """Note that an update was made on these batches."""
+        places = []
         for loop, batch in batches:
             loop.train(batch)
-        if places := [loop.place for loop, _ in batches if loop.follows]:
+            if loop.follows:
+                places.append(loop.place)
+        if places:
             self._places, self._resumed = places, None
 
     def place_besides(self, saved: Collection[Any]) -> At | None:
