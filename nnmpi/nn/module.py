@@ -161,6 +161,7 @@ class Module(Settled):
         replayable: True lets a `Worker` record and replay the model (see `nnmpi.compile`). Set it
             in a class of your own if `forward` consists of operations on Tensors and depends on
             shapes and the mode alone. Subclasses do not inherit it.
+        axes: of the layer's weight, in words: layers that share one must read it alike.
         links: the methods that `forward` calls one after another. A chain may be cut between them
             (see `nn.chain`). Each entry is (layer name, method name, names of the modules that the
             method calls).
@@ -178,6 +179,7 @@ class Module(Settled):
     """
 
     replayable: ClassVar[bool] = False
+    axes: ClassVar[str] = ""
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
     sharding: ShardingTable = NO_TABLE
@@ -442,14 +444,24 @@ class Module(Settled):
 
     def _refuse_hidden(self, stored: Iterable[Parameter] = ()) -> None:
         """Refuse modules and parameters in a dictionary or a nested list: they would not be
-        trained.
+        trained. Refuse one weight of two layers that read its axes differently.
 
         Args:
             stored: those that had a place, and are known.
         """
         named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
         named |= {*map(id, stored)}
+        readers = dict[int, tuple[str, str]]()
         for path, module in self.named_modules():
+            path_of_first, axes = readers.setdefault(
+                id(vars(module).get("weight") if module.axes else module), (path, module.axes)
+            )
+            if axes and module.axes not in (axes, ""):
+                raise UsageError(
+                    f"{path}.weight is {path_of_first}.weight, but {path} reads it as {module.axes}"
+                    f" and {path_of_first} as {axes}; for an output with an embedding's table, use"
+                    " nn.TiedLinear(embedding)"
+                )
             for name, value in vars(module).items():
                 for item, local in _within(value):
                     if not named.issuperset(map(id, local)):
