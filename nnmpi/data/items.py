@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers, Shape
+from nnmpi.backend.array import Array, Integers, Shape, asarray
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
 from nnmpi.data.tables import NO_LABEL
@@ -41,16 +41,21 @@ def as_samples(source: Any) -> Samples:
     """
     if isinstance(source, Samples):
         return source
-    if hasattr(source, "columns") and hasattr(source, "to_numpy"):
+    kind, what = type(source), type(source).__name__
+    if hasattr(kind, "columns") and hasattr(kind, "to_numpy"):
         return _of_table(source)
-    what = type(source).__name__
+    if hasattr(kind, "to_pandas") and hasattr(kind, "__array__"):
+        raise UsageError(
+            f"a Loader takes pandas' and polars' tables; of a {what}, give x.to_pandas()"
+        )
+    source = asarray(source)
     if isinstance(source, Mapping):
         raise UsageError(
             f"a Loader takes one data set, not a {what} of"
             f" {shortened(', '.join(map(str, source)))}; give one of its values, or columns as a"
             " table: pandas.DataFrame(columns)"
         )
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    if hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
         return Items(source)
     raise UsageError(
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
@@ -65,6 +70,11 @@ def _of_table(table: Any) -> Dataset:
     them, numbers them alike.
     """
     name, columns = type(table).__name__, [*table.columns]
+    if len(columns) < 2 or len({*columns}) < len(columns):
+        raise DataError(
+            f"{name} has the columns {shortened(', '.join(map(str, columns)))}; give features and,"
+            " last, the label, each with a name of its own"
+        )
     labels, last = table[columns[-1]], columns[-1]
     texts = ["" if label is None else str(label) for label in labels]
     for row in (row for row, text in enumerate(texts) if text.strip().lower() in NO_LABEL):

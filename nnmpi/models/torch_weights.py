@@ -147,7 +147,7 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     pending = [getattr(item, "node", None) for item in results]
     seen, bare = {None, *pending}, _bare_parameters(model)
     while pending:
-        node = pending.pop()
+        node: Any = pending.pop()
         edges: tuple[Any, ...] = () if node is None else _edges(node)
         more = {edge for edge in edges if isinstance(edge, Function)} - seen
         pending, seen = [*pending, *more], seen | more

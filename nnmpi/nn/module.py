@@ -31,7 +31,7 @@ from weakref import ref
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, asarray, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import active, recorded_copy
@@ -48,6 +48,7 @@ from nnmpi.base.shard import Region
 from nnmpi.base.words import raise_missing, refuse_words
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
+from nnmpi.tensor.function import Variable
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -522,6 +523,7 @@ class Module(Settled):
             raise CheckpointError(
                 f"the state is a {type(state).__name__}; give arrays by name, as state() does"
             )
+        state = {name: asarray(values) for name, values in state.items()}
         drawn = any(hasattr(parameter, "data") for parameter in self.parameters())
         if not drawn and "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
@@ -716,9 +718,10 @@ def _describe(path: str, module: Module) -> tuple[str, str, str]:
 
 def _input(x: Any) -> Any:
     """Convert arrays to tensors, refuse lists of numbers, pass anything else to the module."""
-    if type(x) is Tensor:
+    if isinstance(x, Variable):
         return x
-    if is_array(x) or hasattr(x, "__dlpack__"):  # of any library
+    x = asarray(x)
+    if is_array(x):
         return Tensor(x)
     first = x
     while isinstance(first, list | tuple) and first:

@@ -35,7 +35,11 @@ class Frame:
     """What pandas' and polars' DataFrames have in common."""
 
     def __init__(self, table: dict[str, Any]) -> None:
-        self.table, self.columns = table, [*table]
+        self.table = table
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.table]
 
     def __len__(self) -> int:
         return len(self.table[self.columns[0]])
@@ -172,6 +176,7 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
             Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
             "the first column has no name.*index_col=0",
         ),
+        (Frame({"kind": [0, 1]}), "Frame has the columns kind; give features and, last, the label"),
         (
             TABLE,
             (
