@@ -222,7 +222,7 @@ class Module(Settled):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
-        if name in ("links", "replayable"):
+        if name in ("axes", "links", "replayable"):
             raise UsageError(f"{name} is read from the class; write it there, not to one module")
         if name == "storage":
             spans = value.spans if isinstance(value, FlatStorage) else ()
