@@ -151,17 +151,20 @@ def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
         edges: tuple[Any, ...] = () if node is None else _edges(node)
         more = {edge for edge in edges if isinstance(edge, Function)} - seen
         pending, seen = [*pending, *more], seen | more
-        for name in {bare[item] for item in _weights_of(node) if item in bare}:
-            raise CheckpointError(
-                f"{name} has axes of equal lengths, whose order in PyTorch may be another than in"
-                f" {_operation(node)}; make it the weight of a layer, such as nn.Linear, or convert"
-                " it yourself and call model.load_state"
-            )
         layer = layers.get(node)
+        unknown = [bare[item] for item in _weights_of(node) if item in bare]
         if isinstance(layer, LayerNorm):
             if layer.weight.ndim == 2 and _is_channels_first(edges[0], 2):
                 matches[layer.path] = node.shape[1:]
+            elif not _channels(edges[0]) and layer.weight in _unclear(layer):
+                unknown.append(f"{layer.path}.weight")
             layer = None
+        if unknown:
+            raise CheckpointError(
+                f"{unknown[0]} has axes of equal lengths, whose order in PyTorch may be another"
+                f" than in {_operation(node)}; convert the weights yourself and call"
+                " model.load_state, or make a Parameter the weight of a layer, such as nn.Linear"
+            )
         images = {_image_behind(edge) for edge in edges} - {()}
         if isinstance(node, LinearFunction | RecurrentFunction) and _is_partly_flat(edges[0]):
             images, layer = {node.shape}, None
@@ -186,11 +189,19 @@ def _bare_parameters(model: Module) -> dict[Any, str]:
     result = dict[Any, str]()
     for path, module in model.named_modules():
         known = {name for name, *_ in _of_module(module, None)}
-        for name, item in module._members(Parameter):
-            sides = [length for length in item.shape if length > 1]
-            if len({*sides}) < len(sides) and name not in known and not is_own(type(module)):
+        for item, name in _unclear(module).items():
+            if name not in known and not is_own(type(module)):
                 result[item] = f"{path}.{name}".strip(".")
     return result
+
+
+def _unclear(module: Module) -> dict[Any, str]:
+    """Return the names of a module's parameters with two axes of one length, above 1."""
+    sides = {
+        (item, name): [length for length in item.shape if length > 1]
+        for name, item in module._members(Parameter)
+    }
+    return dict(pair for pair, lengths in sides.items() if len({*lengths}) < len(lengths))
 
 
 def _weights_of(node: Any) -> Iterator[Any]:

@@ -13,7 +13,6 @@ from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.elementwise import gelu_form
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import given, refuse_parts, require_floating
-from nnmpi.tensor.parameter import LookupTable
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -224,9 +223,9 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
         ShapeError, DtypeError, UsageError: see `linear`.
     """
     product_dtype(name, x, weight, *given(bias))
-    if isinstance(weight, LookupTable):
+    if getattr(weight, "is_table", False):
         raise UsageError(
-            f"{name} reads a weight (in, out), but {weight.name or 'this one'} is an embedding's"
+            f"{name} reads a weight (in, out), but this one is an embedding's"
             " table (rows, features); call nnmpi.nn.TiedLinear(embedding), or"
             " ops.linear_transposed(x, weight)"
         )

@@ -258,6 +258,15 @@ def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers: Any, w
         to_torch(Called().initialize(), IMAGES[:1, 0])
 
 
+def test_a_square_norm_of_the_input_is_refused() -> None:
+    """Of (time, channels) or (channels, time), which only the program in PyTorch tells."""
+    model = nn.Sequential(nn.LayerNorm((4, 4)), nn.Conv1d(4, 2, 3)).initialize()
+    with pytest.raises(CheckpointError, match=r"0.weight has axes of equal .* in LayerNorm"):
+        to_torch(model, np.ones((1, 4, 4), "float32"))
+    rows = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((4, 4))).initialize()
+    assert to_torch(rows, np.ones((1, 4, 4), "float32"))
+
+
 def test_a_model_without_parameters_has_an_empty_state(tmp_path: Path) -> None:
     model, sample = nn.Sequential(nn.Flatten(), nn.ReLU()), np.ones((1, 2, 2), "float32")
     assert to_torch(model, sample) == {} == from_torch(torch_weights(model, sample), {})
