@@ -78,17 +78,22 @@ def plain(x: Any) -> Any:
 def is_result(x: Any) -> bool:
     """True for an array, or a NumPy number, which NumPy returns in place of a 0-d array."""
     kind: Any = type(x)
-    return isinstance(x, np.generic) or _has(
-        kind, True, "__array_namespace__", "__cuda_array_interface__"
-    )
+    return isinstance(x, np.generic) or _role(kind) == OURS
+
+
+OURS, SPARSE, FOREIGN = "ours", "sparse", "foreign"
 
 
 @lru_cache(4096)
-def _has(kind: Any, is_ours: bool, *names: str) -> bool:
-    """Return whether a class of the engine's libraries, or of others, has one of these names."""
+def _role(kind: Any) -> str:
+    """Return what the objects of a class are: arrays of one of these sorts, or "" for others."""
     homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
     known = {name for base in kind.__mro__ for name in vars(base)}
-    return is_ours is not LIBRARIES.isdisjoint(homes) and not known.isdisjoint(names)
+    if not LIBRARIES.isdisjoint(homes):
+        return OURS * (not known.isdisjoint(("__array_namespace__", "__cuda_array_interface__")))
+    if "toarray" in known:
+        return SPARSE
+    return FOREIGN * (not known.isdisjoint(("__array__", "__array_interface__", "__dlpack__")))
 
 
 def asarray(x: Any) -> Any:
@@ -100,16 +105,14 @@ def asarray(x: Any) -> Any:
         UsageError: for a sparse matrix, and for what NumPy cannot read, such as a device's array.
     """
     kind: Any = type(x)
-    if _has(kind, False, "toarray"):
+    role = _role(kind)
+    if role == SPARSE:
         raise UsageError(f"a {kind.__name__} is sparse, and arrays here are not; give x.toarray()")
-    if not _has(kind, False, "__array__", "__array_interface__", "__dlpack__"):
+    if role != FOREIGN:
         return x
+    lends_only = hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__")
     try:
-        return (
-            np.asarray(x)
-            if _has(kind, False, "__array__", "__array_interface__")
-            else np.from_dlpack(x)
-        )
+        return np.from_dlpack(x) if lends_only else np.asarray(x)
     except Exception as error:  # the library's own
         raise UsageError(
             f"NumPy cannot read this {kind.__module__.partition('.')[0]} {kind.__name__}"

@@ -679,7 +679,8 @@ def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Ten
 
 def _product(a: Any, b: Any) -> Tensor:
     """Return a @ b: (..., n, k) or (k,) by (..., k, m) or (k,); leading dimensions broadcast."""
-    a, b = asarray(a), asarray(b)
+    a = a if isinstance(a, Variable) else asarray(a)
+    b = b if isinstance(b, Variable) else asarray(b)
     x, y = values_of(a), values_of(b)
     if not is_array(x) or not is_array(y) or x.ndim == 0 or y.ndim == 0:
         raise ShapeError("matmul needs arrays of at least one dimension; use * for numbers")

@@ -197,7 +197,10 @@ def test_an_order_that_pytorch_does_not_have_is_refused(between: Any, what: str)
     [
         (lambda x, w: x @ w, ""),
         (lambda x, w: ops.linear(x, w.T), ""),
-        (lambda x, w: ops.linear(x, w), "w has axes of equal lengths, .* than in Linear; convert the"),
+        (
+            lambda x, w: ops.linear(x, w),
+            "w has axes of equal lengths, .* than in Linear; convert the",
+        ),
         (lambda x, w: ops.linear(x, w * 2 + 0), "w has axes of equal lengths"),
         (lambda x, w: nn.BatchNorm1d(6).initialize()(x) + w, "lengths, .* in Pointwise"),
     ],
