@@ -113,7 +113,7 @@ def asarray(x: Any) -> Any:
     lends_only = hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__")
     try:
         return np.from_dlpack(x) if lends_only else np.asarray(x)
-    except Exception as error:  # the library's own
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # the library's own
         raise UsageError(
             f"NumPy cannot read this {kind.__module__.partition('.')[0]} {kind.__name__}"
             f" ({shortened(str(error))}); convert it to a NumPy array"

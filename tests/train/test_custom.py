@@ -422,7 +422,7 @@ def test_a_file_may_import_what_lies_beside_it(
         (folder / "mine.py").write_text(
             f"from {'package.' * (folder.name == 'package')}own import relay\n"
         )
-    command = [str(Path(sys.executable).with_name(spelling[0])), *spelling[1:]]
+    command = [str(Path(sys.executable).parent / spelling[0]), *spelling[1:]]
     result = subprocess.run(
         [*command, "comm", "prove", name, "--ranks", "3"],
         cwd=tmp_path,
