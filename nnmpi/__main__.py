@@ -1,6 +1,8 @@
 """`nnmpi COMMAND`: run a command; without one, list them. `python -m nnmpi COMMAND` is the same."""
 
+import os
 import sys
+from contextlib import suppress
 from runpy import run_module
 
 from nnmpi.base.command import say
@@ -9,6 +11,9 @@ from nnmpi.commands.table import COMMANDS, PACKAGES, list_commands
 
 def main() -> None:
     """Run the command that the command line names."""
+    if not sys.flags.safe_path:
+        with suppress(OSError):  # the folder is gone
+            sys.path[0] = os.getcwd()  # as `python -m` does; a script begins with its own folder
     name, *words = sys.argv[1:] or [""]
     if name not in COMMANDS:
         sys.exit(say(list_commands))

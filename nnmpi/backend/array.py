@@ -1,4 +1,9 @@
-"""The engine's array type, the library behind an array, its layout, and cached constant arrays."""
+"""The engine's array type, the library behind an array, its layout, and cached constant arrays.
+
+The engine computes with NumPy's and CuPy's arrays. Those of other libraries enter by one door,
+`asarray`. An object is asked for its type alone: its own attributes may run a user's code, or
+answer to every name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.base.errors import DeviceError, UsageError
+from nnmpi.base.errors import DeviceError, UsageError, shortened
 
 # CuPy has no type information and follows NumPy's interface, so NumPy's type stands for both.
 Array: TypeAlias = NDArray[Any]
@@ -24,6 +29,7 @@ Shape: TypeAlias = tuple[int, ...]
 # without interpreting them.
 Residuals: TypeAlias = tuple[Any, ...]
 
+LIBRARIES = frozenset(("numpy", "cupy", "nnmpi"))  # of the engine's arrays; nnmpi's are recorded
 HOST_NUMBERS = float, int, np.generic, np.ndarray  # the types that `float` reads without a device
 
 
@@ -31,7 +37,7 @@ def namespace(array: Array) -> ModuleType:
     """Return the module (numpy or cupy) whose functions work on this array."""
     if type(array) is np.ndarray:
         return np
-    if hasattr(array, "__array_namespace__"):
+    if hasattr(type(array), "__array_namespace__"):
         return array.__array_namespace__()
     # CuPy's arrays have no `__array_namespace__`
     return sys.modules[type(array).__module__.partition(".")[0]]
@@ -50,7 +56,7 @@ def masked(xp: Any, keep: Array, x: Array) -> Array:
 
 
 def is_array(x: Any) -> bool:
-    """True for an array of any library, rather than a number (also NumPy's) or a list."""
+    """True for an array of the engine's libraries, not a number (also NumPy's) or a list."""
     return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
 
 
@@ -71,11 +77,47 @@ def plain(x: Any) -> Any:
 
 def is_result(x: Any) -> bool:
     """True for an array, or a NumPy number, which NumPy returns in place of a 0-d array."""
-    return (
-        hasattr(x, "__array_namespace__")
-        or hasattr(x, "__cuda_array_interface__")
-        or isinstance(x, np.generic)
-    )
+    kind: Any = type(x)
+    return isinstance(x, np.generic) or _role(kind) == OURS
+
+
+OURS, SPARSE, FOREIGN = "ours", "sparse", "foreign"
+
+
+@lru_cache(4096)
+def _role(kind: Any) -> str:
+    """Return what the objects of a class are: arrays of one of these sorts, or "" for others."""
+    homes = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    known = {name for base in kind.__mro__ for name in vars(base)}
+    if not LIBRARIES.isdisjoint(homes):
+        return OURS * (not known.isdisjoint(("__array_namespace__", "__cuda_array_interface__")))
+    if "toarray" in known:
+        return SPARSE
+    return FOREIGN * (not known.isdisjoint(("__array__", "__array_interface__", "__dlpack__")))
+
+
+def asarray(x: Any) -> Any:
+    """Return another library's array, table or column as NumPy's; anything else unchanged.
+
+    JAX's, PyTorch's and Arrow's arrays in the host's memory keep it, without a copy.
+
+    Raises:
+        UsageError: for a sparse matrix, and for what NumPy cannot read, such as a device's array.
+    """
+    kind: Any = type(x)
+    role = _role(kind)
+    if role == SPARSE:
+        raise UsageError(f"a {kind.__name__} is sparse, and arrays here are not; give x.toarray()")
+    if role != FOREIGN:
+        return x
+    lends_only = hasattr(kind, "__dlpack__") and not hasattr(kind, "__array__")
+    try:
+        return np.from_dlpack(x) if lends_only else np.asarray(x)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # the library's own
+        raise UsageError(
+            f"NumPy cannot read this {kind.__module__.partition('.')[0]} {kind.__name__}"
+            f" ({shortened(str(error))}); convert it to a NumPy array"
+        ) from None
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:

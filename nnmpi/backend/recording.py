@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, is_result, namespace
+from nnmpi.backend.array import Array, asarray, is_array, is_result, namespace
 from nnmpi.backend.program.record import CallList, Makers, active_calls, bare
 from nnmpi.base.errors import UsageError
 
@@ -66,7 +66,7 @@ def to_library(xp: Any, values: Any) -> Array:
     """Return values as an array of a library; a recording on a device copies them in each replay."""
     if isinstance(values, np.ndarray):
         return values if xp.__name__ == "numpy" else recorded_input(xp.asarray, values)
-    result: Array = xp.asarray(values)
+    result: Array = xp.asarray(asarray(values))
     return result
 
 

@@ -59,6 +59,7 @@ from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import lines_of
 from nnmpi.base.units import Bytes, Every, format_duration
 from nnmpi.base.version import VERSION
+from nnmpi.base.words import instead, rows
 
 T = TypeVar("T")
 Switch: TypeAlias = Literal["auto", "on", "off"]  # auto: the program decides
@@ -82,26 +83,6 @@ PLAIN: Mapping[Any, tuple[str, str]] = {
     Custom: ("FILE.py:NAME", "FILE.py:NAME"),
     Bytes: ("BYTES", "a number of bytes such as 512MiB"),
     Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
-}
-
-# Other programs' names of options, with nnmpi's: an error suggests the latter.
-SYNONYMS = {
-    **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("out_dir", "output_dir"), "out"),
-    "learning_rate": "lr",
-    "batch": "batch_size",
-    "data": "dataset",
-    "data_path": "data_dir",
-    **dict.fromkeys(("lr_scheduler", "scheduler"), "lr_schedule"),
-    "schedule": "lr_schedule pipeline",
-    **dict.fromkeys(
-        ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"
-    ),
-    "message_ms": "network",
-    "mode": "sync",
-    "optim": "optimizer",
-    "workers": "dp",
-    "device": "backend",
 }
 
 
@@ -323,7 +304,8 @@ def settings(section: type[T]) -> type[T]:
             named[former[old]] = named.pop(old)
         for name, value in (*zip(known, values, strict=False), *named.items()):
             if name not in known:
-                near = suggest(name, known).replace("-", "_")
+                near = suggest(name, known)  # which may be a sentence about a command's options
+                near = near.replace("-", "_") * near.endswith("?")
                 raise TypeError(f"{section.__name__} has no option {name!r}{near}")
             require(
                 any(_fits(value, kind) for kind in kinds(known[name])),
@@ -419,8 +401,10 @@ def read_words(
             paths.append(word)
             behind = None
         elif parts or behind is None:
-            near = suggest(written, known) or "; options begin with -- and are listed by --help"
-            raise UsageError(f"{shortened(written)} is not an option{near}")
+            near = suggest(written, known) if parts else ""
+            near = near or "; options begin with -- and are listed by --help"
+            what = "an option" if parts else f"an option, and {program} takes {names or 'no path'}"
+            raise UsageError(f"{shortened(written)} is not {what}{near}")
         else:
             behind.append(word)
     if len(paths) < len([place for place in places if not place.startswith("[")]):
@@ -553,12 +537,20 @@ def is_list(kind: Any) -> bool:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the nearest known names, or "" if none is near.
 
-    SYNONYMS go first. Dashes and underscores are equal.
+    Of other programs' options, what stands beside them in the table of names. Dashes and
+    underscores are equal.
     """
     plain = {item.lstrip("-").replace("-", "_"): item for item in known}
     name = name.lstrip("-").replace("-", "_")
-    meant = [item for item in SYNONYMS.get(name, "").split() if item in plain]
-    near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
+    text = rows().get(flag_of(name), "") if name not in plain else ""
+    # a text that begins otherwise, such as with another command, is true in any case
+    flags = re.findall(r"--\w[\w-]*", text) if text.startswith("--") else []
+    flags = [flag[2:].replace("-", "_") for flag in flags]
+    near = [flag for flag in flags if flag in plain]
+    if text and not flags or near and not re.fullmatch(r"(--[\w-]+(, )?)+", text):
+        return instead(flag_of(name))
+    if not text:
+        near = difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
     return (
         f"; did you mean {' or '.join(plain[item].replace('_', '-') for item in near)}?"
         if near

@@ -97,6 +97,9 @@ def load_custom(name: str, option: str, signature: str) -> Any:
     if custom is None:
         return name
     source, function, given = custom.source, custom.function, f"{option} {name}"
+    folder = str(custom.file.resolve().parent) if custom.file else sys.path[0]
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as for `python FILE.py`: it may import what lies beside it
     module = load_file(custom.file, given) if custom.file else _load_module(source, given)
     result = getattr(module, function, None)
     if not callable(result):

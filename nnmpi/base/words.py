@@ -1,4 +1,5 @@
-"""What to write instead of names of PyTorch and Horovod, in the errors about them.
+"""What to write instead of names of PyTorch and Horovod, and of other programs' options, in the
+errors about them.
 
 The table is `names.md` beside this file, which the documentation shows. It is read at the first
 such error.
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache, partial, wraps
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -26,22 +28,28 @@ _SUBJECT = re.compile(r"(?:[\w.]+\.)?([A-Za-z_]\w*)(?=\(|$|=)")
 
 @cache
 def rows() -> dict[str, str]:
-    """Return what to write instead of each name; of an argument "name=".
+    """Return what to write instead of each name.
 
-    A row's subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
+    Of an argument "name=", of one function or class alone "f.name=", of an option "--name". A row's
+    subject, `f` in `torch.f(x, k=1)`, goes before what only occurs in a row.
     """
     subjects, others = dict[str, str](), dict[str, str]()
     for line in _lines():
         cells = [cell.strip() for cell in line.split(" | ")]
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[1].removesuffix(" |")).replace("`", "")
         for code in re.findall(r"`([^`]+)`", cells[0]):
-            if argument := re.fullmatch(r"(\w+)(=\w+)?", code):
+            if argument := re.fullmatch(r"(\w+)(=\w*)?", code):
                 subjects.setdefault(f"{argument[1]}=", text)
-            names = re.findall(r"[A-Za-z_]\w+", re.sub(r'"[^"]*"', "", code))
-            for name in (*names, *re.findall(r"\w+=", code)):
+            if code.startswith("--"):
+                subjects[code] = text
+                continue
+            subject, plain = _SUBJECT.match(code), re.sub(r'"[^"]*"', "", code)
+            for name in re.findall(r"[A-Za-z_]\w+", plain):
                 others.setdefault(name, text)
-            if subject := _SUBJECT.match(code):
+            if subject:
                 subjects.setdefault(subject[1], text)
+                for name in re.findall(r"(\w+=)(?!=)", plain.partition("(")[2]):
+                    subjects.setdefault(f"{_plain(subject[1])}.{name}", text)
     return {name: text for name, text in {**others, **subjects}.items() if name not in _OTHERS}
 
 
@@ -68,8 +76,15 @@ def instead(name: str) -> str:
     return f"; in nnmpi: {text} ({PAGE})" if text else ""
 
 
-def _instead_of_argument(name: str) -> str:
-    return instead(f"{name}=" if f"{name}=" in rows() else name)
+def _plain(name: str) -> str:
+    """Return a class's name in any number of dimensions: "Conv2d" -> "Conv"."""
+    return re.sub(r"\dd$", "", name)
+
+
+def _instead_of_argument(name: str, *owners: str) -> str:
+    """Return the end of a sentence about an argument of a function, or of a class and its bases."""
+    keys = (*(f"{_plain(owner)}.{name}=" for owner in owners), f"{name}=")
+    return next(filter(None, map(instead, keys)), "")
 
 
 def raise_missing(owner: object, name: str) -> Any:
@@ -126,27 +141,36 @@ def refuse_words(function: str, words: Iterable[str]) -> None:
     """
     for name in words:
         raise TypeError(
-            f"{function}() got an unexpected keyword argument {name!r}{_instead_of_argument(name)}"
+            f"{function}() got an unexpected keyword argument {name!r}"
+            f"{_instead_of_argument(name, function)}"
         )
 
 
 def answering(kind: type[T]) -> type[T]:
-    """Let a class say what to write instead of an argument that its constructor does not have."""
+    """Let a class say what to write instead of an argument that its constructor does not have.
+
+    Without a row in the table it says which arguments there are.
+    """
     make = kind.__init__
+    takes = [*signature(make).parameters][1:] if make is not object.__init__ else []
 
     @wraps(make)
     def __init__(self: Any, *args: Any, **named: Any) -> None:
         try:
             make(self, *args, **named)
         except TypeError as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:
+                raise  # from within the constructor
             found = re.search(r"unexpected keyword argument '(\w+)'$", str(error))
-            name = found[1] if found else next(iter(named), "")
-            more = _instead_of_argument(name)
-            if more and (found or make is object.__init__):
-                raise TypeError(
-                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}{more}"
-                ) from None
-            raise
+            name = found[1] if found else next(iter(named if make is object.__init__ else ()), "")
+            own, what = type(self).__name__, f"got an unexpected keyword argument {name!r}"
+            if not name:  # too many by place, of which PyTorch's last one is often this
+                name = "inplace" * (args[-1:] != () and args[-1] is True)
+                what = str(error).partition("() ")[2] if takes else "takes no arguments"
+            more = _instead_of_argument(name, *(base.__name__ for base in type(self).__mro__))
+            more = more or f"; {own} takes {', '.join(takes)}" * bool(takes)
+            raise TypeError(f"{own}() {what}{more}") from None
 
     kind.__init__ = __init__  # type: ignore[method-assign]
     return kind

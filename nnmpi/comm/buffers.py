@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, namespace, plain
+from nnmpi.backend.array import Array, is_array, namespace, plain
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.upload import pinned
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
@@ -45,7 +45,12 @@ LOW = ("float16", "bfloat16")
 
 def is_device(array: object) -> bool:
     """Return whether an array lies in a device's memory."""
-    return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
+    kind = type(array)
+    return (
+        is_array(array)
+        and not issubclass(kind, np.ndarray)
+        and hasattr(kind, "__cuda_array_interface__")
+    )
 
 
 def check_buffer(array: object, low: bool = False) -> CommBuffer:

@@ -200,11 +200,12 @@ def main(words: Sequence[str], group: Group) -> None:
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)
     result, confusion = evaluate(run, samples, options.batch_size)
-    text = _as_json(run, samples, result, confusion, options)
-    if group.is_root:
+    weights = opening.weights or run.folder.path
+    text = _as_json(run, weights, samples, result, confusion, options)
+    if group.is_root and not opening.weights:  # the page shows the file as the run's own result
         with suppress(OSError):  # another user's run may be read-only
             write_atomically(run.folder.evaluation, text.encode())
-    console.finish(text if options.json else _sentence(run, samples, result, options))
+    console.finish(text if options.json else _sentence(run, weights, samples, result, options))
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
@@ -228,6 +229,7 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
 
 def _as_json(
     run: Run,
+    weights: Path,
     samples: Samples,
     totals: Totals,
     confusion: Integers | None,
@@ -236,6 +238,7 @@ def _as_json(
     """Return the result as JSON."""
     values: dict[str, Any] = {
         "run": str(run.folder.path),
+        "weights": str(weights),
         "step": run.step,
         "data": samples.name,
         "part": options.part,
@@ -252,7 +255,9 @@ def _as_json(
     return json_text(values)
 
 
-def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationConfig) -> str:
+def _sentence(
+    run: Run, weights: Path, samples: Samples, totals: Totals, options: EvaluationConfig
+) -> str:
     loss, quality = describe_result(
         totals, measures_of(totals, samples.variance), run.signature.is_tokens
     )
@@ -262,10 +267,11 @@ def _sentence(run: Run, samples: Samples, totals: Totals, options: EvaluationCon
         if is_classes
         else f"{totals.targets} samples"
     )
-    weights = (
-        f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
+    after = "" if run.step is None else f" after step {run.step}"
+    return (
+        f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with the weights{after} of"
+        f" {weights}"
     )
-    return f"{options.part} {quality} ({loss}), {counted} on {samples.name}, with {weights}"
 
 
 if __name__ == "__main__":

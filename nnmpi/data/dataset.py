@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from math import prod
 from numbers import Real
@@ -12,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers, Shape, is_array, plain
+from nnmpi.backend.array import Array, Integers, Shape, asarray, is_array, plain
 from nnmpi.backend.random import stream
 from nnmpi.base.errors import DataError, UsageError, check_int, shortened
 
@@ -21,6 +22,7 @@ LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels 
 TOKEN_TYPES = (np.uint16, np.uint32)
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
+THEIRS = -100  # the same in PyTorch and Hugging Face's libraries
 # Names of parts, in any capitals: of folders, tables in a folder, arrays in a file. The first
 # held-out one that there is, is used.
 TRAIN = "train", "training"
@@ -65,12 +67,14 @@ def no_number(value: object, label: bool = False) -> str:
             " table.dropna() do"
         )
     remedy = "scale the column, or leave the row out"
+    if isinstance(value, date):
+        remedy = "give days: (column - column.min()).dt.days of a pandas table"
     if isinstance(value, str):
         remedy = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
     if isinstance(value, str) and not label:
         remedy = (
             "data.load encodes the texts of a file, table.to_csv(path, index=False), and keeps the"
-            " encoding; or number categories by pandas.factorize(column)"
+            " encoding; or make columns of categories by pandas.get_dummies(table)"
         )
     return f"{shortened(repr(value))} is not a finite float32 number; {remedy}"
 
@@ -87,6 +91,7 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
         DataError: for values other than numbers; the message has a remedy for categories and
             missing values.
     """
+    values = asarray(values)
     if is_array(values) and values.dtype.kind in "biuf":
         return plain(values)
     try:
@@ -100,6 +105,8 @@ def read_array(values: Any, name: str, label: bool = False) -> Array:
     wrong = [
         item for item in result.reshape(-1).tolist() if not isinstance(item, bool | int | float)
     ]
+    if not wrong:
+        raise DataError(f"{name}: {result.dtype} is no dtype of NumPy's; give x.astype('float32')")
     raise DataError(f"{name}: {no_number(wrong[0], label)}")
 
 
@@ -314,8 +321,11 @@ class Dataset(Samples):
             )
             fits, what = np.abs(self.y) <= most, "target"
         for index in np.argwhere(~fits)[:1].tolist():
+            value = self.y[tuple(index)]
+            mark = f"; what does not count is {IGNORED}, nnmpi.data.IGNORED"
             raise DataError(
-                f"{self.name}: {what} {self.y[tuple(index)]} of sample {index[0]} is not {expected}"
+                f"{self.name}: {what} {value} of sample {index[0]} is not {expected}"
+                + mark * int(value == THEIRS)
             )
 
     def __len__(self) -> int:

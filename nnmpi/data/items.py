@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, Integers, Shape
+from nnmpi.backend.array import Array, Integers, Shape, asarray
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
 from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
 from nnmpi.data.tables import NO_LABEL
@@ -28,6 +28,8 @@ USED_UP = (
     "raised StopIteration, as next(...) does at an end; let it return a default: next(..., None)"
 )
 LABELS = ("label", "labels", "y", "target", "targets")  # keys of an item's label
+TOKENS = "input_ids"  # Hugging Face's key of tokens
+ROW_NUMBERS = ("idx", "__index_level_0__")  # its keys of an item's place, which is no feature
 
 
 def as_samples(source: Any) -> Samples:
@@ -39,16 +41,21 @@ def as_samples(source: Any) -> Samples:
     """
     if isinstance(source, Samples):
         return source
-    if hasattr(source, "columns") and hasattr(source, "to_numpy"):
+    kind, what = type(source), type(source).__name__
+    if hasattr(kind, "columns") and hasattr(kind, "to_numpy"):
         return _of_table(source)
-    what = type(source).__name__
+    if hasattr(kind, "to_pandas") and hasattr(kind, "__array__"):
+        raise UsageError(
+            f"a Loader takes pandas' and polars' tables; of a {what}, give x.to_pandas()"
+        )
+    source = asarray(source)
     if isinstance(source, Mapping):
         raise UsageError(
             f"a Loader takes one data set, not a {what} of"
             f" {shortened(', '.join(map(str, source)))}; give one of its values, or columns as a"
             " table: pandas.DataFrame(columns)"
         )
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    if hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
         return Items(source)
     raise UsageError(
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; make one of"
@@ -63,6 +70,11 @@ def _of_table(table: Any) -> Dataset:
     them, numbers them alike.
     """
     name, columns = type(table).__name__, [*table.columns]
+    if len(columns) < 2 or len({*columns}) < len(columns):
+        raise DataError(
+            f"{name} has the columns {shortened(', '.join(map(str, columns)))}; give features and,"
+            " last, the label, each with a name of its own"
+        )
     labels, last = table[columns[-1]], columns[-1]
     texts = ["" if label is None else str(label) for label in labels]
     for row in (row for row, text in enumerate(texts) if text.strip().lower() in NO_LABEL):
@@ -90,12 +102,12 @@ def _of_table(table: Any) -> Dataset:
 class Items(Settled, Samples, fixed="name classes"):
     """The items of another library's data set, each read when its batch is made.
 
-    As in a `Dataset`, uint16, uint32, and integers in the shape of y are tokens; all other values
-    are quantities. Bytes are divided by 255.
+    As in a `Dataset`, uint16, uint32, and integers in the shape of y are tokens, and so are those
+    under the key TOKENS; all other values are quantities. Bytes are divided by 255.
 
     Args:
         source: `len(source)` items `source[i]`. An item is (x, y), or a mapping with the label
-            under one of LABELS and x under another key. If several other keys have numbers, x is
+            under one of LABELS and x under another key. If all other keys have single numbers, x is
             the list of these, in the mapping's order. x is an array, a tensor or a Pillow image, of
             the same shape in each item.
     """
@@ -194,11 +206,19 @@ class Items(Settled, Samples, fixed="name classes"):
             raise DataError(f"{self.name}: item {i} {USED_UP}") from error
 
     def _read_item(self, i: int) -> tuple[Array, Array]:
-        item = self._source[i]
-        if isinstance(item, Mapping):
-            labels = [name for name in LABELS if name in item][:1]
-            values = [value for name, value in item.items() if name not in labels]
-            item = *([values] if len(values) > 1 else values), *(item[name] for name in labels)
+        item, is_tokens = self._source[i], False
+        if isinstance(item, Mapping) and (labels := [name for name in LABELS if name in item]):
+            inputs = [name for name in item if name not in labels]
+            values, is_tokens = [item[name] for name in inputs], inputs == [TOKENS]
+            is_row = not any(map(np.ndim, values)) and not {*inputs} & {*ROW_NUMBERS}
+            for names, what in ((labels, "label"), ([] if is_row else inputs, "sample")):
+                if len(names) > 1:
+                    raise DataError(
+                        f"{self.name}: item {i} has {' and '.join(names)}, of which one alone can be"
+                        f" the {what}; leave the others out, as select_columns"
+                        f"({[*inputs[:1], labels[0]]}) of Hugging Face's data sets does"
+                    )
+            item = *([values] if len(values) > 1 else values), item[labels[0]]
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
                 f"{self.name}: item {i} is neither (x, y) nor a mapping of samples and a label"
@@ -206,7 +226,7 @@ class Items(Settled, Samples, fixed="name classes"):
                 " worker.step(x, y)"
             )
         x, y = [read_array(entry, f"{self.name}, item {i}") for entry in item]
-        return x, y
+        return x.astype(np.uint32) if is_tokens else x, y
 
 
 def _kinds(x: Array, y: Array) -> tuple[bool, bool, bool]:

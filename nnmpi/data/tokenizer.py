@@ -5,7 +5,8 @@
     FOLDER or FILE  GPT-2's byte pairs (vocab.json and merges.txt:     the library `tokenizers`
                     Radford et al., 2019), or any tokenizer.json
 
-Every tokenizer has an end token, `end`. It separates documents and pads short ones.
+Every tokenizer has an end token, `end`. It separates documents and pads short ones. It is the one
+that the files beside a tokenizer.json name, and without them the first of ENDS that it has.
 
 All are saved as a tokenizer.json, which the library `tokenizers` reads, and a
 tokenizer_config.json, which Hugging Face's transformers needs beside it. nnmpi reads its built-in
@@ -37,6 +38,7 @@ from nnmpi.base.files import (
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+END_FILES = (CONFIG_FILE, "special_tokens_map.json", "config.json")  # these may name the end token
 PAIRS_FILES = ("vocab.json", "merges.txt")
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 MOST_TOKENS = 2**22  # fifteen times the largest vocabularies in use
@@ -140,12 +142,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"
             f" install tokenizers, or use {BYTES} or {CHARACTERS}"
         ) from None
+    end = _named_end(result.parent)
     with foreign(result, DataError, "not a tokenizer"):
         if result.name in PAIRS_FILES:
-            return LibraryTokenizer(
-                _of_pairs(library, *(str(result.parent / name) for name in PAIRS_FILES))
-            )
-        return LibraryTokenizer(library.Tokenizer.from_file(str(result)))
+            pairs = (str(result.parent / name) for name in PAIRS_FILES)
+            return LibraryTokenizer(_of_pairs(library, *pairs), end)
+        return LibraryTokenizer(library.Tokenizer.from_file(str(result)), end)
+
+
+def _named_end(folder: Path) -> str | int | None:
+    """Return the end token that a folder's files name, its text or number; None without one."""
+    for file in (folder / name for name in END_FILES if (folder / name).is_file()):
+        with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
+            values = read_json(file)
+            # the text, or a dictionary of it and its flags; the number, or a list of several
+            end = values.get("eos_token", values.get("eos_token_id"))
+            end = end["content"] if isinstance(end, dict) else end
+            end = end[0] if isinstance(end, list) else end
+        if isinstance(end, str | int):
+            return end
+    return None
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
@@ -240,15 +256,22 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`.
 
     Args:
-        inner: a `tokenizers.Tokenizer`. If it has none of the tokens in ENDS, the first of these is
-            added.
+        inner: a `tokenizers.Tokenizer`.
+        end: the text or the number of its end token; None for the first of ENDS that it has. An end
+            token that it lacks is added, without any the first of ENDS.
+
+    Raises:
+        ValueError: for a tokenizer, or a number, that cannot be used.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, end: str | int | None = None) -> None:
         self._inner, self.name = inner, type(inner.model).__name__
         inner.no_truncation()
         inner.no_padding()
-        self.end_text = next(
+        named = inner.id_to_token(end) if isinstance(end, int) else end
+        if named is None and end is not None:
+            raise ValueError(f"the end token's number {end} beside it is none of its tokens")
+        self.end_text = named or next(
             (item for item in ENDS if inner.token_to_id(item) is not None), ENDS[0]
         )
         if inner.token_to_id(self.end_text) is None:

@@ -3,6 +3,7 @@
     layer               nnmpi                                   PyTorch
     Linear              (in, out)                               (out, in)
       after Flatten     rows by (h, w, c) or (t, c)             columns by (c, h, w) or (c, t)
+    MultiheadAttention  qkv, proj                               in_proj_weight, in_proj_bias, out_proj
     Conv2d              (kh, kw, in, out)                       (out, in, kh, kw)
     Conv1d              (1, kernel, in, out)                    (out, in, kernel)
     Conv3d              (kd, kh, kw, in, out)                   (out, in, kd, kh, kw)
@@ -16,6 +17,9 @@
 
 A module's name is the path of attributes in both. So a PyTorch model of the same structure loads
 the file without conversion.
+
+The order of the axes of sequences (batch, time, channels) is the layers': PyTorch has the channels
+in front of time in convolutions, pools and norms of channels, and last in all others.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +35,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.base.errors import CheckpointError, NnmpiError
+from nnmpi.base.errors import CheckpointError, NnmpiError, is_own
 from nnmpi.base.files import foreign, parse_json, write_atomically
 from nnmpi.nn.conv import Conv1d, Conv2d, Conv3d, ConvTranspose2d
 from nnmpi.nn.gru import GRU, GRULayer
@@ -41,13 +45,31 @@ from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.rnn import GRUCell, LSTMCell, RNNCell
-from nnmpi.ops.norm import GroupNormFunction
+from nnmpi.nn.transformer import MultiheadAttention
+from nnmpi.ops.attention import Attention, PackedAttention
+from nnmpi.ops.conv.conv2d import Conv2dFunction
+from nnmpi.ops.conv.transposed import ConvTranspose2dFunction
+from nnmpi.ops.embedding import EmbeddingFunction
+from nnmpi.ops.linear import LinearFunction, TransposedLinearFunction
+from nnmpi.ops.lstm import RecurrentFunction
+from nnmpi.ops.norm import BatchNormFunction, GroupNormFunction, LayerNormFunction
+from nnmpi.ops.pool import Pool2dFunction
 from nnmpi.tensor.function import Elementwise, Function, enable_grad
-from nnmpi.tensor.shape import Reshape
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.reduce import MatMul
+from nnmpi.tensor.shape import Reshape, Transpose
 from nnmpi.tensor.tensor import Tensor
 
 Write: TypeAlias = Callable[[Array], tuple[Array, ...]]
 Read: TypeAlias = Callable[..., Array]
+
+# Operations by where PyTorch has the channels of their results; the others pass them on.
+CHANNEL_NORMS = BatchNormFunction, GroupNormFunction
+CHANNELS_FIRST = Conv2dFunction, ConvTranspose2dFunction, Pool2dFunction, *CHANNEL_NORMS
+CHANNELS_LAST = (
+    *(LinearFunction, MatMul, RecurrentFunction),
+    *(Attention, PackedAttention, EmbeddingFunction),
+)
 
 
 @dataclass(frozen=True)
@@ -91,49 +113,109 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
 def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     """Return the shapes (height, width, channels) of images that linear layers read flattened.
 
-    By the layers' names. They are found on the tape, so that operations in a forward count as
-    layers do. A Conv1d computes an image of one row.
+    By the layers' names; of sequences (time, channels), also those that a LayerNorm of both axes
+    reads. They are found on the tape, so that operations in a forward count as layers do.
 
     Raises:
         CheckpointError: when anything else depends on the order of a flattened image's elements, or
-            features become an image: their order in PyTorch is another.
+            features become an image: their order in PyTorch is another. When PyTorch's order of a
+            sequence's or a parameter's axes is unknown.
     """
     matches, names = dict[str, Shape](), dict[Any, str]()
-    layers = dict[Any, Linear]()
+    layers = dict[Any, Module]()
 
     def observe(module: Any, result: Any) -> None:
         node = getattr(result, "node", None)
         names.setdefault(node, module.path)
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | LayerNorm):
             layers[node] = module
 
     parameters = model.parameters()
     if not parameters:
         return matches  # no layer has weights, and no array tells the library
     x = namespace(parameters[0].data).asarray(sample)
-    with enable_grad(), observed(observe):
-        result = model(Tensor(x, requires_grad=x.dtype.kind == "f"))
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:  # which the tape would leave out
+        parameter.requires_grad = True
+    try:
+        with enable_grad(), observed(observe):
+            result = model(Tensor(x, requires_grad=x.dtype.kind == "f"))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
     results = result if isinstance(result, tuple | list) else (result,)
     pending = [getattr(item, "node", None) for item in results]
-    seen = {None, *pending}
+    seen, bare = {None, *pending}, _bare_parameters(model)
     while pending:
-        node = pending.pop()
-        edges = () if node is None else node.edges
+        node: Any = pending.pop()
+        edges: tuple[Any, ...] = () if node is None else _edges(node)
         more = {edge for edge in edges if isinstance(edge, Function)} - seen
         pending, seen = [*pending, *more], seen | more
+        layer = layers.get(node)
+        unknown = [bare[item] for item in _weights_of(node) if item in bare]
+        if isinstance(layer, LayerNorm):
+            if layer.weight.ndim == 2 and _is_channels_first(edges[0], 2):
+                matches[layer.path] = node.shape[1:]
+            elif not _channels(edges[0]) and layer.weight in _unclear(layer):
+                unknown.append(f"{layer.path}.weight")
+            layer = None
+        if unknown:
+            raise CheckpointError(
+                f"{unknown[0]} has axes of equal lengths, whose order in PyTorch may be another"
+                f" than in {_operation(node)}; convert the weights yourself and call"
+                " model.load_state, or make a Parameter the weight of a layer, such as nn.Linear"
+            )
         images = {_image_behind(edge) for edge in edges} - {()}
-        if images and node in layers:
-            (matches[layers[node].path],) = images
-        elif (images and not _keeps_order(node, edges)) or (
-            not images and _makes_image(node, edges)
-        ):
-            what = names.get(node) or type(node).__name__.removesuffix("Function")
+        if isinstance(node, LinearFunction | RecurrentFunction) and _is_partly_flat(edges[0]):
+            images, layer = {node.shape}, None
+        if images and layer:
+            (matches[layer.path],) = images
+        elif (images and not _keeps_order(node, edges)) or (not images and _makes_image(node)):
+            what = names.get(node) or _operation(node)
             raise CheckpointError(
                 f"{what} {'reads a flattened image' if images else 'makes features an image'},"
                 " whose elements have another order in PyTorch; only a linear layer behind a"
                 " flattened image can be converted"
             )
     return matches
+
+
+def _operation(node: Any) -> str:
+    return type(node).__name__.removesuffix("Function")
+
+
+def _bare_parameters(model: Module) -> dict[Any, str]:
+    """Return the parameters of a user's classes whose shapes do not show the order of axes."""
+    result = dict[Any, str]()
+    for path, module in model.named_modules():
+        known = {name for name, *_ in _of_module(module, None)}
+        for item, name in _unclear(module).items():
+            if name not in known and not is_own(type(module)):
+                result[item] = f"{path}.{name}".strip(".")
+    return result
+
+
+def _unclear(module: Module) -> dict[Any, str]:
+    """Return the names of a module's parameters with two axes of one length, above 1."""
+    sides = {
+        (item, name): [length for length in item.shape if length > 1]
+        for name, item in module._members(Parameter)
+    }
+    return dict(pair for pair, lengths in sides.items() if len({*lengths}) < len(lengths))
+
+
+def _weights_of(node: Any) -> Iterator[Any]:
+    """Yield the leaves that an operation reads in an order of axes that PyTorch has otherwise."""
+    pending: list[Any] = []
+    if isinstance(node, LinearFunction | Conv2dFunction | ConvTranspose2dFunction):
+        pending = [_edges(node)[1]] * (not isinstance(node, TransposedLinearFunction))
+    elif isinstance(node, Elementwise) and "first" in _channels(node):
+        pending = [edge for edge in _edges(node) if not isinstance(edge, Function)]
+    while pending:
+        item = pending.pop()
+        yield item
+        if isinstance(item, Function) and not isinstance(item, (Transpose, *CHANNELS_LAST)):
+            pending += _edges(item)
 
 
 def _keeps_order(node: Any, edges: tuple[Any, ...]) -> bool:
@@ -146,16 +228,26 @@ def _keeps_order(node: Any, edges: tuple[Any, ...]) -> bool:
     )
 
 
-def _makes_image(node: Any, edges: tuple[Any, ...]) -> bool:
-    """Return whether an operation turns computed rows into images of several channels."""
-    return (
-        isinstance(node, Reshape)
-        and isinstance(edges[0], Function)
-        and len(node.saved[0]) == 2
-        and len(node.shape) >= 4
-        and node.shape[-1] > 1
-        and prod(node.shape[1:-1]) > 1
-    )
+def _makes_image(node: Any) -> bool:
+    """Return whether an operation reads computed rows as images or sequences of channels."""
+    is_norm = isinstance(node, CHANNEL_NORMS) and len(node.shape) == 3
+    if not is_norm and not (isinstance(node, Reshape) and len(node.shape) >= 4):
+        return False
+    while isinstance(node, Elementwise | Reshape | GroupNormFunction):
+        before, source = _reshaped(node), _edges(node)[0]
+        if before and node.shape[-1] != before[-1]:
+            return len(before) == 2 and isinstance(source, Function) and _has_order(node.shape)
+        node = source
+    return False
+
+
+def _edges(node: Any) -> tuple[Any, ...]:
+    return node.edges or ()
+
+
+def _reshaped(node: Any) -> Shape:
+    """Return the shape that an operation gave another one; () of other operations."""
+    return node.saved[0] if isinstance(node, Reshape) else ()
 
 
 def last_linear(model: Module, sample: Array) -> str | None:
@@ -179,11 +271,79 @@ def _image_behind(node: Any) -> Shape:
     """Return the shape of the image that an operation's result is, flattened; () without one."""
     size = node.shape[-1] if isinstance(node, Function) else 0
     while isinstance(node, Elementwise | Reshape | GroupNormFunction):
-        if isinstance(node, Reshape) and len(node.saved[0]) >= 4:
-            image: Shape = node.saved[0][1:]
-            return image if prod(image) == size > image[-1] else ()
-        node = next((edge for edge in node.edges or () if isinstance(edge, Function)), None)
+        edges, (_, *image) = _edges(node), _reshaped(node) or (0,)
+        if len(image) >= 2:
+            is_flat = prod(image) == size > image[-1]
+            return tuple(image) if is_flat and _is_channels_first(edges[0], len(image)) else ()
+        node = next((edge for edge in edges if isinstance(edge, Function)), None)
     return ()
+
+
+def _is_partly_flat(node: Any) -> bool:
+    """Return whether channels and one side of a computed image became an axis together."""
+    while isinstance(node, Elementwise | Reshape):
+        before, source = _reshaped(node), _edges(node)[0]
+        if len(before) >= 3 and prod(before[1:]) > node.shape[-1] > before[-1]:
+            return "first" in _channels(source)
+        node = source
+    return False
+
+
+def _has_order(shape: Shape) -> bool:
+    """Return whether (batch, ..., channels) in another order of axes has another of elements."""
+    return len(shape) >= 3 and shape[-1] > 1 and prod(shape[1:-1]) > 1
+
+
+def _is_channels_first(node: Any, axes: int) -> bool:
+    """Return whether PyTorch has (batch, channels, ...) where nnmpi has (batch, ..., channels).
+
+    Args:
+        node: the operation that made the array, or a model's input.
+        axes: of a sample, 2 of sequences.
+
+    Raises:
+        CheckpointError: when only the program in PyTorch tells.
+    """
+    places = _channels(node)
+    if len(places) > 1:
+        raise CheckpointError(
+            f"{_operation(node)}'s result comes from layers with the channels first and from layers"
+            " with the channels last in PyTorch, so the order of its elements there is unknown;"
+            " convert the layer that reads it yourself and call model.load_state"
+        )
+    return "first" in places if places else axes > 2
+
+
+def _channels(node: Any) -> set[str]:
+    """Return where PyTorch has the channels of an array: "first", "last", both if layers differ.
+
+    Nothing of a model's input.
+    """
+    result, seen, pending = set[str](), set[Any](), [node]
+    while pending:
+        node = pending.pop()
+        is_image = len(getattr(node, "shape", ())) >= 4
+        if node in seen or not (isinstance(node, Function) and _has_order(node.shape)):
+            continue
+        seen.add(node)
+        behind, before = _edges(node), _reshaped(node)
+        if isinstance(node, CHANNELS_FIRST):
+            result.add("first")
+            behind = behind if isinstance(node, CHANNEL_NORMS) else ()
+        elif isinstance(node, CHANNELS_LAST):
+            result.add("last")
+            behind = behind if is_image else ()
+        elif len(before) == 2:
+            result.add("first" if is_image else "last")
+            behind = ()
+        elif (
+            isinstance(node, Transpose)
+            or (isinstance(node, LayerNormFunction) and node.saved[1].ndim == 1 and not is_image)
+            or (before and node.shape[-1] != before[-1])
+        ):
+            result.add("last")
+        pending += behind
+    return result
 
 
 def to_torch(model: Module, sample: Array) -> dict[str, Array]:
@@ -320,12 +480,16 @@ def _of_module(
             lambda x: (x.transpose(-1, -2, *range(x.ndim - 2)),),
             lambda x: x.transpose(*range(2, x.ndim), 1, 0),
         )
-    elif isinstance(module, LayerNorm) and module.weight.ndim > 2:
+    elif isinstance(module, LayerNorm) and (module.weight.ndim > 2 or image):
         for name in ("weight", "bias"):
             yield name, (name,), lambda x: (np.moveaxis(x, -1, 0),), lambda x: np.moveaxis(x, 0, -1)
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
+    elif isinstance(module, MultiheadAttention):
+        for ours, start in (("qkv", "in_proj_"), ("proj", "out_proj.")):
+            yield f"{ours}.weight", (f"{start}weight",), lambda x: (x.T,), lambda x: x.T
+            yield f"{ours}.bias", (f"{start}bias",), lambda x: (x,), lambda x: x
     elif isinstance(module, GRU | LSTM):
         for number, inner in enumerate(module.layers):
             layer, reverse = divmod(number, getattr(module, "directions", 1))

@@ -76,12 +76,17 @@ class GRU(Module, fixed="hidden_size reads_rows"):
         ]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
-    def forward(self, x: Tensor | TokenRows) -> Tensor:
+    def forward(self, x: Tensor | TokenRows, state: None = None) -> Tensor:
         """Return h of each time of the last layer.
 
         Raises:
-            UsageError: in token-by-token generation.
+            UsageError: in token-by-token generation, and for a state, which PyTorch's layers take.
         """
+        if state is not None:
+            raise UsageError(
+                f"{type(self).__name__} reads x alone; to start it from a state, call h, last ="
+                " layer.with_state(x, state); sequences of different lengths need nn.LSTM"
+            )
         if current().memory is not None:
             name = type(self).__name__
             raise UsageError(f"{name} cannot generate text; call `with_state`, or use an LSTM")

@@ -25,6 +25,8 @@ class Linear(Module):
         ((5, 2), (3, 2))
     """
 
+    axes = "(in, out)"
+
     def __init__(
         self,
         in_features: int,
@@ -60,6 +62,8 @@ class Embedding(Module):
         (1, 3, 8)
     """
 
+    axes = "(rows, features)"
+
     def __init__(
         self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None
     ) -> None:
@@ -86,6 +90,8 @@ class TiedLinear(Module):
     Args:
         embedding: the owner of W, whose gradient is the sum of both uses.
     """
+
+    axes = Embedding.axes
 
     def __init__(self, embedding: Embedding) -> None:
         self.weight = embedding.weight

@@ -126,6 +126,8 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
             state: the initial h and c, each (num_layers * directions, batch, hidden_size); None
                 for 0.
         """
+        if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
+            raise UsageError("an LSTM's state is a pair: lstm.with_state(x, (h, c), lengths)")
         y, ends = self._run(x, state, lengths, ends=True)
         return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))
 

@@ -31,7 +31,7 @@ from weakref import ref
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, asarray, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import active, recorded_copy
@@ -48,6 +48,7 @@ from nnmpi.base.shard import Region
 from nnmpi.base.words import raise_missing, refuse_words
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
+from nnmpi.tensor.function import Variable
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -161,6 +162,7 @@ class Module(Settled):
         replayable: True lets a `Worker` record and replay the model (see `nnmpi.compile`). Set it
             in a class of your own if `forward` consists of operations on Tensors and depends on
             shapes and the mode alone. Subclasses do not inherit it.
+        axes: of the layer's weight, in words: layers that share one must read it alike.
         links: the methods that `forward` calls one after another. A chain may be cut between them
             (see `nn.chain`). Each entry is (layer name, method name, names of the modules that the
             method calls).
@@ -178,6 +180,7 @@ class Module(Settled):
     """
 
     replayable: ClassVar[bool] = False
+    axes: ClassVar[str] = ""
     links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
     sharding: ShardingTable = NO_TABLE
@@ -219,7 +222,7 @@ class Module(Settled):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
-        if name in ("links", "replayable"):
+        if name in ("axes", "links", "replayable"):
             raise UsageError(f"{name} is read from the class; write it there, not to one module")
         if name == "storage":
             spans = value.spans if isinstance(value, FlatStorage) else ()
@@ -442,14 +445,24 @@ class Module(Settled):
 
     def _refuse_hidden(self, stored: Iterable[Parameter] = ()) -> None:
         """Refuse modules and parameters in a dictionary or a nested list: they would not be
-        trained.
+        trained. Refuse one weight of two layers that read its axes differently.
 
         Args:
             stored: those that had a place, and are known.
         """
         named = {id(item) for _, item in (*self.named_parameters(), *self.full_parameters())}
         named |= {*map(id, stored)}
+        readers = dict[int, tuple[str, str]]()
         for path, module in self.named_modules():
+            path_of_first, axes = readers.setdefault(
+                id(vars(module).get("weight") if module.axes else module), (path, module.axes)
+            )
+            if axes and module.axes not in (axes, ""):
+                raise UsageError(
+                    f"{path}.weight is {path_of_first}.weight, but {path} reads it as {module.axes}"
+                    f" and {path_of_first} as {axes}; for an output with an embedding's table, use"
+                    " nn.TiedLinear(embedding)"
+                )
             for name, value in vars(module).items():
                 for item, local in _within(value):
                     if not named.issuperset(map(id, local)):
@@ -510,6 +523,7 @@ class Module(Settled):
             raise CheckpointError(
                 f"the state is a {type(state).__name__}; give arrays by name, as state() does"
             )
+        state = {name: asarray(values) for name, values in state.items()}
         drawn = any(hasattr(parameter, "data") for parameter in self.parameters())
         if not drawn and "storage" not in vars(self) and state:
             dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
@@ -704,9 +718,10 @@ def _describe(path: str, module: Module) -> tuple[str, str, str]:
 
 def _input(x: Any) -> Any:
     """Convert arrays to tensors, refuse lists of numbers, pass anything else to the module."""
-    if type(x) is Tensor:
+    if isinstance(x, Variable):
         return x
-    if is_array(x) or hasattr(x, "__dlpack__"):  # of any library
+    x = asarray(x)
+    if is_array(x):
         return Tensor(x)
     first = x
     while isinstance(first, list | tuple) and first:

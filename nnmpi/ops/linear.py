@@ -8,7 +8,7 @@ from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import cast, kernels_of
 from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.base.errors import ShapeError
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.tensor.dtypes import product_dtype
 from nnmpi.tensor.elementwise import gelu_form
 from nnmpi.tensor.function import Function, Grads
@@ -153,7 +153,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ShapeError: when x has another number of features than the weight has rows.
         DtypeError: when x, weight and bias differ in dtype, except by mixed precision's rules.
-        UsageError: for tf32 with NumPy's arrays.
+        UsageError: for tf32 with NumPy's arrays, and for an embedding's table.
     """
     check_linear("linear", x, weight, bias)
     return LinearFunction()(x, weight, bias)
@@ -223,6 +223,12 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
         ShapeError, DtypeError, UsageError: see `linear`.
     """
     product_dtype(name, x, weight, *given(bias))
+    if getattr(weight, "is_table", False):
+        raise UsageError(
+            f"{name} reads a weight (in, out), but this one is an embedding's"
+            " table (rows, features); call nnmpi.nn.TiedLinear(embedding), or"
+            " ops.linear_transposed(x, weight)"
+        )
     inputs, matrix = x.data, weight.data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")

@@ -3,11 +3,11 @@
     m = m + (1 - momentum) * (g - m)               slot "m", initially zeros
     d = m + (1 - momentum) * (g - m)               Nesterov momentum
     O = orthogonalized(d)                          all singular values near 1
-    w = w * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * O
+    w = w * (1 - lr * weight_decay) - lr * factor * O
 
-Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. The factor is that
-of Liu et al., "Muon is scalable for LLM training", 2025: updates then have the size of AdamW's, so
-both use one learning rate.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. The default factor,
+0.2 * sqrt(max(rows, columns)), is that of Liu et al., "Muon is scalable for LLM training", 2025:
+updates then have the size of AdamW's, so both use one learning rate.
 
 All but O is elementwise, so each rank computes it on its shard of a matrix. O needs the full
 matrix. One rank, the matrix's owner, gathers d, computes O and sends it to the others:
@@ -19,9 +19,10 @@ Owners are assigned to balance multiplications first, elements second. On any nu
 owner multiplies the matrices of the serial run, so the update has the same bits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
+from types import MappingProxyType
 from typing import Any, Final
 
 from nnmpi.backend.array import Array, namespace
@@ -33,6 +34,13 @@ from nnmpi.optim.optimizer import BufferBlock, ByGroup
 # Jordan's: they bring singular values into 0.7..1.2 in the fewest steps
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7
+# by PyTorch's names, of a matrix (in, out)
+FACTORS: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
+    {
+        "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
+        "original": lambda rows, columns: sqrt(max(1, columns / rows)),
+    }
+)
 
 
 def orthogonalize(matrix: Array, steps: int = 5) -> Array:
@@ -55,7 +63,7 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
     return x if x.shape == matrix.shape else x.T
 
 
-class Muon(AdamW, fixed="momentum"):
+class Muon(AdamW, fixed="momentum adjust_lr_fn"):
     """Muon for matrices (parameters of two axes except embedding tables), AdamW for the rest.
 
     >>> import nnmpi
@@ -69,6 +77,8 @@ class Muon(AdamW, fixed="momentum"):
         lr: the learning rate, at least 0.
         momentum: the decay rate of m, in [0, 1).
         betas, eps, weight_decay: see `AdamW`; the decay applies to matrices too.
+        adjust_lr_fn: the factor of a matrix's update, by PyTorch's names: "match_rms_adamw", or
+            "original", PyTorch's default, sqrt(max(1, outputs / inputs)) of a layer.
 
     Raises:
         LayoutError: for a model with matrices sharded by tensor parallelism.
@@ -86,7 +96,13 @@ class Muon(AdamW, fixed="momentum"):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: ByGroup = 1e-2,
+        adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
+        if adjust_lr_fn not in FACTORS:
+            raise UsageError(
+                f"adjust_lr_fn is {adjust_lr_fn!r}; give {' or '.join(map(repr, FACTORS))}"
+            )
+        self.adjust_lr_fn: Final = adjust_lr_fn
         self.momentum: Final = number("momentum", momentum, 1)
         super().__init__(storage, lr, betas, eps, weight_decay)
 
@@ -126,7 +142,7 @@ class Muon(AdamW, fixed="momentum"):
                 parts = dict(enumerate(pieces)) if owner == rank else {}
                 d = _exchange(ranks, parts, [data.size * (owner == r) for r in range(size)], d)
             data *= 1 - rate * self.weight_decay[span.buffer]
-            data -= d * (rate * 0.2 * sqrt(max(span.parameter.declared)))
+            data -= d * (rate * FACTORS[self.adjust_lr_fn](*span.parameter.declared))
 
 
 def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:

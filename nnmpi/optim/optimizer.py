@@ -124,8 +124,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         self,
         storage: Storage,
         lr: ByGroup,
-        weight_decay: ByGroup,
-        slots: Sequence[str],
+        weight_decay: ByGroup = 0.0,
+        slots: Sequence[str] = (),
     ) -> None:
         """Allocate the state, and divide buffers and state into blocks.
 

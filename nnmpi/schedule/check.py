@@ -131,7 +131,12 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
     for op, occurrences in positions.all.items():
         if op not in expected and op.kind not in WEIGHTS:
             size = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-            positions.fail(f"{op} does not belong in a schedule of {size}", occurrences)
+            more = (
+                "; B is the whole backward pass: give I, of the inputs, before W, of the weights"
+                if op.kind is Kind.W
+                else ""
+            )
+            positions.fail(f"{op} does not belong in a schedule of {size}{more}", occurrences)
         for position in occurrences:
             if position.rank != schedule.rank_of(op.stage):
                 owner = f"stage {op.stage} belongs to rank {schedule.rank_of(op.stage)}"

@@ -23,8 +23,10 @@ def may_meet(name: str, *inputs: Any) -> Dtype:
         if dtype is None:
             raise no_tensor(name, inputs[i])
     if dtypes.count(dtypes[0]) != len(dtypes) and not mixes(*dtypes):
-        words = ", ".join(map(str, dtypes))
-        raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")
+        words, remedy = ", ".join(map(str, dtypes)), "convert with astype"
+        if "uint8" in dtypes:  # by astype they would be many times what the loader makes of them
+            remedy = "take a data.Loader's batches or dataset.rows(indices), which scale bytes"
+        raise DtypeError(f"{name} of {words} would change a dtype silently; {remedy}")
     return dtypes[0]
 
 

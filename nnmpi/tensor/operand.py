@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Shape
+from nnmpi.backend.array import Shape, asarray, is_array
 from nnmpi.backend.precision import FLOAT32, is_floating
 from nnmpi.base.errors import DtypeError, ShapeError
 from nnmpi.tensor.dtypes import mixes, no_tensor
@@ -97,13 +97,13 @@ def refuse_parts(
 
 
 def values_or_refuse(name: str, x: Any) -> Any:
-    """Return a tensor's array; return anything else unchanged.
+    """Return a tensor's array, or another library's; return anything else unchanged.
 
     Raises:
         LayoutError: for a shard, whose array is not the full tensor's.
     """
     if not isinstance(x, Variable):
-        return x
+        return asarray(x)
     if x.shard is not None:
         raise x.shard.error(name, "takes the values of a whole tensor")
     return x.data
@@ -134,7 +134,7 @@ def _plain(x: Any) -> Any:
     """Convert NumPy's scalars to Python numbers, which promote no dtype; refuse lists."""
     if isinstance(x, np.generic):
         x = x.item()
-    if isinstance(x, Variable | bool | int | float) or hasattr(x, "dtype"):
+    if isinstance(x, Variable | bool | int | float) or is_array(x := asarray(x)):
         return x
     raise DtypeError(
         f"{type(x).__name__} cannot be combined with a tensor; give a number, an array or a Tensor"

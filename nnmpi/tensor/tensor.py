@@ -28,6 +28,7 @@ from nnmpi.backend.array import (
     Array,
     Dtype,
     Shape,
+    asarray,
     is_array,
     is_result,
     mixed_error,
@@ -125,6 +126,7 @@ class Tensor(Variable):
     """
 
     __slots__ = ()
+    __pandas_priority__ = 5000  # above its tables', whose operators would take rows for numbers
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         self.data = _as_array(data, dtype)
@@ -241,7 +243,7 @@ class Tensor(Variable):
 
     def __len__(self) -> int:
         if self.data.ndim == 0:
-            raise ShapeError("a tensor without axes has no length")
+            raise TypeError("len() of a tensor without axes; x.size is 1")
         return len(self.data)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -283,11 +285,23 @@ class Tensor(Variable):
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if self.requires_grad and self.data.ndim:  # the graph would silently end here
+        return np.array(self._lent().numpy(), dtype, copy=copy)
+
+    def __dlpack__(self, **named: Any) -> Any:
+        """Lend the values to another library: torch.from_dlpack(x), jax.numpy.from_dlpack(x)."""
+        return self._lent().data.__dlpack__(**named)
+
+    def __dlpack_device__(self) -> Any:
+        return self.data.__dlpack_device__()
+
+    def _lent(self) -> Tensor:
+        """Return the tensor for a library that knows no graph, or refuse."""
+        if self.requires_grad and self.data.ndim:  # the graph would silently end there
             raise GraphError(
                 "a tensor that needs a gradient is not an array; use x.numpy() or x.detach()"
             )
-        return np.array(self.numpy(), dtype, copy=copy)
+        refuse("a tensor's array (numpy)")
+        return self
 
     def __add__(self, other: Any) -> Tensor:
         mixed = add_low(self, other)
@@ -665,8 +679,10 @@ def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Ten
 
 def _product(a: Any, b: Any) -> Tensor:
     """Return a @ b: (..., n, k) or (k,) by (..., k, m) or (k,); leading dimensions broadcast."""
+    a = a if isinstance(a, Variable) else asarray(a)
+    b = b if isinstance(b, Variable) else asarray(b)
     x, y = values_of(a), values_of(b)
-    if not hasattr(x, "ndim") or not hasattr(y, "ndim") or x.ndim == 0 or y.ndim == 0:
+    if not is_array(x) or not is_array(y) or x.ndim == 0 or y.ndim == 0:
         raise ShapeError("matmul needs arrays of at least one dimension; use * for numbers")
     inner = y.shape[0] if y.ndim == 1 else y.shape[-2]
     if x.shape[-1] != inner:
@@ -747,6 +763,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
         if dtype is not None:
             data = Tensor(data.data).astype(dtype)  # an operation, so that recordings include it
         data, dtype = data.data, None
+    data = asarray(data)
     if is_array(data):
         array = plain(data) if dtype is None else plain(data).astype(dtype, copy=False)
     else:

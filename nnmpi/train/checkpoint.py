@@ -273,12 +273,13 @@ class Saver(AbstractContextManager["Saver"]):
 
         Raises:
             CheckpointError: on all ranks, when this checkpoint or the previous one cannot be
-                written; older ones are intact.
+                written; older ones, of which the error tells, are intact.
         """
         began, group = clock.now(), self._group
         writer = CheckpointWriter(self._folder, step, self._root)  # rank 0 alone uses it
         what = f"no checkpoint of step {step} can be written into {self._folder}"
-        as_error = raised_as(CheckpointError, what, "older ones are intact")
+        older = "older ones are intact" if any(self._folder.glob("step-*")) else "there is none yet"
+        as_error = raised_as(CheckpointError, what, older)
 
         @as_error
         def begin() -> None:

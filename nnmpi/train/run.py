@@ -80,7 +80,8 @@ class Run:
         tokenizer: the text's tokenizer, or None; in an opened run on rank 0 only.
         model: this rank's shard, initialized.
         arrangement: the layout of the model on the ranks.
-        step: updates of the initial weights; None for a model in Hugging Face's format.
+        step: updates of the initial weights; None for a model in Hugging Face's format, and with the
+            weights of another file.
     """
 
     config: Config
@@ -374,7 +375,7 @@ def open_run(
         tokenizer = (
             load_tokenizer(path) if group.is_root and find_tokenizer(path) is not None else None
         )
-    step = None if last is None else last.values["step"]
+    step = None if last is None or weights is not None else last.values["step"]
     return Run(config, group, backend, files, signature, tokenizer, where.model, where, step)
 
 

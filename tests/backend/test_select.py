@@ -138,6 +138,8 @@ def test_the_namespace_of_an_array():
     library = ModuleType("library")
 
     class Other:
+        __module__ = "cupy"
+
         def __array_namespace__(self, api_version=None):
             return library
 

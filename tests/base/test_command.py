@@ -139,7 +139,10 @@ def test_fields_of_a_dataclass_are_options() -> None:
         ("--batch 4", "--batch is not an option; did you mean --batch-size?"),
         ("--shuffle=yes", "--shuffle takes no value, but yes follows it"),
         ("--no-batch-size", "--no-batch-size is not an option; did you mean --batch-size"),
-        ("4 --batch-size 4", "4 is not an option; options begin with -- and are listed by --help"),
+        (
+            "4 --batch-size 4",
+            "4 is not an option, and few takes no path; options begin with -- and",
+        ),
     ],
 )
 def test_a_wrong_word_is_named(words: str, text: str) -> None:

@@ -1,4 +1,6 @@
-"""Every name on the left of docs/reference/names.md is answered with what stands on the right."""
+"""Every name on the left of docs/reference/names.md is answered with what stands on the right, and
+every option of other programs by the commands.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,7 +12,10 @@ import pytest
 
 import nnmpi
 from nnmpi import Tensor, data, models, nn, ops, optim, tensor
+from nnmpi.base.command import suggest
 from nnmpi.base.words import TABLE
+from nnmpi.commands.table import COMMANDS
+from nnmpi.train.config import all_options
 
 typed: Any = nnmpi
 PACKAGES: dict[str, Any] = {
@@ -21,6 +26,7 @@ EXPRESSIONS = {
     *("x[0, :, i]", "x == y", "x, y", "for x, y in loader", "self.drop(x)", "print(model)"),
     *("h, (last, c) = self.lstm(x)", "self.decoder.weight = self.encoder.weight"),
     *('group["betas"] = ...', 'group["weight_decay"] = ...', "copy.deepcopy(model)"),
+    *("gru(x, h0)", "rnn(x, h0)", "lstm(x, (h0, c0))"),
     *("pickle.dumps(model)", "horovodrun -np 4 -H a:2,b:2 python train.py"),
 }
 LAYERS = {"LSTM": (3, 4), "LayerNorm": (4,), "Embedding": (3, 4)}
@@ -86,7 +92,29 @@ def answers_about(code: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("code", sorted({*dict(table())} - EXPRESSIONS))
+OPTIONS = {code for code, _ in table() if code.startswith("--")}
+TAKEN = {f"--{name.replace('_', '-')}" for name in all_options()}
+
+
+@pytest.mark.parametrize("code", sorted(OPTIONS))
+def test_an_option_of_another_program_is_answered(code: str) -> None:
+    """With nnmpi's, which exists, or with a sentence; of a command that has it."""
+    right = dict(table())[code]
+    known = TAKEN | {"--tokens", "--temperature", "--dataset"}
+    flags = re.findall(r"--[\w-]+", right)
+    assert code not in TAKEN
+    assert all(flag in known or f"nnmpi report RUN {flag}" in right for flag in flags)
+    commands = re.findall(r"nnmpi (\w+)", right)
+    assert {*commands} <= {*COMMANDS}
+    answer = suggest(code, sorted(known))
+    if ", ".join(flags) == right:
+        assert answer == f"; did you mean {' or '.join(flags)}?"
+        assert not suggest(code, ["--json"])
+    else:
+        assert answer == f"; in nnmpi: {right} (docs/reference/names.md)"
+
+
+@pytest.mark.parametrize("code", sorted({*dict(table())} - EXPRESSIONS - OPTIONS))
 def test_a_name_is_answered_with_what_stands_beside_it(code: str) -> None:
     """Of several rows with a name, that of one of them."""
     answers = answers_about(code)
@@ -113,12 +141,28 @@ def test_what_is_no_name_is_in_the_table() -> None:
         (lambda: typed.ops.relu(X, inplace=True), "leave it out"),
         (lambda: typed.tensor.stack([X], dim=0), "axis"),
         (lambda: typed.nn.ReLU(inplace=True), "leave it out"),
+        (lambda: typed.nn.ReLU(True), "leave it out"),
+        (lambda: typed.nn.LeakyReLU(0.2, True), "leave it out"),
+        (lambda: typed.nn.BCELoss(weight=1), "there are no weights of classes; weigh the terms"),
+        (lambda: typed.nn.BCEWithLogitsLoss(pos_weight=1), "weigh the terms: ((1 + (w - 1) * y)"),
+        (lambda: typed.nn.BatchNorm2d(3, affine=False), "layer.weight.requires_grad = False"),
+        (lambda: typed.nn.BatchNorm2d(3, track_running_stats=False), "there is none, since an ev"),
+        (lambda: typed.nn.InstanceNorm1d(3, track_running_stats=True), "leave it out: nn.Instance"),
+        (lambda: typed.nn.Conv1d(3, 4, 3, padding_mode="same"), "the padding is zeros"),
+        (lambda: typed.nn.Conv2d(3, 4, 3, dtype="f8"), 'model.initialize(dtype="float64")'),
+        (lambda: typed.nn.MaxPool1d(2, ceil_mode=True), "sizes are rounded down"),
+        (lambda: typed.nn.RNN(3, 4, bidirectional=True), "nn.LSTM alone has bidirectional"),
+        (lambda: typed.optim.Adam(MODEL.storage, foreach=True), "leave it out"),
+        (lambda: X.expand, "leave it out: operations broadcast"),
+        (lambda: typed.from_numpy, "nnmpi.Tensor(array), which shares its memory"),
+        (lambda: typed.ops.pad, "x.pad(widths)"),
+        (lambda: typed.nn.Identity(), "nn.Sequential()"),
         (lambda: typed.nn.LSTM(3, 4, batch_first=True), "leave batch_first out"),
         (lambda: typed.data.Loader(data.load("iris")[0], 9, num_workers=2), "workers"),
         (lambda: typed.optim.SGD(MODEL.storage, 0.1, set_to_none=True), "leave it out"),
-        (lambda: MODEL.zero_grad(set_to_none=True), "leave it out"),  # type: ignore[arg-type]
+        (lambda: MODEL.zero_grad(set_to_none=True), "zero_grad()"),  # type: ignore[arg-type]
         (lambda: typed.tensor([1.0]), "nnmpi.Tensor, nnmpi.Tensor(values)"),
-        (lambda: typed.Tensor.size.fget(X)(0), "x.shape[0], x.size"),
+        (lambda: typed.Tensor.size.fget(X)(0), "x.shape[0]; the number"),
     ],
 )
 def test_what_is_called_and_is_no_function_of_that_form(
@@ -128,7 +172,17 @@ def test_what_is_called_and_is_no_function_of_that_form(
 
 
 def test_arguments_that_nobody_has_are_pythons_error() -> None:
-    assert told(lambda: typed.nn.Linear(3, 4, lost=1)).endswith("keyword argument 'lost'")
+    """With those that there are."""
+    assert told(lambda: typed.nn.Linear(3, 4, lost=1)).endswith(
+        "keyword argument 'lost'; Linear takes in_features, out_features, bias, init"
+    )
+    assert told(lambda: typed.nn.MaxPool2d(2, 2, 0, 1)).endswith(
+        "4 positional arguments but 5 were given; MaxPool2d takes kernel_size, stride, padding"
+    )
+    assert told(lambda: typed.nn.Linear(3)).endswith(
+        "'out_features'; Linear takes in_features, out_features, bias, init"
+    )
+    assert told(lambda: typed.nn.Tanh(2)) == "Tanh() takes no arguments"
     assert told(lambda: typed.nn.MSELoss(lost=1)).endswith("keyword argument 'lost'")
     assert told(lambda: typed.Tensor.sum(X, lost=1)).endswith("keyword argument 'lost'")
     assert told(lambda: typed.nn.Lost).endswith("no attribute 'Lost'")
@@ -144,6 +198,24 @@ def test_outputs_are_not_unpacked_as_outputs_and_state() -> None:
             match=r"would be unpacked here; for the last state, too, call .*with_state",
         ):
             _, _ = layer.initialize(seed=0)(x)
+
+
+def test_a_state_is_given_to_with_state() -> None:
+    """PyTorch's layers take it as their second argument, where an LSTM's lengths are here."""
+    x, h = np.ones((2, 5, 3), np.float32), np.zeros((1, 2, 4), np.float32)
+    gru, lstm = nn.GRU(3, 4).initialize(), nn.LSTM(3, 4).initialize()
+    assert gru(x, None).shape == (2, 5, 4)
+    for call in (lambda: gru(x, h), lambda: lstm(x, (h, h)), lambda: lstm.with_state(x, [3, 2, 1])):
+        with pytest.raises(nnmpi.NnmpiError, match="with_state"):
+            call()
+
+
+def test_bytes_are_not_told_to_be_converted() -> None:
+    """By astype they would be many times what the loader makes of them."""
+    with pytest.raises(
+        nnmpi.NnmpiError, match=r"Loader's batches or dataset.rows\(indices\), which"
+    ):
+        MODEL(np.ones((1, 3), np.uint8))
 
 
 def test_images_with_channels_first_are_to_be_turned() -> None:

@@ -436,7 +436,11 @@ def test_weights_go_to_pytorch_and_come_back(
     assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2, capfd)
     for ranks, layout in ((1, ""), (2, "--pp 2"), (2, "--tp 2")):
         words = f"{folder} --weights {tmp_path}/there.safetensors --backend numpy {layout}"
-        assert printed.partition(" (")[0] in said(evaluate, words, ranks, capfd)
+        result = said(evaluate, words, ranks, capfd)
+        assert printed.partition(" (")[0] in result
+        assert result.rstrip().endswith(f", with the weights of {tmp_path}/there.safetensors")
+        assert f'"weights": "{tmp_path}/there' in said(evaluate, f"{words} --json", ranks, capfd)
+    assert not (Path(folder) / "evaluation.json").exists()  # the page shows it as the run's own
     again = f"{folder} --weights {tmp_path}/there.safetensors --out {tmp_path}/again.safetensors"
     said(export, again, 1, capfd)
     there, back = (read_torch(tmp_path / f"{name}.safetensors") for name in ("there", "again"))

@@ -35,7 +35,11 @@ class Frame:
     """What pandas' and polars' DataFrames have in common."""
 
     def __init__(self, table: dict[str, Any]) -> None:
-        self.table, self.columns = table, [*table]
+        self.table = table
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.table]
 
     def __len__(self) -> int:
         return len(self.table[self.columns[0]])
@@ -105,6 +109,12 @@ def test_ignored_labels_of_items_do_not_count() -> None:
             assert ours.targets == theirs.targets and ours.own_targets == theirs.own_targets
 
 
+def test_hugging_faces_tokens_are_tokens() -> None:
+    """Also with one label for all of them: they were quantities, whose embedding is refused."""
+    batch = next(Loader([{"input_ids": [5, 2, 7], "label": 1}] * 2, 2).epoch(0))
+    assert batch.x.dtype == np.int64 and batch.x.tolist() == [[5, 2, 7]] * 2
+
+
 def test_bytes_are_images_and_floats_are_targets() -> None:
     batch = next(Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2).epoch(0))
     assert batch.x.shape == (2, 4, 3, 1) and batch.x[0, 0, 0, 0] == pytest.approx(0.2)
@@ -152,6 +162,13 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
             "item 0 is neither .x, y. nor a mapping of samples and a label",
         ),
         ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
+        (
+            [{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [1, 2]}],
+            r"has input_ids and attention_mask, .* sample; .*columns\(\['input_ids', 'labels'\]\)",
+        ),
+        ([{"id": 7, "image": X[:2], "label": 0}], "has id and image, of which one alone"),
+        ([{"idx": 7, "a": 1.0, "label": 0}], "has idx and a, of which one alone"),
+        ([{"image": X[0], "label": 0, "target": 1}], "has label and target, .* the label; leave"),
         ([("red", 0)], "item 0: 'red' is not a finite"),
         ([(X[0], 0), (X[1], 1.5)], "item 1 is float64 with labels float64, but item 0 .* int64"),
         ([(X[0], 0), (X[1].astype("uint8"), 0)], "item 1 is uint8 .*, but item 0 float64 "),
@@ -159,6 +176,7 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
             Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}),
             "the first column has no name.*index_col=0",
         ),
+        (Frame({"kind": [0, 1]}), "Frame has the columns kind; give features and, last, the label"),
         (
             TABLE,
             (

@@ -398,6 +398,37 @@ def test_a_tokenizer_without_an_end_gets_one() -> None:
     assert result.end == result.vocabulary_size - 1 == 3 and result.name == "WordLevel"
 
 
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({}, 1),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, 2),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}}}, 3),
+        ({"config.json": {"eos_token_id": 2}}, 2),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": [3]}}, 3),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}, "config.json": {"eos_token_id": 3}}, 2),
+        ({"special_tokens_map.json": {"eos_token": "<new>"}}, 4),
+    ],
+)
+def test_the_end_is_what_the_files_name(tmp_path: Path, files: dict[str, Any], end: int) -> None:
+    """It was the first usual name of the vocabulary's, so documents ended by another token."""
+    library = pytest.importorskip("tokenizers")
+    names = ["a", "<|endoftext|>", "</s>", "<|im_end|>"]
+    numbers = {name: number for number, name in enumerate(names)}
+    made = library.Tokenizer(library.models.WordLevel(numbers, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    result = load_tokenizer(tmp_path)
+    assert (result.end, result.end_text) == (end, [*names, "<new>"][end])
+    assert load_tokenizer(tmp_path / "tokenizer.json").end == end
+    (tmp_path / "config.json").write_text('{"eos_token_id": 77}')
+    for name in files.keys() - {"config.json"}:
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match="the end token's number 77 beside it is none of its"):
+        load_tokenizer(tmp_path)
+
+
 def test_characters_that_were_not_in_the_text_are_named() -> None:
     made = CharacterTokenizer("cab")
     assert made.encode("abc") == [0, 1, 2] and (made.end, made.vocabulary_size) == (3, 4)

@@ -54,6 +54,42 @@ def _signal(t: Any) -> Any:
     )
 
 
+def _normed(t: Any) -> Any:
+    """Return a model of norms over time, without a convolution."""
+    return t.Sequential(
+        t.InstanceNorm1d(2, affine=True),
+        t.BatchNorm1d(2),
+        t.ReLU(),
+        t.Flatten(),
+        t.Linear(12, 3),
+    )
+
+
+def _square(t: Any) -> Any:
+    """Return a model whose sequences have as many channels as times."""
+    return t.Sequential(t.Conv1d(2, 4, 3), t.LayerNorm((4, 4)), t.Flatten(), t.Linear(16, 3))
+
+
+def _heads(t: Any, transposed: Any) -> Any:
+    """Return an attention that is written by operations; its heads are not an image's rows."""
+
+    class Heads(t.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.last = t.Embedding(7, 4), t.Linear(20, 3)
+            self.attention = t.MultiheadAttention(
+                4, 2, **({"batch_first": True} if t is not nn else {})
+            )
+
+        def forward(self, x: Any) -> Any:
+            x = self.tokens(x)
+            x = self.attention(x) if t is nn else self.attention(x, x, x)[0]
+            heads = transposed(x.reshape(len(x), 5, 2, 2))
+            return self.last(transposed(heads + heads).reshape(len(x), 5, 4).reshape(len(x), 20))
+
+    return Heads()
+
+
 def _volume(t: Any) -> Any:
     """Return a model that flattens a convolution's volumes."""
     return t.Sequential(
@@ -97,6 +133,9 @@ def cases() -> dict[str, tuple[Module, Any]]:
         "decoder": (_decoder(nn), IMAGES),
         "volume": (_volume(nn), IMAGES[:, None].repeat(3, 1)),
         "signal": (_signal(nn), IMAGES[:, 0]),
+        "normed": (_normed(nn), IMAGES[:, 0]),
+        "square": (_square(nn), IMAGES[:, 0]),
+        "heads": (_heads(nn, lambda x: x.swapaxes(1, 2)), TOKENS),
         "written": (_written(nn, ops), IMAGES),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
     }
@@ -153,6 +192,84 @@ def test_an_order_that_pytorch_does_not_have_is_refused(between: Any, what: str)
         to_torch(model, IMAGES[:1])
 
 
+@pytest.mark.parametrize(
+    ("between", "what"),
+    [
+        (lambda x, w: x @ w, ""),
+        (lambda x, w: ops.linear(x, w.T), ""),
+        (
+            lambda x, w: ops.linear(x, w),
+            "w has axes of equal lengths, .* than in Linear; convert the",
+        ),
+        (lambda x, w: ops.linear(x, w * 2 + 0), "w has axes of equal lengths"),
+        (lambda x, w: nn.BatchNorm1d(6).initialize()(x) + w, "lengths, .* in Pointwise"),
+    ],
+)
+def test_a_square_parameter_of_ones_own_is_refused(between: Any, what: str) -> None:
+    """Where PyTorch may have it transposed, which its shape does not show."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            self.w = nn.Parameter((6, 6), nn.Normal(1))
+
+        def forward(self, x: Any) -> Any:
+            return between(x, self.w)
+
+    model, sample = Bare().initialize(), np.ones((1, 6, 6), "float32")
+    model.w.requires_grad = False  # a frozen one is one, too
+    if not what:
+        assert (to_torch(model, sample)["w"] == model.w.data).all()
+        return
+    with pytest.raises(CheckpointError, match=what):
+        to_torch(model, sample)
+
+
+@pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        ([nn.GRU(2, 4), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 3)], "channels first and "),
+        ([nn.Conv1d(2, 4, 3), nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)], "channels first"),
+        (
+            [nn.Conv1d(2, 4, 3), lambda x: x.permute(0, 2, 1), nn.Flatten(), nn.Linear(16, 3)],
+            "channels first",
+        ),
+        (
+            [nn.Conv1d(2, 4, 3), lambda x: x.reshape(len(x), 2, 8), nn.Linear(8, 3)],
+            "reads a flattened image",
+        ),
+        (
+            [nn.Flatten(), nn.Linear(12, 8), lambda x: x.reshape(len(x), 4, 2), nn.Conv1d(2, 3, 2)],
+            "makes features an image",
+        ),
+        (
+            [nn.Flatten(), nn.Linear(12, 8), lambda x: x.reshape(len(x), 4, 2), nn.BatchNorm1d(2)],
+            "makes features an image",
+        ),
+    ],
+)
+def test_a_sequence_whose_order_only_the_program_tells_is_refused(layers: Any, what: str) -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            self.layers = [layer for layer in layers if isinstance(layer, nn.Module)]
+
+        def forward(self, x: Any) -> Any:
+            for layer in layers:
+                x = layer(x)
+            return x
+
+    with pytest.raises(CheckpointError, match=what):
+        to_torch(Called().initialize(), IMAGES[:1, 0])
+
+
+def test_a_square_norm_of_the_input_is_refused() -> None:
+    """Of (time, channels) or (channels, time), which only the program in PyTorch tells."""
+    model = nn.Sequential(nn.LayerNorm((4, 4)), nn.Conv1d(4, 2, 3)).initialize()
+    with pytest.raises(CheckpointError, match=r"0.weight has axes of equal .* in LayerNorm"):
+        to_torch(model, np.ones((1, 4, 4), "float32"))
+    rows = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((4, 4))).initialize()
+    assert to_torch(rows, np.ones((1, 4, 4), "float32"))
+
+
 def test_a_model_without_parameters_has_an_empty_state(tmp_path: Path) -> None:
     model, sample = nn.Sequential(nn.Flatten(), nn.ReLU()), np.ones((1, 2, 2), "float32")
     assert to_torch(model, sample) == {} == from_torch(torch_weights(model, sample), {})
@@ -200,8 +317,10 @@ def _torch_model(torch: Any, name: str) -> Any:
         return _written(t, t.functional)
     if name == "signal":
         return _signal(t)
-    if name == "volume":
-        return _volume(t)
+    if name in ("volume", "normed", "square"):
+        return {"volume": _volume, "normed": _normed, "square": _square}[name](t)
+    if name == "heads":
+        return _heads(t, lambda x: x.transpose(1, 2))
 
     class GRU(t.GRU):  # type: ignore[name-defined,misc]
         def forward(self, x: Any) -> Any:
@@ -253,7 +372,9 @@ def _mean(t: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", "mlp", "resnet", "lstm", "gru", "rnn", "decoder", "volume", "signal", "written"]
+    "name",
+    ["cnn", "mlp", "resnet", "lstm", "gru", "rnn", "decoder", "volume", "signal", "written"]
+    + ["normed", "square", "heads"],
 )
 def test_pytorch_computes_the_same(name: str) -> None:
     """Logits within 1e-6 of the largest, there and with what is trained there."""

@@ -10,10 +10,11 @@ from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.base.shard import Region
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
-from nnmpi.nn.linear import Linear
+from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.ops.linear import linear
 from nnmpi.optim.updates import SGD
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -268,6 +269,41 @@ def test_residual():
         np.testing.assert_allclose(block(x).data, np.maximum(body(x).data + around, 0), rtol=1e-6)
     with pytest.raises(ShapeError, match="add of shapes"):
         Residual(Linear(2, 3)).initialize()(x)
+
+
+class _Tied(Module):
+    """An output that is tied to an embedding by assignment, in one direction or the other."""
+
+    def __init__(self, vocabulary: int, width: int, reverse: bool) -> None:
+        self.table, self.head = Embedding(vocabulary, width), Linear(width, vocabulary, bias=False)
+        if reverse:
+            self.table.weight = self.head.weight
+        else:
+            self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("vocabulary", [4, 5])
+def test_a_table_is_no_linear_layers_weight(vocabulary: int, reverse: bool) -> None:
+    """With as many words as features it was, transposed, and nothing was said."""
+    with pytest.raises(UsageError, match=r"head.weight is table.weight, but .*nn.TiedLinear\("):
+        _Tied(vocabulary, 4, reverse).initialize()
+    model = Sequential(Embedding(vocabulary, 4), Linear(4, 4)).initialize()
+    layers = dict(model.children())
+    layers["1"].weight = layers["0"].weight  # after it got its values
+    with pytest.raises(UsageError, match="1.weight is 0.weight"):
+        model.check_stored()
+    with pytest.raises(UsageError, match=r"table \(rows, features\); call nnmpi.nn.TiedLinear"):
+        linear(Tensor(np.ones((1, 4), "float32")), layers["0"].weight)
+
+
+def test_layers_alike_may_share_a_weight() -> None:
+    model = Sequential(Linear(3, 3), Linear(3, 3), Embedding(5, 3))
+    layers = dict(model.children())
+    layers["1"].weight = layers["0"].weight
+    layers["2"].weight = Parameter(np.ones((5, 3), "float32"))  # rows of one's own
+    assert len(model.initialize().parameters()) == 4
+    assert TiedLinear(layers["2"])(np.ones((1, 3), "float32")).shape == (1, 5)
 
 
 # First values are drawn one parameter at a time: a rank with a part of a model never holds the

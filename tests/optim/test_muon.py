@@ -15,6 +15,7 @@ from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
+from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.muon import Muon, deal, orthogonalize
@@ -102,15 +103,32 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
     assert not orthogonalize(np.zeros(shape)).any()
 
 
+@pytest.mark.parametrize(
+    ("name", "factors"), [("match_rms_adamw", (0.8, 0.8)), ("original", (2.0, 1.0))]
+)
+def test_an_update_has_the_size_that_is_asked_for(name: str, factors: tuple[float, ...]) -> None:
+    """Of a matrix with four times as many outputs as inputs, and of one with a quarter."""
+    for shape, factor in zip(((4, 16), (16, 4)), factors, strict=True):
+        layer = Linear(*shape, bias=False).initialize(seed=0)
+        before, grad = layer.weight.data.copy(), gradient("w", shape, 0)
+        layer.weight.grad = grad
+        Muon(layer.storage, 0.01, weight_decay=0.0, adjust_lr_fn=name).step()
+        expected = orthogonalize(grad) * (0.01 * factor)
+        np.testing.assert_allclose(before - layer.weight.data, expected, atol=1e-6)
+    with pytest.raises(UsageError, match="adjust_lr_fn is 'rms'; give 'match_rms_adamw' or 'orig"):
+        Muon(layer.storage, adjust_lr_fn="rms")
+
+
 @pytest.mark.host_only("PyTorch on the host, which reads NumPy's arrays")
-def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", ["match_rms_adamw", "original"])
+def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch, factor: str) -> None:
     """But for its bfloat16: there, too, all is in float32 here."""
     torch = pytest.importorskip("torch")
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this PyTorch has no Muon")
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
     model = mlp([5], 3, [9, 9, 4]).initialize(seed=0)
-    ours = Muon(model.storage, lr=0.01, weight_decay=0.1)
+    ours = Muon(model.storage, lr=0.01, weight_decay=0.1, adjust_lr_fn=factor)
     parameters = {span.parameter.name: span.parameter for span in model.storage.spans}
     theirs = {
         name: torch.nn.Parameter(torch.tensor(p.data.T.copy())) for name, p in parameters.items()
@@ -118,7 +136,7 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices, rest = (
         [p for p in theirs.values() if (p.ndim == 2) == expected] for expected in (True, False)
     )
-    muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.95, adjust_lr_fn=factor)
     adamw = torch.optim.AdamW(rest, 0.01, weight_decay=0.1)
     for step in range(30):
         for name, parameter in parameters.items():

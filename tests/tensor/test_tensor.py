@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import is_array
-from nnmpi.base.errors import DtypeError, ShapeError, UsageError
+from nnmpi.base.errors import DtypeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 
@@ -177,8 +177,9 @@ def test_iteration_ends():
     (first * 2.0 + second * 3.0).sum().backward()
     np.testing.assert_array_equal(x.grad, [[2, 2], [3, 3]])
     assert len(list(x)) == 2
-    with pytest.raises(ShapeError, match="without axes"):
+    with pytest.raises(TypeError, match="without axes"):  # as NumPy's, so that it reads lists
         list(Tensor(1.0))
+    assert np.asarray([Tensor(1.0), Tensor(2.0)]).tolist() == [1.0, 2.0]
 
 
 def test_an_array_on_the_left_computes_as_the_tensor_does():

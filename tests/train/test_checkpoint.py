@@ -140,8 +140,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, worker = RunFolder(shared(group, tmp_path)), make_worker(group)
-    save_at(worker, folder, group, step=4)
-    left, real = [2], CheckpointWriter.write
+    left, real = [0], CheckpointWriter.write
 
     def full(self: CheckpointWriter, name: str, array: Array) -> None:
         left[0] -= 1
@@ -149,6 +148,12 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
             raise OSError(28, "No space left on device")
         real(self, name, array)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", full)
+        text = text_on_all(group, lambda: save_at(worker, folder, group, step=2), CheckpointError)
+    assert text.endswith("(No space left on device); there is none yet")
+    group.barrier()
+    save_at(worker, folder, group, step=4)
     for room in range(6):  # in the model's file, then in the optimizer's
         left[0] = room
         with monkeypatch.context() as patch:

@@ -2,6 +2,8 @@
 are sentences.
 """
 
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -406,3 +408,26 @@ def test_a_callback_of_the_wrong_form_is_a_sentence(
         simulate(lambda group: train(words.split(), group), 2)
     assert raised.value.exit_status != 0
     assert not (tmp_path / "run" / "finished.json").exists()
+
+
+@pytest.mark.parametrize("spelling", [["nnmpi"], [sys.executable, "-m", "nnmpi"]])
+@pytest.mark.parametrize("name", ["mine.py:relay", "inner/mine.py:relay", "package.mine:relay"])
+def test_a_file_may_import_what_lies_beside_it(
+    tmp_path: Path, spelling: list[str], name: str
+) -> None:
+    """In both spellings of a command, whose first folder of modules differs."""
+    for folder in (tmp_path, tmp_path / "inner", tmp_path / "package"):
+        folder.mkdir(exist_ok=True)
+        (folder / "own.py").write_text(OWN)
+        (folder / "mine.py").write_text(
+            f"from {'package.' * (folder.name == 'package')}own import relay\n"
+        )
+    command = [str(Path(sys.executable).parent / spelling[0]), *spelling[1:]]
+    result = subprocess.run(
+        [*command, "comm", "prove", name, "--ranks", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

@@ -194,7 +194,11 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--expert-parallel", "--expert-parallel needs a mixture; give --experts"),
         ("--optimizer muon --sync asp", "--optimizer muon updates whole matrices, but the server"),
         ("--model gpt --loss mse", "--loss is not for --model gpt, whose samples"),
-        ("iris", "iris is not an option; options begin with -- and are listed by --help"),
+        (
+            "iris",
+            "iris is not an option, and nnmpi train takes no path; options begin with -- and are"
+            " listed by --help",
+        ),
         ("--hidden \u0663", "--hidden is \u0663; it must be a list of whole numbers"),
         ("--lr 1_0", "--lr is 1_0; it must be a number"),
         ("--lr \u0663", "--lr is \u0663; it must be a number"),
