@@ -117,7 +117,8 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     optim.Arrays: (
         lambda kind: kind([np.ones(2)], [np.ones(2)]),
         # an optimizer refuses other arrays
-        "data grads moves node_shared distributed replicas state_store extra_slots",
+        "data grads moves node_shared distributed replicas state_store extra_slots"
+        " spent unsummed updated",
     ),
     data.Loader: (
         lambda kind: kind(rows(), 30),

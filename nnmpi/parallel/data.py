@@ -70,7 +70,9 @@ _GLOBAL_SAMPLES = "give backward the number of the global batch, over all ranks"
 
 
 class Replicas(
-    Settled, fixed="model group storage shares_batches released notice holders keeps_own is_fused"
+    Settled,
+    fixed="model group storage shares_batches released notice holders keeps_own keeps_equal"
+    " is_fused",
 ):
     """Replicas of a model on a group's ranks, equal at first: the base of all data parallelism.
 
