@@ -10,6 +10,7 @@ import pytest
 
 from nnmpi import (
     DataParallel,
+    GradientExchange,
     Layout,
     ShardedDataParallel,
     Worker,
@@ -25,6 +26,7 @@ from nnmpi import (
 from nnmpi.base.errors import NnmpiError
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.parallel.witness import RowShare
 
 UPDATES = 6
 DRAW = np.random.default_rng(5)
@@ -335,3 +337,43 @@ def test_a_window_of_accumulation_ends_or_is_refused(
     backward(False)
     model.zero_grad()
     save(tmp_path, (model, optimizer, group))
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+@pytest.mark.parametrize("way", ["Worker", 1, 2, 3])
+def test_weights_that_ranks_share_are_read_only(group: Group, way: str | int) -> None:
+    """Each rank would change the one copy; `load_state` writes it on all."""
+    model = nn.Linear(4, 3).initialize(seed=0)
+    if way == "Worker":
+        exchange = GradientExchange(fused_update=True)
+        Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=exchange)
+    else:
+        ShardedDataParallel(model, group, int(way))
+    before = model.weight.data.copy()
+    with pytest.raises(ValueError, match="read-only"):
+        model.weight.data *= 2
+    if way != 3:
+        model.load_state({name: 2 * value for name, value in model.state().items()})
+        before *= 2
+    assert max(group.gather(float(np.abs(model.weight.data - before).max()))) == 0
+
+
+def test_rows_add_up_if_and_only_if_each_is_there_once() -> None:
+    draw = np.random.default_rng(0)
+    for trial in range(300):
+        ranks, whole = int(draw.integers(2, 6)), int(draw.integers(1, 40))
+        ends = sorted(draw.integers(0, whole + 1, ranks - 1).tolist())
+        rows = [*zip([0, *ends], [*ends, whole], strict=True)]
+        draw.shuffle(rows)
+        right = trial % 2 == 0
+        if not right:
+            place = int(draw.integers(ranks))
+            start, stop = rows[place]
+            rows[place] = (start, stop + 1) if draw.integers(2) else rows[place - 1]
+            covered = sorted(row for begin, end in rows for row in range(begin, end))
+            right = covered == [*range(whole)]
+        numbers = [
+            RowShare((tuple(part),), whole).number(trial, rank == 0)
+            for rank, part in enumerate(rows)
+        ]
+        assert (sum(numbers) % 2**20 == 0) == right, (rows, whole)
