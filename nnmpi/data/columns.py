@@ -6,8 +6,8 @@
 
 A column is one of these:
 
-    number   as it is, also with a unit, the same in each cell; true and false are 1 and 0; a missing
-             one becomes the median of the training rows
+    number   as it is, also with a unit, the same in each cell; true and false are 1 and 0; a
+             missing one becomes the median of the training rows
     date     2024-03-01, with a time or without, 3/31/2024 or Mar 1 2024: days since 1970; a missing
              one becomes the median
     list     numbers in one cell, such as pixels, "0 12 255": a feature for each

@@ -165,24 +165,21 @@ def judge_classes(
     Raises:
         DataError: for nearly a class for each sample, and for numbers of which most do not occur.
     """
-    values = np.unique(labels[labels >= 0])
+    values, is_one = np.unique(labels[labels >= 0]), labels.ndim == 1
     count, classes = len(values), int(values.max(initial=0)) + 1
+    has = f"{source}: {what} has {count} different labels"
     share = labels.size // (2 if count <= SURE_CLASSES else 10)
-    if labels.ndim == 1 and count > max(FEW_CLASSES, share):
+    if is_one and count > max(FEW_CLASSES, share):
+        raise DataError(f"{has} in {labels.size} rows, nearly a class for each row; {remedy}")
+    if classes > (max(FEW_CLASSES, 2 * count) if is_one else max(labels.size, SURE_CLASSES)):
         raise DataError(
-            f"{source}: {what} has {count} different labels in {labels.size} rows, nearly a class for each"
-            f" row; {remedy}"
+            f"{has}, and one of them is {classes - 1}; number the classes from 0, as"
+            " numpy.unique(labels, return_inverse=True) does"
         )
-    is_sparse = labels.ndim == 1 and classes > max(FEW_CLASSES, 2 * count)
-    if is_sparse or classes > max(labels.size, SURE_CLASSES):
-        raise DataError(
-            f"{source}: {what} has {count} different labels, and one of them is {classes - 1}; number the"
-            " classes from 0, as numpy.unique(labels, return_inverse=True) does"
-        )
-    if labels.ndim == 1 and classes > count:
-        first = int(np.setdiff1d(np.arange(classes), values)[0])
+    if is_one and classes > count:
+        first = np.setdiff1d(np.arange(classes), values)[0]
         return classes, (f"{what}: no sample of class {first}; number the classes from 0",)
-    many = labels.ndim == 1 and count > MOST_CLASSES
+    many = is_one and count > MOST_CLASSES
     return classes, (f"{what}: {count} labels are a class each; {remedy}",) * many
 
 

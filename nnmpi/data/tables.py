@@ -363,16 +363,14 @@ def _rows_of(path: Path, rules: TableRules) -> _Rows:
 def _rows_in(source: Any, rules: TableRules) -> _Rows:
     """Return the rows of a table in memory; its numbers are written with the decimal mark."""
     name, mark = type(source).__name__, rules.encoding[0].mark if rules.encoding else "."
+    is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
     try:
-        names = getattr(source, "columns", source if isinstance(source, Mapping) else None)
-        if names is not None:
-            rows = [[*row] for row in zip(*([*source[item]] for item in names), strict=True)]
-        else:
-            rows = [*source]
-            if rows and isinstance(rows[0], Mapping):
-                names = [*rows[0]]
-                rows = [[row[column] for column in names] for row in rows]
-        lines = [*([] if names is None else [[*map(str, names)]]), *([*row] for row in rows)]
+        names = [*getattr(source, "columns", source)] if is_columns else None
+        rows = [*zip(*(source[item] for item in names), strict=True)] if names else [*source]
+        if names is None and rows and isinstance(rows[0], Mapping):
+            names = [*rows[0]]
+            rows = [[row[item] for item in names] for row in rows]
+        lines = [[*row] for row in ([] if names is None else [names]) + rows]
     except (TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the {name} is no table ({error}); give a DataFrame, a dictionary of columns of one"
@@ -400,8 +398,8 @@ def _parse(
         )
     if width > 2 and not is_named and [*map(number, first)] == [*range(width)]:
         raise DataError(
-            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas writes"
-            " it for columns without names; write the table with to_csv(path, index=False,"
+            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
+            " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
     names = _unique(first)
