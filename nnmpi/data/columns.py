@@ -19,7 +19,7 @@ A column is what most of its different cells are; one that is odd is refused by 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -379,14 +379,12 @@ def find_places(source: object, names: Sequence[str], encoding: Encoding) -> tup
     Raises:
         DataError: for a column that is missing.
     """
-    index = {name.lower(): place for place, name in enumerate(names)}
-    index |= {name: place for place, name in enumerate(names)}
-    places = [index.get(item.name, index.get(item.name.lower(), -1)) for item in encoding]
+    places = [*map(finder(names), (item.name for item in encoding))]
     needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
     if max(places) >= 0 and has_names(encoding):
-        for item, place in zip(encoding, places, strict=True):
-            if place < 0 or places.count(place) > 1:
-                raise DataError(f"{source} has no column {item.name!r}; {needed}")
+        if -1 in places or len({*places}) < len(places):
+            wrong = [place < 0 or places.count(place) > 1 for place in places].index(True)
+            raise DataError(f"{source} has no column {encoding[wrong].name!r}; {needed}")
         return places, True
     width = len(names)
     if width == len(encoding):
@@ -394,6 +392,13 @@ def find_places(source: object, names: Sequence[str], encoding: Encoding) -> tup
     if max(column.place for column in encoding) < width <= encoding[0].of:
         return [column.place for column in encoding], False
     raise DataError(f"{source}: {counted(width, 'column')}; {needed}")
+
+
+def finder(names: Sequence[str]) -> Callable[[str], int]:
+    """Return what finds the place of a name, or else of one in other capitals; -1 without it."""
+    places = {name: place for place, name in enumerate(names)}
+    others = {name.lower(): place for name, place in places.items()}
+    return lambda name: places.get(name, others.get(name.lower(), -1))
 
 
 def has_names(encoding: Encoding) -> bool:

@@ -44,7 +44,7 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
 from nnmpi.data.cells import BOOLS, MARKS, amount, number
-from nnmpi.data.columns import Cells, Encoding, encode, find_places, fit, has_names
+from nnmpi.data.columns import Cells, Encoding, encode, find_places, finder, fit, has_names
 from nnmpi.data.dataset import (
     HELD_OUT,
     MISSING,
@@ -390,7 +390,7 @@ def _parse(
     """Return cells, labels, the name of their column, the places of the features, and notes."""
     path, encoding, is_named = table.source, rules.encoding, table.is_named
     begin, first = next(table.rows, (1, []))
-    width, target, notes = len(first), -1, list[str]()
+    width, target, notes, found = len(first), -1, list[str](), True
     if width < 1 + (labelled and not encoding):
         raise DataError(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
@@ -406,31 +406,25 @@ def _parse(
     if encoding:
         left, found = find_places(path, names, encoding)
         is_named = found or is_named
-        others = [place for place in range(width) if place not in left]
-        if labelled and not others:
+        free = [place for place in range(width) if place not in left]
+        unread = {*free}
+        if labelled and not free:
             raise DataError(
                 f"{path}: each column is a feature of the model, so none is the label; for a table"
                 " without labels call nnmpi.load(run).predict(table)"
             )
-        if labelled:
-            known = found and rules.target.lower()
-            target = _place(path, [*map(str.lower, names)], known) if known else others[-1]
-        unread = {*others} - {target}
     else:
         unread = {_place(path, names, name) for name in rules.drop}
         unread |= {place for place, role in enumerate(table.roles) if role in ("m", "i")}
-        left = [place for place in range(width) if place not in unread]
+        free = left = [place for place in range(width) if place not in unread]
         asked = {rules.target, *rules.drop, *rules.text_columns}
         is_named = is_named or any(not name.isdecimal() for name in asked & {*names}) or None
-        if labelled and left:
-            target = (
-                _place(path, names, rules.target)
-                if rules.target
-                else table.roles.index("c")
-                if "c" in table.roles
-                else left[-1]
-            )
-            left = [place for place in left if place != target]
+    if labelled and free:
+        known = rules.target if found else ""
+        last = table.roles.index("c") if "c" in table.roles else free[-1]
+        target = _place(path, names, known) if known else last
+        left = [place for place in left if place != target]
+        unread -= {target}
     values, texts = array("d"), tuple(dict[int, str]() for _ in range(width))
     labels, lines, unlabelled = list[str](), list[int](), 0
     for line, cells in chain([(begin, first)], table.rows):
@@ -456,7 +450,7 @@ def _parse(
         is_named &= not encoding or len(labels) > 1
         if is_named and not is_sure:
             notes.append(f"line {begin} is taken as the names of the columns")
-    if encoding and not found:
+    if not found:
         if is_named and has_names(encoding):
             raise DataError(
                 f"{path} has the columns {shortened(', '.join(names))}; the model needs"
@@ -535,8 +529,8 @@ def _place(source: object, names: Sequence[str], name: str) -> int:
     """Return the place of a column, given by its number from 1 or by its name."""
     if name.isdecimal() and 1 <= int(name) <= len(names):
         return int(name) - 1
-    if name in names:
-        return names.index(name)
+    if (place := finder(names)(name)) >= 0:
+        return place
     raise UsageError(
         f"{source} has no column {name!r}; its first line is {shortened(', '.join(names), 1000)}"
     )
