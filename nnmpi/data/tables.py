@@ -590,12 +590,13 @@ def to_dataset(
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: number(label, table.mark) for label in table.labels}
-    amounts, parts = numbers, [amount(label) for label in numbers]
-    if len({part and part[1] for part in parts}) == 1:  # one unit
-        amounts = {
-            label: part and number(part[0], table.mark)
-            for label, part in zip(numbers, parts, strict=True)
-        }
+    parts = {label: amount(label) or ("", None) for label in numbers}
+    units = {unit for _, unit in parts.values()}
+    amounts = (
+        {label: number(digits, table.mark) for label, (digits, _) in parts.items()}
+        if len(units) == 1 and None not in units
+        else numbers
+    )
     is_numeric = all(
         number(label, table.mark) is not None
         and label.lower() not in BOOLS

@@ -73,6 +73,23 @@ def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) ->
         full(tmp_path, column(["1"]), decimal="x")
 
 
+@pytest.mark.parametrize("form", ["{}", ".{}", "-.{}", "{}e5", "2.{}e-05", "{}e+2", "1,{}"])
+def test_numbers_are_no_units(tmp_path: Path, form: str) -> None:
+    """Neither their exponents nor what begins with the mark; as target and as feature."""
+    cells = [form.format(100 + i) for i in range(30)]
+    lines = ["a;y", *(f"{cell};{cell}" for cell in cells)]
+    data = to_dataset(
+        read_csv(write(tmp_path, [*lines, "0,5;0,5"] if "," in form else lines)),
+        "t",
+        predicts="quantities",
+    )
+    expected = [float(cell.replace(",", ".")) for cell in cells]
+    assert data.y[:30].tolist() == pytest.approx(expected)
+    assert (data.x[:30, 0] - data.x[0, 0]).tolist() == pytest.approx(
+        [value - expected[0] for value in expected], rel=1e-3
+    )
+
+
 def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path: Path) -> None:
     lines = ["a;price", "1,5;1.000,25", "2,5;3"]
     data = to_dataset(read_csv(write(tmp_path, lines)), "t", predicts="quantities")
