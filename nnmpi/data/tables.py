@@ -402,6 +402,11 @@ def _parse(
             " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
+    if not first[0].strip() and [*map(number, first[1:])] in (
+        [*range(width - 1)],
+        [*range(1, width)],
+    ):
+        is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
     if encoding:
         left, found = find_places(path, names, encoding)

@@ -191,6 +191,15 @@ def test_a_first_row_of_texts_that_occur_below_is_a_row(tmp_path: Path) -> None:
         assert len(full(tmp_path, [first, "B,7,2,4,no", "A,9,9,9,yes"])) == 3
 
 
+@pytest.mark.parametrize("begin", [0, 1])
+def test_numbers_behind_an_index_without_a_name_are_names(tmp_path: Path, begin: int) -> None:
+    """As pandas writes an array, and R a matrix."""
+    header = ",".join(["", *(str(begin + k) for k in range(4))])
+    rows = [f"{begin + i},{i * 7 % 5},{i},{i + 1},{i % 2}" for i in range(12)]
+    data = full(tmp_path, [header, *rows])
+    assert (len(data), data.class_names, data.sample_shape) == (12, ("0", "1"), (3,))
+
+
 def test_a_number_of_a_column_is_no_name(tmp_path: Path) -> None:
     data = full(tmp_path, ["1,5,2,x", "3,6,4,y", "5,7,6,x"], target="4", drop=("2",))
     assert data.x.tolist() == [[1, 2], [3, 4], [5, 6]]
