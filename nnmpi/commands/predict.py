@@ -21,10 +21,9 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
 from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.data import images
-from nnmpi.data.columns import plain
-from nnmpi.data.tables import ENDINGS, TableRules, is_table, read_csv, read_samples
+from nnmpi.data.tables import ENDINGS, is_table, other_kind, read_samples
 from nnmpi.train.config import SEQUENCE_MODELS
-from nnmpi.train.run import Run
+from nnmpi.train.run import Run, read_rows
 from nnmpi.train.signature import BYTES, FULL, ModelSignature
 
 
@@ -52,28 +51,12 @@ def read_file(
         if file.suffix == ".npz":
             return signature.prepare(read_samples(file), dtype)
         if is_table(file):
-            return signature.prepare(_read_table(file, signature, say), dtype)
+            return signature.prepare(read_rows(file, signature, say), dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
+    if file.suffix.lower() not in images.SUFFIXES:
+        raise other_kind(file)
     return read_image(file, signature, dtype, invert)
-
-
-def _read_table(file: Path, signature: ModelSignature, say: Callable[[str], None]) -> Array:
-    """Return a table's samples, and say what was replaced in it."""
-    shape, encoding = signature.sample_shape, signature.encoding
-    if not encoding:
-        if len(shape) != 1:
-            raise DataError(f"rows of a table do not fit a model that takes {shape}; give an .npz")
-        encoding = plain(signature.columns, shape[0])
-    rules = TableRules(
-        sample_shape=shape if len(shape) > 1 else (),
-        encoding=encoding,
-        as_bytes=signature.stored == BYTES,
-    )
-    table = read_csv(file, rules, labelled=False)
-    for note in table.notes:
-        say(f"{file}: {note}")
-    return table.features
 
 
 def find_samples(paths: Sequence[Path]) -> list[Path]:
@@ -116,7 +99,7 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
             f"{file} is read as an image, but the model's samples are {signature.stored} of shape"
             f" {shape}; give an .npz or a .csv"
         )
-    pixels = images.read_image(file, shape).astype(dtype)[None] / np.asarray(FULL, dtype)
+    pixels = images.read_image(file, shape).astype(dtype)[None] * np.asarray(1 / FULL, dtype)
     return signature.normalized(1 - pixels if invert else pixels)
 
 

@@ -30,6 +30,7 @@ from nnmpi.data.images import (
     IDX_EXPECTED,
     IDX_FILES,
     SUFFIXES,
+    UNREAD,
     find,
     has_idx,
     load_cifar,
@@ -38,11 +39,11 @@ from nnmpi.data.images import (
     locate_cifar,
 )
 from nnmpi.data.tables import (
-    ENDINGS,
     TableRules,
     is_table,
     load_csv,
     load_npz,
+    other_kind,
     read_csv,
     refuse_rules,
     to_dataset,
@@ -147,6 +148,7 @@ def load(
     encoding: Encoding = (),
     as_bytes: bool | None = None,
     class_names: Sequence[str] = (),
+    decimal: str = "",
 ) -> TrainAndTest:
     """Return the training and test parts of a data set. Downloads nothing: see `prepare`.
 
@@ -165,6 +167,7 @@ def load(
         as_bytes: whether samples are bytes as those of the training set; None to find out.
         class_names: of a training table, whose numbers the classes of another one get, which may
             lack some; empty to find them.
+        decimal: the decimal mark of a table, "." or ","; empty to find it.
 
     Raises:
         UsageError: for an unknown name, a data_dir that is not needed or lacks the files, or an
@@ -178,7 +181,7 @@ def load(
     """
     name = name_or_path
     columns = tuple(drop), tuple(text_columns), tuple(sample_shape)
-    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names))
+    rules = TableRules(target, *columns, encoding, as_bytes, tuple(class_names), decimal)
     if name in NAMES:
         refuse_rules(f"data set {name!r}", rules)
     if name in DOWNLOADED:
@@ -197,14 +200,12 @@ def load(
         if path.is_dir():
             train, test = _load_folder(path, predicts, rules)
         elif is_table(path):
-            train, test = load_csv(path, stem, kind, rules)
+            split_by = replace(rules, split=(test_fraction, seed))
+            train, test = load_csv(path, stem, kind, split_by)
         elif path.name.endswith(".npz"):
             train, test = load_npz(path, stem, kind, rules)
         else:
-            raise UsageError(
-                f"data set {path}: files of this kind cannot be read; give {', '.join(ENDINGS)},"
-                " .npz or a folder, for texts .txt, .jsonl or .csv"
-            )
+            raise other_kind(path)
     if name == "digits":
         train = replace(train, scale=1 / 16)
     return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
@@ -385,8 +386,8 @@ def _load_folder(
         table = read_csv(tables[0], rules)
         train = to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
-        rules = replace(rules, target=train.target, encoding=train.encoding)
-        rules = replace(rules, as_bytes=train.x.dtype == np.uint8)
+        is_bytes = train.x.dtype == np.uint8
+        rules = replace(rules, target=train.target, encoding=train.encoding, as_bytes=is_bytes)
         test = to_dataset(read_csv(tables[1], rules), name, train.class_names, kind)
         return train, test
     refuse_rules(f"data set {folder}", rules)
@@ -396,10 +397,12 @@ def _load_folder(
         return load_cifar(path, name)
     if result := load_classes(folder, name):
         return result
-    if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
+    if images := [file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES + UNREAD]:
         raise UsageError(
-            f"data set {folder}: it has images, not a folder of images per class; give its parent"
-            " folder"
+            f"data set {folder}: {images[0]} is not in a folder of images per class"
+            f" ({', '.join(SUFFIXES)}); move or convert the images, or in a program train on"
+            " nnmpi.data.Loader([(numpy.asarray(PIL.Image.open(file)), number) for file, number in"
+            " ...], 32)"
         )
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_EXPECTED}, nor {CIFAR_EXPECTED}, nor"

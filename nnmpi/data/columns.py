@@ -6,32 +6,33 @@
 
 A column is one of these:
 
-    number   as it is; true and false are 1 and 0; a missing one becomes the column's median
-    date     2024-03-01, with a time or without, 3/1/2024 or Mar 1 2024: days since 1970; a missing
+    number   as it is, also with a unit, the same in each cell; true and false are 1 and 0; a
+             missing one becomes the median of the training rows
+    date     2024-03-01, with a time or without, 3/31/2024 or Mar 1 2024: days since 1970; a missing
              one becomes the median
     list     numbers in one cell, such as pixels, "0 12 255": a feature for each
     text     a feature for each text of the training table, 1 for the cell's own; a missing text, or
              one that training has not seen, has zeros
     words    of a column of documents: a feature for each of its commonest words, 1 if it occurs
+
+A column is what most of its different cells are; one that is odd is refused by its line.
 """
 
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, counted, shortened
-from nnmpi.data.dataset import no_number
+from nnmpi.data.cells import DATES, MARKS, amount, days, number, numbers_in, split_words
+from nnmpi.data.dataset import MOST_LOST, no_number
 
 ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
 
-MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 # A column of texts has at most so many different ones, or a share of its rows, and never more than
 # MOST_FEATURES: names of persons and free text are nearly all different.
 SURE_TEXTS, TEXTS_SHARE, MOST_FEATURES = 10, 0.25, 1000
@@ -40,11 +41,7 @@ LARGE_INDEX = 3000  # and so is 5001, 5002, 5003 ..., while 1960, 1961, 1962 ...
 INDEX_NAMES = ("column 1", "unnamed: 0", "rownames", "row.names", "index")
 FEWEST_ROWS = 2  # with a word, for it to be a feature
 SENTENCE = 3  # words of a text from which on it may be a document
-DAY_S = 86400.0
-ISO = "ISO 8601"
-_DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%m/%d/%y", "%d.%m.%Y", "%b %d %Y", "%b-%d-%Y", "%d-%b-%Y")
-DATES = (ISO, *(f"{day}{time}" for time in ("", " %H:%M", " %H:%M:%S") for day in _DAYS))
-EPOCH = datetime(1970, 1, 1)
+SAMPLE = 20  # texts of a column that show which formats of dates may be its own
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,10 @@ class Column:
         kind: see the module.
         fill: what a missing number becomes; None to refuse it.
         offset: subtracted from numbers whose differences float32 would lose.
-        values: the texts or the words; the format of dates.
+        values: the texts or the words; the format of dates; the signs before and behind a number
+            with a unit.
         size: the length of a list.
+        mark: the decimal mark of the table.
     """
 
     name: str
@@ -70,6 +69,7 @@ class Column:
     offset: float = 0.0
     values: tuple[str, ...] = ()
     size: int = 1
+    mark: str = "."
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -90,29 +90,34 @@ class Cells:
     """The cells of a table.
 
     Attributes:
-        path: of the file, for messages.
+        source: the file, for messages.
         lines: the line number of each row, for messages.
         names: of the columns, or their numbers from 1.
         is_named: whether the table has a header.
         numbers: (rows, columns), float64; NaN for a missing cell and for a text.
         texts: of each column, by row: the cells that are no numbers.
-        is_training: whether the table gives the rules, so that a column may be left out.
+        mark: the decimal mark.
+        training: the rows that say what a missing number becomes; None for a table that is read by
+            the rules of another one, so that no column may be left out.
     """
 
-    path: Path
+    source: object
     lines: Sequence[int]
     names: tuple[str, ...]
     is_named: bool
     numbers: NDArray[np.float64]
     texts: tuple[Mapping[int, str], ...]
-    is_training: bool
+    mark: str
+    training: Any
 
     def wrong(self, row: int, place: int, what: str) -> DataError:
         """Return an error about a cell."""
         name = f" ({shortened(self.names[place])})" if self.is_named else ""
-        remedy = f", or leave the column out: {self.dropping([place])}" if self.is_training else ""
+        remedy = (
+            "" if self.training is None else f", or leave the column out: {self.dropping([place])}"
+        )
         return DataError(
-            f"{self.path}, line {self.lines[row]}, column {place + 1}{name}: {what}{remedy}"
+            f"{self.source}, line {self.lines[row]}, column {place + 1}{name}: {what}{remedy}"
         )
 
     def named(self, place: int) -> str:
@@ -137,7 +142,7 @@ class Cells:
 def fit(
     cells: Cells, places: Sequence[int], documents: Sequence[int], target: str
 ) -> tuple[Encoding, list[str]]:
-    """Return the rules of these columns, and sentences about what was left out.
+    """Return the rules of these columns, and sentences about texts and what was left out.
 
     Args:
         cells: of the training table.
@@ -146,47 +151,39 @@ def fit(
         target: the label's column, for advice.
 
     Raises:
-        DataError: for a wrong cell, and for texts that are nearly all different.
+        DataError: for a wrong cell, and if nothing is left.
     """
-    notes, columns, different = list[str](), list[Column](), list[tuple[int, int]]()
+    notes, columns = list[str](), list[Column]()
+    rows = len(cells.lines)
     for place in places:
-        if place == 0 and len(places) > 1 and _is_index(cells):
+        column = None if place in documents else _fit(cells, place)
+        if place in documents:
+            columns.append(_fit_words(cells, place))
+        elif place == 0 and len(places) > 1 and _is_index(cells):
             notes.append(f"column {cells.names[0]!r} is an index and left out")
-            continue
-        column = _fit(cells, place, place in documents)
-        if column is None:
+        elif column is None:
             notes.append(f"column {cells.names[place]!r} is empty and left out")
-        elif column.kind == "text" and len(column.values) > _most_texts(len(cells.lines)):
-            different.append((len(column.values), place))
-        else:
+        elif column.kind != "text" or len(column.values) <= _most_texts(rows):
             columns.append(column)
-    if different:
-        _refuse_different(cells, different, target)
+        else:
+            note = (
+                f"column {column.name!r} has {len(column.values)} different texts in {rows} rows"
+                " and is left out"
+            )
+            if len(sorted(column.values, key=len)[len(column.values) // 2].split()) >= SENTENCE:
+                words = f"text_columns={[cells.named(place)]} target={target!r}"
+                note += f", or learn from its words: {words}"
+            notes.append(note)
     if not columns:
-        raise DataError(f"{cells.path}: no column is left to learn from; drop fewer of them")
+        why = "; ".join(notes) or "drop fewer of them"
+        raise DataError(f"{cells.source}: no column is left to learn from; {why}")
+    if texts := [f"{item.name} ({len(item.values)})" for item in columns if item.kind == "text"]:
+        notes.append(f"a feature for each text of {shortened(', '.join(texts), 1000)}")
     return tuple(columns), notes
 
 
 def _most_texts(rows: int) -> int:
     return min(max(SURE_TEXTS, int(TEXTS_SHARE * rows)), MOST_FEATURES)
-
-
-def _refuse_different(cells: Cells, different: Sequence[tuple[int, int]], target: str) -> None:
-    count, first = max(different)
-    places = [place for _, place in different]
-    others = f", and {len(places) - 1} more columns are like it" if len(places) > 1 else ""
-    longest = max(places, key=lambda place: len("".join(cells.texts[place].values())))
-    typical = sorted(cells.texts[longest].values(), key=len)[len(cells.texts[longest]) // 2]
-    words = (
-        f", or learn from its words: text_columns={[cells.named(longest)]} target={target!r}"
-        if len(typical.split()) >= SENTENCE
-        else ""
-    )
-    them = "them" if len(places) > 1 else "it"
-    raise DataError(
-        f"{cells.path}: column {cells.names[first]!r} has {count} different texts in"
-        f" {len(cells.lines)} rows{others}; leave {them} out: {cells.dropping(places)}{words}"
-    )
 
 
 def _is_index(cells: Cells) -> bool:
@@ -198,31 +195,77 @@ def _is_index(cells: Cells) -> bool:
     return bool(counts and (np.diff(numbers) == 1).all())
 
 
-def _fit(cells: Cells, place: int, is_document: bool) -> Column | None:
+def _fit_words(cells: Cells, place: int) -> Column:
+    found = Counter(word for text in cells.words(place) for word in split_words(text))
+    most = [word for word, count in found.most_common(MOST_FEATURES) if count >= FEWEST_ROWS]
+    name = cells.names[place]
+    if not most:
+        raise DataError(
+            f"{cells.source}: no word of column {name!r} occurs in {FEWEST_ROWS} rows; leave it"
+            f" out: {cells.dropping([place])}"
+        )
+    return Column(name, place, len(cells.names), "words", values=tuple(sorted(most)))
+
+
+def _fit(cells: Cells, place: int) -> Column | None:
     numbers, texts = cells.numbers[:, place], cells.texts[place]
-    name, of = cells.names[place], len(cells.names)
-    given = numbers[~np.isnan(numbers)]
-    if is_document:
-        found = Counter(word for text in cells.words(place) for word in split_words(text))
-        most = [word for word, count in found.most_common(MOST_FEATURES) if count >= FEWEST_ROWS]
-        return Column(name, place, of, "words", values=tuple(sorted(most)) or (" ",))
-    if not len(given) and not texts:
+    given, words = numbers[~np.isnan(numbers)], {*texts.values()}
+    make = partial(Column, cells.names[place], place, len(cells.names), mark=cells.mark)
+    if not len(given) and not words:
         return None
-    if len(given) and len(given) >= len(texts):
-        return Column(name, place, of, "number", *_middle(_numbers(cells, place)))
-    if not len(given) and (form := _date_format({*texts.values()})):
-        middle, offset = _middle(_dates(cells, place, form))
-        return Column(name, place, of, "date", middle, offset, (form,))
-    sizes = {len(_list(text) or ()) for text in texts.values()}
-    if not len(given) and len(sizes) == 1 and (size := sizes.pop()) > 1:
-        return Column(name, place, of, "list", size=size)
-    return Column(name, place, of, "text", values=tuple(sorted({*cells.words(place)} - {""})))
+    if len(given) >= len(texts) or len(np.unique(given)) > SURE_TEXTS:
+        return make("number", *_middle(cells, _numbers(cells, place)))
+    (kind, *values), count, fits = _commonest(cells, place, words)
+    if kind == "text" or (count <= max(SURE_TEXTS, len(words) / 2) and (len(given) or not fits)):
+        return make("text", values=tuple(sorted({*cells.words(place)} - {""})))
+    if kind == "list":
+        return make(kind, size=values[0])
+    read = _dates if kind == "date" else _numbers
+    return make(kind, *_middle(cells, read(cells, place, *values)), tuple(values))
 
 
-def _middle(values: NDArray[np.float64]) -> tuple[float, float]:
+def _commonest(
+    cells: Cells, place: int, words: Collection[str]
+) -> tuple[tuple[Any, ...], int, bool]:
+    """Return what most of a column's different texts are, how many are of this kind, and whether
+    all fit: numbers with a unit, lists of a length, or dates of a format.
+
+    Raises:
+        DataError: for dates of which nobody knows whether the month or the day is first.
+    """
+    found, kinds = Counter[tuple[Any, ...]](), Counter({"text": 0})
+    some = sorted(words)[:: len(words) // SAMPLE + 1]
+    forms = [
+        form for form in DATES if sum(days(text, form) is not None for text in some) * 5 > len(some)
+    ]
+    for word in words:
+        items: list[tuple[Any, ...]] = [
+            ("date", form) for form in forms if days(word, form) is not None
+        ]
+        if (parts := amount(word)) and any(number(parts[0], mark) is not None for mark in MARKS):
+            items = [("number", *parts[1])]
+        elif (size := len(numbers_in(word))) > 1:
+            items = [("list", size)]
+        found.update(items)
+        kinds.update({item[0] for item in items})
+    ((kind, count),) = kinds.most_common(1)
+    best, *others = [item for item, _ in found.most_common() if item[0] == kind] or [("text",)]
+    for word in words:
+        for other in others if kind == "date" else ():
+            if found[other] == found[best] and days(word, best[1]) != days(word, other[1]):
+                raise DataError(
+                    f"{cells.source}: {word!r} in column {cells.names[place]!r} may have the month"
+                    " or the day first; write it as 2024-03-31, or leave the column out:"
+                    f" {cells.dropping([place])}"
+                )
+    return best, count, found[best] == len(words)
+
+
+def _middle(cells: Cells, values: NDArray[np.float64]) -> tuple[float, float]:
     """Return what a missing number becomes, and the offset that float32 needs, 0 for none."""
-    given = values[~np.isnan(values)]
-    middle = float(np.median(given))
+    learned, given = values[cells.training], values[~np.isnan(values)]
+    learned = learned[~np.isnan(learned)]
+    middle = float(np.median(learned if len(learned) else given))
     lost = np.abs(given.astype(np.float32) - given).max() > MOST_LOST * given.std()
     return middle, middle if lost and (given != given[0]).any() else 0.0
 
@@ -250,13 +293,13 @@ def encode(
             unseen += _mark(cells, column, place, part)
         elif column.kind == "list":
             for row, text in enumerate(cells.words(place)):
-                if len(values := _list(text) or ()) != column.size:
+                if len(values := numbers_in(text)) != column.size:
                     what = f"{shortened(repr(text))} is not a list of {column.size} numbers"
                     raise cells.wrong(row, place, what)
                 part[row] = values
         else:
-            is_date = column.kind == "date"
-            numbers = _dates(cells, place, *column.values) if is_date else _numbers(cells, place)
+            read = _dates if column.kind == "date" else _numbers
+            numbers = read(cells, place, *column.values)
             missing = np.isnan(numbers)
             if missing.any():
                 if column.fill is None:
@@ -288,12 +331,22 @@ def _mark(cells: Cells, column: Column, place: int, part: NDArray[np.float32]) -
     return list(unseen)
 
 
-def _numbers(cells: Cells, place: int) -> NDArray[np.float64]:
-    """Return a column of numbers, NaN for missing ones."""
+def _numbers(cells: Cells, place: int, before: str = "", behind: str = "") -> NDArray[np.float64]:
+    """Return a column of numbers, NaN for missing ones; each has the unit, if there is one."""
     result = cells.numbers[:, place].copy()
-    for row, text in cells.texts[place].items():
-        what = f"{shortened(repr(text))} is no number, as other cells of the column are"
-        raise cells.wrong(row, place, f"{what}; mend it, or empty it if it is missing")
+    bare = np.flatnonzero(~np.isnan(result)) if before or behind else ()
+    others = {int(row): f"{result[row]:.15g}" for row in bare} | dict(cells.texts[place])
+    for row, text in others.items():
+        parts = amount(text)
+        value = number(parts[0], cells.mark) if parts and parts[1] == (before, behind) else None
+        if value is None:
+            what = f"{shortened(repr(text))} is no number, as other cells of the column are"
+            if before or behind:
+                what = (
+                    f"{shortened(repr(text))} is no number with {before or behind!r}, as others are"
+                )
+            raise cells.wrong(row, place, f"{what}; mend it, or empty it if it is missing")
+        result[row] = value
     with np.errstate(over="ignore"):
         infinite = np.isinf(result.astype(np.float32))
     for row in np.flatnonzero(infinite)[:1].tolist():
@@ -305,79 +358,52 @@ def _dates(cells: Cells, place: int, form: str) -> NDArray[np.float64]:
     """Return a column of dates in days, NaN for missing ones."""
     result = np.full(len(cells.lines), np.nan)
     for row, text in enumerate(cells.words(place)):
-        days = _days(text, form) if text else np.nan
-        if days is None:
+        day = days(text, form) if text else np.nan
+        if day is None:
             raise cells.wrong(row, place, f"{shortened(repr(text))} is no date as the others are")
-        result[row] = days
+        result[row] = day
     return result
 
 
-def _date_format(texts: Collection[str]) -> str | None:
-    """Return the one of DATES that all texts have; None if there is none, or month or day."""
-    first = next(iter(texts))
-    fits = [
-        form
-        for form in DATES
-        if _days(first, form) is not None and all(_days(text, form) is not None for text in texts)
-    ]
-    return fits[0] if len(fits) == 1 else None
+def find_places(source: object, names: Sequence[str], encoding: Encoding) -> tuple[list[int], bool]:
+    """Return where the columns of the rules are in another table, and whether by their names.
 
+    By name, without regard to case, if its first row has one of them. Otherwise in the order of the
+    training table, with or without the columns that no rule has.
 
-def _days(text: str, form: str) -> float | None:
-    """Return a date of this format in days since 1970; None for another text."""
-    try:
-        moment = (
-            datetime.fromisoformat(text.replace("/", "-"))
-            if form == ISO
-            else datetime.strptime(text, form)
-        )
-    except ValueError:
-        return None
-    zone = moment.utcoffset()
-    seconds = (moment.replace(tzinfo=None) - EPOCH).total_seconds()
-    return (seconds - (zone.total_seconds() if zone else 0.0)) / DAY_S
-
-
-def _list(text: str) -> list[float] | None:
-    """Return numbers separated by spaces; None for another text."""
-    try:
-        return [float(word) for word in text.split()]
-    except ValueError:
-        return None
-
-
-def split_words(text: str) -> set[str]:
-    """Return the different words of a text, in lower case."""
-    return {*re.findall(r"\w+", text.lower())}
-
-
-def find_places(cells: Cells, encoding: Encoding) -> list[int]:
-    """Return where the columns of the rules are in this table.
-
-    By name, if both tables have headers. A table without one, or with other names, has the columns
-    in the order of the training table, with or without those that no rule has.
+    Args:
+        source: the table, for messages.
+        names: the cells of its first row.
+        encoding: the rules.
 
     Raises:
         DataError: for a column that is missing.
     """
-    names = [column.name for column in encoding]
-    if cells.is_named and {*names} & {*cells.names}:
-        for name in names:
-            if name not in cells.names:
-                raise DataError(
-                    f"{cells.path} has no column {name!r}; the model needs"
-                    f" {shortened(', '.join(names))}"
-                )
-        return [cells.names.index(name) for name in names]
-    width = len(cells.names)
+    places = [*map(finder(names), (item.name for item in encoding))]
+    needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
+    if max(places) >= 0 and has_names(encoding):
+        if -1 in places or len({*places}) < len(places):
+            wrong = [place < 0 or places.count(place) > 1 for place in places].index(True)
+            raise DataError(f"{source} has no column {encoding[wrong].name!r}; {needed}")
+        return places, True
+    width = len(names)
     if width == len(encoding):
-        return [*range(width)]
+        return [*range(width)], False
     if max(column.place for column in encoding) < width <= encoding[0].of:
-        return [column.place for column in encoding]
-    raise DataError(
-        f"{cells.path}: {counted(width, 'column')}; the model needs {len(encoding)}:"
-        f" {shortened(', '.join(names))}"
-    )
+        return [column.place for column in encoding], False
+    raise DataError(f"{source}: {counted(width, 'column')}; {needed}")
+
+
+def finder(names: Sequence[str]) -> Callable[[str], int]:
+    """Return what finds the place of a name, or else of one in other capitals; -1 without it."""
+    places = {name: place for place, name in enumerate(names)}
+    others = {name.lower(): place for name, place in places.items()}
+    return lambda name: places.get(name, others.get(name.lower(), -1))
+
+
+def has_names(encoding: Encoding) -> bool:
+    """Return whether the columns of the training table had names, not only numbers."""
+    return any(item.name != str(item.place + 1) for item in encoding)
 
 
 def plain(names: Sequence[str], count: int) -> Encoding:

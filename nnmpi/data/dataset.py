@@ -20,6 +20,9 @@ from nnmpi.base.errors import DataError, UsageError, check_int, shortened
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 LabelKind: TypeAlias = Literal["classes", "quantities", "any"]  # of the labels in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
+FEW_CLASSES = 10  # a set may have this many, however small it is
+MOST_CLASSES = 20  # more are said
+SURE_CLASSES = 1000  # up to this number, a set may have fewer labels than classes
 MOST_LOST = 0.01  # largest rounding error of float32 allowed, in standard deviations of the column
 IGNORED = -1  # the label of positions that count neither in the loss nor in the score: padding
 THEIRS = -100  # the same in PyTorch and Hugging Face's libraries
@@ -29,7 +32,7 @@ TRAIN = "train", "training"
 HELD_OUT = "test", "testing", "val", "valid", "validation", "eval", "dev", "holdout"
 # spellings of a missing value in tables, in lower case
 MISSING = frozenset(
-    (
+    [
         "",
         "?",
         "-",
@@ -45,7 +48,7 @@ MISSING = frozenset(
         "null",
         "nil",
         "nat",
-    )
+    ]
 )
 
 
@@ -147,6 +150,37 @@ def lost(column: Array) -> str:
         f"float32 cannot tell its values apart, from {column.min():.10g} to {column.max():.10g};"
         " subtract their common offset"
     )
+
+
+def judge_classes(
+    source: object, what: str, labels: Array, remedy: str
+) -> tuple[int, tuple[str, ...]]:
+    """Return the number of classes of a training set's labels, and a note if they may be none.
+
+    Args:
+        source, what: the file and what the labels are in it, for messages.
+        labels: whole numbers; negative ones do not count.
+        remedy: for labels that are numbers to predict.
+
+    Raises:
+        DataError: for nearly a class for each sample, and for numbers of which most do not occur.
+    """
+    values, is_one = np.unique(labels[labels >= 0]), labels.ndim == 1
+    count, classes = len(values), int(values.max(initial=0)) + 1
+    has = f"{source}: {what} has {count} different labels"
+    share = labels.size // (2 if count <= SURE_CLASSES else 10)
+    if is_one and count > max(FEW_CLASSES, share):
+        raise DataError(f"{has} in {labels.size} rows, nearly a class for each row; {remedy}")
+    if classes > (max(FEW_CLASSES, 2 * count) if is_one else max(labels.size, SURE_CLASSES)):
+        raise DataError(
+            f"{has}, and one of them is {classes - 1}; number the classes from 0, as"
+            " numpy.unique(labels, return_inverse=True) does"
+        )
+    if is_one and classes > count:
+        first = np.setdiff1d(np.arange(classes), values)[0]
+        return classes, (f"{what}: no sample of class {first}; number the classes from 0",)
+    many = is_one and count > MOST_CLASSES
+    return classes, (f"{what}: {count} labels are a class each; {remedy}",) * many
 
 
 def count_targets(labels: Array) -> int:

@@ -20,7 +20,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, Shape, asarray
 from nnmpi.base.errors import DataError, Settled, UsageError, shortened
-from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Samples, count_targets, read_array
+from nnmpi.data.dataset import (
+    TOKEN_TYPES,
+    Dataset,
+    Samples,
+    count_targets,
+    judge_classes,
+    read_array,
+)
 from nnmpi.data.tables import NO_LABEL
 
 # what a generator raises a RuntimeError for: a loop would take it for the end of the data
@@ -94,9 +101,12 @@ def _of_table(table: Any) -> Dataset:
                 " would depend on the other rows; number the classes before the table is split:"
                 f" table[{last!r}] = table[{last!r}].astype('category')"
             )
-    count = len(classes) or (0 if y.dtype.kind == "f" else int(y.max(initial=0)) + 1)
-    features = table[columns[:-1]]
-    return Dataset(name, features, y, count, class_names=tuple(classes), target=str(last))
+    count, notes = len(classes), tuple[str, ...]()
+    if not classes and y.dtype.kind != "f":
+        remedy = "make numbers to predict floats, or say data.Dataset(..., classes=10)"
+        count, notes = judge_classes(name, f"column {last!r}", y, remedy)
+    about: Any = {"class_names": tuple(classes), "target": str(last), "notes": notes}
+    return Dataset(name, table[columns[:-1]], y, count, **about)
 
 
 class Items(Settled, Samples, fixed="name classes"):

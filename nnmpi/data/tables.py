@@ -1,12 +1,15 @@
-"""Tables and arrays: CSV files and NumPy archives.
+"""Tables and arrays: CSV files, tables in memory and NumPy archives.
 
-    sepal_length_cm,petal_length_cm,species      a header: no feature cell of this row is a number
+    sepal_length_cm,petal_length_cm,species      a header, if something shows that it is one
     5.1,1.4,setosa                               features, and the label in the last column or in
     7.0,4.7,versicolor                           the one named `target`
 
-Cells are separated by commas, semicolons (then 1,5 is a number), tabs, bars or spaces. Features may
-be numbers (also 1,000.5), true and false, dates, and texts: see `columns`. A first column that only
-numbers or names the rows is left out, and so are rows without a label.
+Cells are separated by commas, semicolons, tabs, bars or spaces. The first row is names if a text
+stands above numbers, or if its cells do not occur below them. Features may be numbers, dates and
+texts: see `columns`; what a cell says: see `cells`. A first column that only numbers the rows is
+left out, and so are rows without a label. Orange's .tab files have two more header lines.
+
+A decimal mark belongs to a file: the first cell that only one mark reads shows it.
 
 Labels of a table are text or integers. The classes are the labels that occur in the training table,
 sorted: integers need not begin at 0 nor be consecutive. `class_names` maps classes to labels. With
@@ -24,13 +27,13 @@ held-out part (`dataset.HELD_OUT`), in any capitals.
 """
 
 import csv
-import re
 import zipfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
-from math import isnan, nan, prod
+from itertools import chain, islice
+from math import nan, prod
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +43,8 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
-from nnmpi.data.columns import Cells, Encoding, encode, find_places, fit
+from nnmpi.data.cells import BOOLS, MARKS, amount, number
+from nnmpi.data.columns import Cells, Encoding, encode, find_places, finder, fit, has_names
 from nnmpi.data.dataset import (
     HELD_OUT,
     MISSING,
@@ -49,25 +53,53 @@ from nnmpi.data.dataset import (
     Dataset,
     LabelKind,
     as_float32,
+    judge_classes,
     lost,
     lost_columns,
+    split_indices,
 )
 
 TRAIN_PARTS = *(f"_{part}" for part in TRAIN), ""
 TEST_PARTS = tuple(f"_{part}" for part in HELD_OUT)
 PARTS = tuple(f"{item}{part}" for part in (*TRAIN_PARTS, *TEST_PARTS) for item in "xy")
 OTHER_SCALE = 100.0  # images whose largest numbers differ by this factor have different units
-SURE_CLASSES = 1000  # up to this number of classes, a set may have fewer samples than classes
-MOST_CLASSES = 20  # a table may have this many, however short it is
 HINT = "to predict numbers, give predicts='quantities'"
 ENDINGS = (".csv", ".tsv", ".tab", ".data")
+# what reads files of other kinds, by their suffix
+READERS = dict(
+    line.split(maxsplit=1)
+    for line in """\
+parquet pandas.read_parquet({})
+feather pandas.read_feather({})
+arrow pandas.read_feather({})
+orc pandas.read_orc({})
+json pandas.read_json({})
+jsonl pandas.read_json({}, lines=True)
+xml pandas.read_xml({})
+xlsx pandas.read_excel({})
+xls pandas.read_excel({})
+xlsm pandas.read_excel({})
+ods pandas.read_excel({})
+h5 pandas.read_hdf({})
+hdf5 pandas.read_hdf({})
+hdf pandas.read_hdf({})
+dta pandas.read_stata({})
+sav pandas.read_spss({})
+sas7bdat pandas.read_sas({})
+xpt pandas.read_sas({})
+pkl pandas.read_pickle({})
+pickle pandas.read_pickle({})
+arff pandas.DataFrame(scipy.io.arff.loadarff({})[0])
+mat pandas.DataFrame(scipy.io.loadmat({})['x'])
+npy pandas.DataFrame(numpy.load({}))""".splitlines()
+)
 SEPARATORS = "\t;|, "  # in this order: a table by semicolons may have a comma in each row, too
 SNIFFED_LINES = 50
 CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
-BOOLS = {"true": 1.0, "false": 0.0}
-THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")
-DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+")
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
+YEARS = 1500, 2100  # numbers that may be names of columns
+# in Orange's second header line
+ORANGE_KINDS = frozenset(("c", "d", "s", "t", "continuous", "discrete", "string", "time"))
 
 
 @dataclass(frozen=True)
@@ -84,6 +116,8 @@ class TableRules:
             table, of which whole numbers up to 255 are pixels if a sample is an image.
         class_names: of the training table, for another one, which may lack some; empty to find
             them.
+        decimal: the decimal mark, "." or ","; empty to find it.
+        split: the share of the test part and the seed, of a training table that will be split.
     """
 
     target: str = ""
@@ -93,6 +127,8 @@ class TableRules:
     encoding: Encoding = ()
     as_bytes: bool | None = None
     class_names: tuple[str, ...] = ()
+    decimal: str = ""
+    split: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,17 +136,18 @@ class Table:
     """A parsed table.
 
     Attributes:
-        path: of the file, for messages.
+        source: the file, for messages.
         features: (rows, *sample_shape), float32; uint8 if a sample shape is given and fits pixels.
         labels: of each row, as text.
         lines: the line number of each row, for messages.
         columns: the features' names; empty without a header.
         target: the name or number of the label's column.
         encoding: the rules that made the features.
-        notes: sentences about what was left out or replaced.
+        notes: sentences about what was left out, replaced or made of texts.
+        mark: the decimal mark.
     """
 
-    path: Path
+    source: object
     features: NDArray[Any]
     labels: tuple[str, ...]
     lines: tuple[int, ...]
@@ -118,6 +155,7 @@ class Table:
     target: str = ""
     encoding: Encoding = ()
     notes: tuple[str, ...] = ()
+    mark: str = "."
 
     @property
     def scale(self) -> float:
@@ -144,6 +182,19 @@ def is_table(path: Path) -> bool:
     return path.name.lower().removesuffix(".gz").endswith(ENDINGS)
 
 
+def other_kind(path: Path) -> UsageError:
+    """Return the error for a file of another kind, with the line of code that reads it."""
+    kind = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    code = READERS.get(kind, "pandas.read_csv({}, sep=None, engine='python')").format(
+        repr(str(path))
+    )
+    return UsageError(
+        f"{path}: .{kind} files are not read; write a table, {code}.to_csv('table.csv',"
+        f" index=False), or in a program train on nnmpi.data.Loader({code}, 32); read are"
+        f" {', '.join(ENDINGS)}, .npz and folders, and of texts .txt, .jsonl and .csv"
+    )
+
+
 def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield each row's line number and cells, separated by commas; blank lines are skipped."""
     width = 0
@@ -153,10 +204,10 @@ def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield line, cells
 
 
-def _check_width(path: Path, line: int, cells: Sequence[str], width: int) -> None:
+def _check_width(source: object, line: int, cells: Sequence[str], width: int) -> None:
     if len(cells) != width:
         raise DataError(
-            f"{path}, line {line}: {counted(len(cells), 'cell')}, but the first line has {width};"
+            f"{source}, line {line}: {counted(len(cells), 'cell')}, but the first line has {width};"
             " put a cell with a separator in it between quotation marks"
         )
 
@@ -182,6 +233,8 @@ def find_separator(path: Path, lines: Iterable[str]) -> str:
     first = [*islice(filter(str.strip, lines), SNIFFED_LINES)]
     if any("\0" in line for line in first):
         raise DataError(f"{path} has zero bytes, as UTF-16 text has; save it as UTF-8")
+    if path.suffix == ".tab" and "\t" in "".join(first[:1]):
+        return "\t"
     for separator in SEPARATORS:
         rows = [cells for _, cells in _split(path, first, separator, strict=False)]
         # the last line may be in the middle of a cell
@@ -195,16 +248,44 @@ def find_separator(path: Path, lines: Iterable[str]) -> str:
     return ","
 
 
+def find_mark(path: Path, separator: str, rows: Iterable[tuple[int, list[str]]]) -> str:
+    """Return the decimal mark of a file: that of the first cell that only one mark reads.
+
+    Between commas, points are looked for first: a comma within a cell may be anything.
+
+    Raises:
+        DataError: if every number reads as two.
+    """
+    shown, either = "", ""
+    for line, cells in rows:
+        row = " ".join(cells)
+        for cell in cells if "." in row or "," in row else ():
+            if (parts := amount(cell)) is None:
+                continue
+            point, comma = (number(parts[0], mark) for mark in MARKS)
+            if comma is None and point is not None:
+                return "."
+            if point is None and comma is not None:
+                if separator != ",":
+                    return ","
+                shown = ","
+            elif point != comma and not either:
+                either = f"{path}, line {line}: {cell!r} is {point:.15g} or {comma:.15g}"
+    if either and separator != ",":
+        raise DataError(f"{either}; name the decimal mark of the table, decimal='.' or decimal=','")
+    return shown or "."
+
+
 def _counts(first: Sequence[str], width: int) -> bool:
     """Return whether a first line has scikit-learn's form: rows, features, two or more classes."""
     return len(first) > 3 and first[0].isdecimal() and first[1] == str(width - 1)
 
 
-def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True) -> Table:
-    """Parse a CSV file, plain or .gz, in UTF-8, or else in Windows' code page 1252.
+def read_csv(source: Any, rules: TableRules = TableRules(), labelled: bool = True) -> Table:
+    """Parse a table: a CSV file, plain or .gz, in UTF-8, or else in Windows' code page 1252.
 
     Args:
-        path: of the file.
+        source: the file; or a DataFrame, a mapping of columns, mappings of cells, or rows.
         rules: how to read it.
         labelled: whether to read labels; a table without them needs the encoding of another one.
 
@@ -212,16 +293,17 @@ def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True
         UsageError: for a column that the table does not have.
         DataError: for a damaged table; the message names line and column.
     """
-    cells, labels, target, left, notes = _read_csv(path, rules, labelled)
+    rows = _rows_of(source, rules) if isinstance(source, Path) else _rows_in(source, rules)
+    cells, labels, target, left, notes = _parse(rows, rules, labelled)
     if encoding := rules.encoding:
-        places = find_places(cells, encoding)
+        places = left
     else:
-        documents = [_place(path, cells.names, name) for name in rules.text_columns]
-        encoding, left_out = fit(cells, left, documents, target)
-        places, notes = [column.place for column in encoding], [*notes, *left_out]
+        documents = [_place(cells.source, cells.names, name) for name in rules.text_columns]
+        encoding, about = fit(cells, left, documents, target)
+        places, notes = [column.place for column in encoding], [*notes, *about]
     features, about = encode(cells, encoding, places)
     return Table(
-        path,
+        cells.source,
         _shaped(cells, features, encoding, rules),
         tuple(labels),
         tuple(cells.lines),
@@ -229,74 +311,162 @@ def read_csv(path: Path, rules: TableRules = TableRules(), labelled: bool = True
         target,
         encoding,
         (*notes, *about),
+        cells.mark,
     )
 
 
-def _rows_of(path: Path) -> tuple[str, list[str], Iterator[tuple[int, list[str]]]]:
-    """Return a table's separator, the class names in scikit-learn's first line, and the rows."""
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a table, as texts.
+
+    Attributes:
+        source: the file, for messages.
+        rows: the line number and cells of each; the first one may be names.
+        mark: the decimal mark.
+        is_named: whether the first row is names; None if only the others can tell.
+        class_names: in scikit-learn's first line.
+        roles: of the columns, in Orange's third line.
+    """
+
+    source: object
+    rows: Iterator[tuple[int, list[str]]]
+    mark: str
+    is_named: bool | None = None
+    class_names: Sequence[str] = ()
+    roles: Sequence[str] = ()
+
+
+def _rows_of(path: Path, rules: TableRules) -> _Rows:
     separator = find_separator(path, read_lines(path, "surrogateescape"))
 
     def read() -> Iterator[tuple[int, list[str]]]:
         return _split(path, read_lines(path, "surrogateescape"), separator)
 
-    begin = [*islice(rows := read(), 2)]
+    if rules.decimal not in ("", *MARKS):
+        raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
+    mark = rules.encoding[0].mark if rules.encoding else rules.decimal
+    mark, begin = mark or find_mark(path, separator, read()), [*islice(rows := read(), 3)]
     if not begin:
         raise DataError(f"{path}: the table has no rows of data")
-    first, second = (cells for _, cells in (begin[0], begin[-1]))
+    first, second, third = (cells for _, cells in (begin * 3)[:3])
     if _counts(first, len(second)) and sum(1 for _ in read()) == int(first[0]) + 1:
-        return separator, first[2:], chain(begin[1:], rows)
-    if len(first) == len(second) - 1 and not any(map(_is_given, map(_number, first))):
+        return _Rows(path, chain(begin[1:], rows), mark, class_names=first[2:])
+    if path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS:
+        used = 2 + (len(begin) > 2 and begin[2][0] == begin[1][0] + 1)  # the third may be blank
+        roles = [cell[:1].lower() for cell in third] if used == 3 else []
+        return _Rows(path, chain(begin[:1], begin[used:], rows), mark, True, roles=roles)
+    if len(first) == len(second) - 1 and None in {*map(number, first)}:
         first.insert(0, "")  # R's names of rows have no name
-    return separator, [], chain(begin, rows)
+    return _Rows(path, chain(begin, rows), mark)
 
 
-def _read_csv(
-    path: Path, rules: TableRules, labelled: bool
+def _rows_in(source: Any, rules: TableRules) -> _Rows:
+    """Return the rows of a table in memory; its numbers are written with the decimal mark."""
+    name, mark = type(source).__name__, rules.encoding[0].mark if rules.encoding else "."
+    is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
+    try:
+        names = [*getattr(source, "columns", source)] if is_columns else None
+        rows = [*zip(*(source[item] for item in names), strict=True)] if names else [*source]
+        if names is None and rows and isinstance(rows[0], Mapping):
+            names = [*rows[0]]
+            rows = [[row[item] for item in names] for row in rows]
+        lines = [[*row] for row in ([] if names is None else [names]) + rows]
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"the {name} is no table ({error}); give a DataFrame, a dictionary of columns of one"
+            " length, or rows"
+        ) from error
+
+    def text(cell: Any) -> str:
+        return str(cell).replace(".", mark) if isinstance(cell, Real) else str(cell)
+
+    texts = ((line, [*map(text, cells)]) for line, cells in enumerate(lines, start=names is None))
+    return _Rows(name, texts, mark, names is not None)
+
+
+def _parse(
+    table: _Rows, rules: TableRules, labelled: bool
 ) -> tuple[Cells, list[str], str, list[int], list[str]]:
     """Return cells, labels, the name of their column, the places of the features, and notes."""
-    separator, class_names, rows = _rows_of(path)
-    begin, first = next(rows)
-    width = len(first)
-    if width < 1 + labelled:
+    path, encoding, is_named = table.source, rules.encoding, table.is_named
+    begin, first = next(table.rows, (1, []))
+    width, target, notes, found = len(first), -1, list[str](), True
+    if width < 1 + (labelled and not encoding):
         raise DataError(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
         )
-    if width > 2 and [*map(_number, first)] == [*range(width)]:
+    if width > 2 and not is_named and [*map(number, first)] == [*range(width)]:
         raise DataError(
-            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas writes"
-            " it for columns without names; write the table with to_csv(path, index=False,"
+            f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
+            " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
+    if not first[0].strip() and [*map(number, first[1:])] in (
+        [*range(width - 1)],
+        [*range(1, width)],
+    ):
+        is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
-    dropped = {_place(path, names, name) for name in ([] if rules.encoding else rules.drop)}
-    left = [place for place in range(width) if place not in dropped]
-    target = -1
-    if labelled and left:
-        found = _target(path, names, rules, _is_header(map(_number, first)))
-        target = left[-1] if found is None else found
+    if encoding:
+        left, found = find_places(path, names, encoding)
+        is_named = found or is_named
+        free = [place for place in range(width) if place not in left]
+        unread = {*free}
+        if labelled and not free:
+            raise DataError(
+                f"{path}: each column is a feature of the model, so none is the label; for a table"
+                " without labels call nnmpi.load(run).predict(table)"
+            )
+    else:
+        unread = {_place(path, names, name) for name in rules.drop}
+        unread |= {place for place, role in enumerate(table.roles) if role in ("m", "i")}
+        free = left = [place for place in range(width) if place not in unread]
+        asked = {rules.target, *rules.drop, *rules.text_columns}
+        is_named = is_named or any(not name.isdecimal() for name in asked & {*names}) or None
+    if labelled and free:
+        known = rules.target if found else ""
+        last = table.roles.index("c") if "c" in table.roles else free[-1]
+        target = _place(path, names, known) if known else last
         left = [place for place in left if place != target]
-        dropped |= {target}
-    is_named = _is_header([_number(first[place], separator) for place in left])
+        unread -= {target}
     values, texts = array("d"), tuple(dict[int, str]() for _ in range(width))
     labels, lines, unlabelled = list[str](), list[int](), 0
-    for line, cells in rows if is_named else chain([(begin, first)], rows):
+    for line, cells in chain([(begin, first)], table.rows):
         _check_width(path, line, cells, width)
         label = _decoded(cells[target].strip()) if labelled else ""
-        if labelled and label.lower() in NO_LABEL:
+        if labelled and labels and label.lower() in NO_LABEL:
             unlabelled += 1
             continue
-        for place in dropped:
+        for place in unread:
             cells[place] = ""
-        numbers = [_number(cell, separator) for cell in cells]
+        numbers = [number(cell, table.mark) for cell in cells]
         if None in numbers:
-            for place, number in enumerate(numbers):
-                if number is None:
+            for place, value in enumerate(numbers):
+                if value is None:
                     texts[place][len(labels)] = _decoded(cells[place].strip())
                     numbers[place] = nan
         labels.append(label)
         lines.append(line)
         values.extend(cast(list[float], numbers))
+    matrix = np.frombuffer(values).reshape(len(labels), width)
+    if is_named is None:
+        is_named, is_sure = _is_named(matrix, texts)
+        is_named &= not encoding or len(labels) > 1
+        if is_named and not is_sure:
+            notes.append(f"line {begin} is taken as the names of the columns")
+    if not found:
+        if is_named and has_names(encoding):
+            raise DataError(
+                f"{path} has the columns {shortened(', '.join(names))}; the model needs"
+                f" {shortened(', '.join(column.name for column in encoding))}"
+            )
+        if table.is_named is not False:
+            notes.append("the columns are taken in the order of the training table")
+    start = int(is_named)
+    if labelled and not start and labels[:1] and labels[0].lower() in NO_LABEL:
+        start, unlabelled = 1, unlabelled + 1
+    labels, lines = labels[start:], lines[start:]
     if not labels and unlabelled:
         other = f", such as target={names[left[-1]]!r}" if left else ""
         raise DataError(
@@ -304,46 +474,50 @@ def _read_csv(
         )
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
-    if class_names and {*labels} <= {*map(str, range(len(class_names)))}:
-        labels = [class_names[int(label)] for label in labels]
+    if unlabelled:
+        notes.append(f"{counted(unlabelled, 'row')} without a label left out")
+    if table.class_names and {*labels} <= {*map(str, range(len(table.class_names)))}:
+        labels = [table.class_names[int(label)] for label in labels]
     if not is_named:
         names = tuple(str(number) for number in range(1, width + 1))
-    notes = [f"{counted(unlabelled, 'row')} without a label left out"] if unlabelled else []
-    matrix = np.frombuffer(values).reshape(len(labels), width)
-    return (
-        Cells(path, lines, names, is_named, matrix, texts, not rules.encoding),
-        labels,
-        names[target] if labelled else "",
-        left,
-        notes,
+    training: Any = slice(None)
+    if rules.split and len(labels) > 1:
+        training = split_indices(len(labels), *rules.split)[0]
+    result = Cells(
+        path,
+        lines,
+        names,
+        is_named,
+        matrix[start:],
+        tuple(
+            {row - start: text for row, text in column.items() if row >= start} for column in texts
+        ),
+        table.mark,
+        None if encoding else training,
     )
+    return result, labels, names[target] if labelled else "", left, notes
 
 
-def _target(path: Path, names: Sequence[str], rules: TableRules, is_named: bool) -> int | None:
-    """Return the place of the label's column; None for the last one.
+def _is_named(matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]]) -> tuple[bool, bool]:
+    """Return whether the first row of a table is names, and whether the columns' types show it.
 
-    A table with other names than the training table's, or without any, has its label there.
+    It is if a text stands above numbers, or if no text occurs below in its column. Its numbers are
+    rising years above numbers that are none; else it is a row.
     """
-    known = {column.name for column in rules.encoding}
-    if not rules.target or (known and not (is_named and known & {*names})):
-        return None
-    return _place(path, names, rules.target)
-
-
-def _is_header(row: Iterable[float | None]) -> bool:
-    """Return whether a first row names columns: it has texts, and no numbers but consecutive ones.
-
-    Such as years: country, 1960, 1961, 1962.
-    """
-    cells = [*row]
-    numbers = [number for number in cells if number is not None and _is_given(number)]
-    steps = {next - last for last, next in pairwise(numbers)}
-    return not numbers or (None in cells and len(numbers) > 2 and steps == {1.0})
-
-
-def _is_given(number: float | None) -> bool:
-    """Return whether a cell is a number, neither a text nor missing."""
-    return number is not None and not isnan(number)
+    top, below, (least, most) = matrix[0], matrix[1:], YEARS
+    words = {place: column[0] for place, column in enumerate(texts) if 0 in column}
+    figures = np.flatnonzero(~np.isnan(top))
+    years = top[figures]
+    is_row = not words and len(figures) < 2 or (np.diff(years) <= 0).any()
+    for place in figures.tolist():
+        given = np.append(below[~np.isnan(below[:, place]), place], top[place])
+        are = (given >= least) & (given <= most) & (given == np.rint(given))
+        is_row |= not are[-1] or bool(are.all())
+    if is_row:
+        return False, True
+    occurs = any(word in [*texts[place].values()][1:] for place, word in words.items())
+    above = any(len(texts[place]) == 1 and not np.isnan(below[:, place]).all() for place in words)
+    return not occurs or (above and not len(figures)), above and not occurs
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -356,29 +530,15 @@ def _unique(cells: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _place(path: Path, names: Sequence[str], name: str) -> int:
-    """Return the place of a column, given by its name or its number from 1."""
-    if name in names:
-        return names.index(name)
+def _place(source: object, names: Sequence[str], name: str) -> int:
+    """Return the place of a column, given by its number from 1 or by its name."""
     if name.isdecimal() and 1 <= int(name) <= len(names):
         return int(name) - 1
+    if (place := finder(names)(name)) >= 0:
+        return place
     raise UsageError(
-        f"{path} has no column {name!r}; its first line is {shortened(', '.join(names), 1000)}"
+        f"{source} has no column {name!r}; its first line is {shortened(', '.join(names), 1000)}"
     )
-
-
-def _number(cell: str, separator: str = ",") -> float | None:
-    """Return a cell's number, NaN if it is missing; None for a text."""
-    try:
-        # Python reads 1_0 as 10; a table never means that
-        return None if "_" in cell else float(cell)
-    except ValueError:
-        word = cell.strip()
-        if separator == ";" and DECIMAL_COMMA.fullmatch(word):
-            return float(word.replace(".", "").replace(",", "."))
-        if THOUSANDS.fullmatch(word):
-            return float(word.replace(",", ""))
-        return nan if word.lower() in MISSING else BOOLS.get(word.lower())
 
 
 def _decoded(cell: str) -> str:
@@ -399,7 +559,7 @@ def _shaped(
         odd = [column.place for column in encoding if column.kind not in ("number", "list")]
         remedy = f", such as {cells.dropping(odd)}" if odd else ""
         raise UsageError(
-            f"{cells.path} has {counted(features.shape[1], 'feature')}, but samples of"
+            f"{cells.source} has {counted(features.shape[1], 'feature')}, but samples of"
             f" {' x '.join(map(str, shape))} have {prod(shape)}; give another shape, or leave"
             f" columns out{remedy}"
         )
@@ -412,7 +572,7 @@ def _shaped(
     if rules.as_bytes and not fits.all():
         row = int(np.argwhere(~fits)[0, 0])
         raise DataError(
-            f"{cells.path}, line {cells.lines[row]}: a pixel is none of 0..255, as all of the"
+            f"{cells.source}, line {cells.lines[row]}: a pixel is none of 0..255, as all of the"
             " training table are; give pixels of the same kind"
         )
     return pixels if fits.all() else samples
@@ -434,57 +594,63 @@ def to_dataset(
         predicts: the kind of labels; "any" means quantities if a label has a fraction.
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
-    numbers = {label: _number(label) for label in table.labels}
-    is_numeric = all(_number(label) is not None for label in class_names or table.labels)
-    # NaN counts as a fraction, too: nan % 1 is nan, which is true
-    fraction = next(
-        (label for label, number in numbers.items() if number is not None and number % 1), None
+    numbers = {label: number(label, table.mark) for label in table.labels}
+    parts = {label: amount(label) or ("", None) for label in numbers}
+    units = {unit for _, unit in parts.values()}
+    amounts = (
+        {label: number(digits, table.mark) for label, (digits, _) in parts.items()}
+        if len(units) == 1 and None not in units
+        else numbers
     )
+    is_numeric = all(
+        number(label, table.mark) is not None
+        and label.lower() not in BOOLS
+        and not (label[0] == "0" and label[1:2].isdigit())
+        for label in class_names or numbers
+    )
+    # NaN counts as a fraction, too: nan % 1 is nan, which is true
+    fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         # NumPy converts None to NaN
-        exact = np.array([numbers[label] for label in table.labels], np.float64)
+        exact = np.array([amounts[label] for label in table.labels], np.float64)
         with np.errstate(over="ignore"):
             quantities = exact.astype(np.float32)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
             raise DataError(
-                f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite"
+                f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
             )
         if lost_columns(exact[:, None], quantities):
-            raise DataError(f"{table.path}, the target: {lost(exact)}")
+            raise DataError(f"{table.source}, the target: {lost(exact)}")
         return Dataset(name, table.features, quantities, 0, table.scale, **table.about)
     if is_numeric and fraction is not None:
         raise DataError(
-            f"{table.path}: label {shortened(fraction)!r} is not a whole number; {HINT}"
+            f"{table.source}: label {shortened(fraction)!r} is not a whole number; {HINT}"
         )
     spelled = {
-        label: label if number is None or not is_numeric else str(int(number))
-        for label, number in numbers.items()
+        label: label if value is None or not is_numeric else str(int(value))
+        for label, value in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
     if is_trained_on and not class_names and len(names) == 1:
         raise DataError(
-            f"{table.path} has only one class, {shortened(names[0])!r}, so there is nothing to"
+            f"{table.source} has only one class, {shortened(names[0])!r}, so there is nothing to"
             f" predict; {table.other_target()}"
         )
-    if not class_names and len(names) > max(MOST_CLASSES, len(table.labels) // 2):
-        raise DataError(
-            f"{table.path}: the labels are {len(names)} different ones in {len(table.labels)} rows,"
-            f" nearly a class for each row; {HINT if is_numeric else table.other_target()}"
-        )
     about = table.about
-    if is_numeric and not class_names and len(names) > MOST_CLASSES:
-        note = f"column {table.target!r}: {len(names)} numbers are a class each; {HINT}"
-        about["notes"] = (*table.notes, note)
     class_of = {item: number for number, item in enumerate(names)}
     if unknown := [label for label in table.labels if spelled[label] not in class_of]:
         raise DataError(
-            f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels"
+            f"{table.source}: label {shortened(unknown[0])!r} is not among the training labels"
             f" {list(names)}"
         )
     y = np.array([class_of[spelled[label]] for label in table.labels])
+    if is_trained_on and not class_names:
+        remedy = HINT if is_numeric else table.other_target()
+        notes = judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
+        about["notes"] += notes
     return Dataset(name, table.features, y, len(names), table.scale, names, **about)
 
 
@@ -494,7 +660,7 @@ def refuse_rules(what: str, rules: TableRules) -> None:
     Raises:
         UsageError: with the name of the rule.
     """
-    for name in ("target", "drop", "text_columns", "sample_shape", "class_names"):
+    for name in ("target", "drop", "text_columns", "sample_shape", "class_names", "decimal"):
         if getattr(rules, name) and not rules.encoding:
             raise UsageError(f"{what} is no table with columns to choose; leave {name} out")
 
@@ -529,7 +695,12 @@ def load_npz(
         raise DataError(
             f"{path}: holds {_names(path)}; needs x and y, or x_train, y_train, x_test and y_test"
         )
-    train = _part(path, name, arrays, f"x{first}", f"y{first}", predicts)
+    for item, x in arrays.items() if rules.as_bytes else ():
+        # whole numbers are bytes, whatever their dtype
+        if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
+            arrays[item] = x.astype(np.uint8)
+    is_other = rules.as_bytes is not None
+    train = _part(path, name, arrays, f"x{first}", f"y{first}", predicts, is_other=is_other)
     if not second:
         return train, None
     test = _part(path, name, arrays, f"x{second}", f"y{second}", predicts, train.classes)
@@ -593,7 +764,10 @@ def _part(
     y_name: str,
     predicts: LabelKind,
     classes: int = 0,
+    is_other: bool = False,
 ) -> Dataset:
+    """Return a part of an archive, of other data than a model's if its classes may be some."""
+    notes: tuple[str, ...] = ()
     x, y = arrays[x_name], arrays[y_name]
     if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
         raise DataError(
@@ -608,13 +782,10 @@ def _part(
             f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype);"
             f" {HINT}"
         )
-    elif (largest := int(y.max())) >= max(y.size, SURE_CLASSES, classes):
-        raise DataError(
-            f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the"
-            " classes from 0"
-        )
-    else:
-        classes = classes or largest + 1
+    elif is_other:
+        classes = int(y.max()) + 1
+    elif not classes:
+        classes, notes = judge_classes(path, y_name, y, HINT)
     is_tokens = x.dtype in TOKEN_TYPES or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1)
     if y.dtype.kind == "f" or not is_tokens:
         x = _samples(path, x_name, x)
@@ -624,9 +795,8 @@ def _part(
         )
     elif x.dtype == np.uint8:
         x = x.astype(np.uint16)
-    return Dataset(
-        name, np.ascontiguousarray(x), y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0
-    )
+    scale = 1 / 255 if x.dtype == np.uint8 else 1.0
+    return Dataset(name, np.ascontiguousarray(x), y, classes, scale, notes=notes)
 
 
 def _samples(path: Path, name: str, x: Array) -> Array:

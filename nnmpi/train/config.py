@@ -257,6 +257,8 @@ class DataConfig:
     sample_shape: tuple[int, ...] | None = None
     """Shape of a row of a .csv, such as 28,28,1 for the pixels of an image (default: its features).
     """
+    decimal: Literal["auto", ".", ","] = "auto"
+    """Decimal mark of a .csv. auto: the one that its cells show."""
     data_dir: Path | None = None
     """Folder of the data set's files. Without it they are downloaded once per node."""
     test_fraction: float = 0.2
@@ -501,7 +503,7 @@ class Config:
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         model, given = self.model.model, non_defaults(self.data) | non_defaults(self.optimization)
-        for name in ("target", "drop", "sample_shape", "augment", "loss"):
+        for name in ("target", "drop", "sample_shape", "decimal", "augment", "loss"):
             require(
                 model not in SEQUENCE_MODELS or name not in given or is_custom(given[name]),
                 f"{flag_of(name)} is not for --model {model}, whose samples and labels are tokens;"

@@ -328,7 +328,7 @@ def text_source(config: Config) -> TextSource | None:
                 f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out",
             )
         return None
-    for name in ("data_dir", "target", "drop", "sample_shape"):
+    for name in ("data_dir", "target", "drop", "sample_shape", "decimal"):
         require(
             name not in non_defaults(data),
             "a text names its file itself, and its tokens are the labels; leave"
@@ -388,7 +388,8 @@ def _load(
             drop=data.dropped,
             text_columns=data.columns,
             sample_shape=data.sample_shape or (),
-            encoding=signature.encoding if signature else (),
+            decimal="" if data.decimal == "auto" else data.decimal,
+            encoding=signature.rules.encoding if signature else (),
             as_bytes=signature.stored == BYTES if signature else None,
         )
     context = config.model.context
@@ -402,7 +403,9 @@ def _load(
 
 
 # an argument of `load` with its value, at the end of a sentence
-_ARGUMENT = re.compile(r"\b(target|drop|text_columns|predicts)=('[^']*'|\"[^\"]*\"|\[[^]]*\])")
+_ARGUMENT = re.compile(
+    r"\b(target|drop|text_columns|predicts|decimal)=('[^']*'|\"[^\"]*\"|\[[^]]*\])"
+)
 _LOSSES = {"quantities": "mse", "classes": "cross-entropy"}
 
 

@@ -12,7 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.base.errors import CheckpointError, UsageError
+from nnmpi.base.errors import CheckpointError, DataError, UsageError
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
@@ -34,6 +35,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import read_array
+from nnmpi.data.tables import read_csv
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.models.pretrained import is_pretrained, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, last_linear, read_torch, torch_weights
@@ -65,6 +67,29 @@ from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
 
 ONE_RANK = Layout(1, 1, 1)
+ROWS = (
+    16  # of a forward pass: one sample alone costs as many, and a million little more than by 256
+)
+
+
+def read_rows(source: Any, signature: ModelSignature, say: Callable[[str], Any]) -> Array:
+    """Return a table's samples by the rules of the model's, and say what was replaced in it.
+
+    Args:
+        source: see `read_csv`.
+        signature: the model's.
+        say: called with each sentence.
+
+    Raises:
+        DataError: for a table that does not fit the model.
+    """
+    rules, shape = signature.rules, signature.sample_shape
+    if not rules.encoding:
+        raise DataError(f"rows of a table do not fit a model that takes {shape}; give an array")
+    table = read_csv(source, rules, labelled=False)
+    for note in table.notes:
+        say(f"{table.source}: {note}")
+    return table.features
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +133,30 @@ class Run:
         """Return the metadata of a file with its weights; see `train.signature`."""
         return to_metadata(self.signature, to_json(self.config.model))
 
-    def transform(self, x: Array) -> Array:
-        """Return samples as model input; see `ModelSignature.prepare`."""
-        return self.signature.prepare(x, self.config.run.dtype)
+    def transform(self, x: Any) -> Array:
+        """Return samples as model input; see `predict` and `ModelSignature.prepare`."""
+        of, many = self.signature, isinstance(x, list | tuple)
+        is_table = hasattr(x, "columns") or isinstance(x, Mapping)
+        is_table |= many and bool(x) and isinstance(x[0], Mapping)
+        kind = getattr(getattr(x, "dtype", None), "kind", "")
+        if is_table or (of.encoding and (many or kind in ("O", "U"))):
+            samples = read_rows(x, of, partial(warnings.warn, stacklevel=4))
+        elif moved := [column.name for column in of.encoding if column.offset]:
+            raise DataError(
+                f"the model subtracts an offset from {', '.join(moved)}, which an array may have or"
+                " not; give rows as a list or a DataFrame, with the numbers of the table"
+            )
+        else:
+            samples = read_array(x, "samples")
+        return of.prepare(samples, self.config.run.dtype)
 
-    def predict(self, x: Array) -> Array:
+    def predict(self, x: Any) -> Array:
         """Return predictions for samples. Collective over the ranks of a replica.
 
         Args:
-            x: (n, *sample_shape), samples as in the data set.
+            x: (n, *sample_shape), samples as in the data set. For a model of a table also its
+                rows: a DataFrame, a mapping of columns, a list of mappings or of rows. They are
+                read by the run's rules, as a file is: columns by name, texts, dates, missing cells.
 
         Returns:
             The probability of each class: (n, classes); or quantities: (n, *target_shape).
@@ -124,7 +164,7 @@ class Run:
         Raises:
             DataError: for samples that do not fit the model.
         """
-        return self.answers(self.transform(read_array(x, "samples")))
+        return self.answers(self.transform(x))
 
     def answers(self, x: Array) -> Array:
         """Return predictions for model input; see `predict`. Collective over a replica's ranks.
@@ -141,22 +181,25 @@ class Run:
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return shifted / shifted.sum(axis=-1, keepdims=True)
 
-    def outputs(self, x: Array, rows: int = 256) -> Array:
+    def outputs(self, x: Array) -> Array:
         """Return the model's outputs for inputs (n, ...). Collective over a replica's ranks.
+
+        A row's bits do not depend on the others: each forward pass has `ROWS` rows, the last one
+        filled up, since a library's products of other shapes add in another order.
 
         Args:
             x: (n, *sample_shape).
-            rows: per forward pass.
 
         Raises:
             DivergenceError: for outputs that are not finite.
         """
         inference = Inference(self.arrangement, self.backend, self.config.numerics.precision)
-        parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
+        places = np.arange(-(-len(x) // ROWS) * ROWS).reshape(-1, ROWS)
+        parts = [inference(x[np.minimum(some, len(x) - 1)]) for some in places]
         inference.release()
         if not parts:
             return np.zeros((0, self.signature.outputs), self.config.run.dtype)
-        outputs = np.concatenate(parts)
+        outputs = np.concatenate(parts)[: len(x)]
         check_finite(len(x), nonfinite_rows(outputs))
         return outputs
 

@@ -22,8 +22,9 @@ from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError, DataError, shortened
 from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
-from nnmpi.data.columns import Encoding
+from nnmpi.data.columns import Encoding, plain
 from nnmpi.data.dataset import Dataset, Predicts, Samples
+from nnmpi.data.tables import TableRules
 from nnmpi.data.transform import Normalize
 
 METADATA = "nnmpi"  # key of the JSON in a file's metadata
@@ -154,11 +155,19 @@ class ModelSignature:
         kind = state[bias].dtype
         return {**state, weight: scaled.astype(kind), bias: shifted.astype(kind)}
 
+    @property
+    def rules(self) -> TableRules:
+        """How another table is read; without an encoding if no table fits the model."""
+        shape, is_row = self.sample_shape, len(self.sample_shape) == 1 and not self.is_tokens
+        return TableRules(
+            target=self.target,
+            sample_shape=() if is_row else shape,
+            encoding=self.encoding or (plain(self.columns, shape[0]) if is_row else ()),
+            as_bytes=self.stored == BYTES,
+        )
+
     def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
         """Return a table's features in the model's order, by column name.
-
-        A table without any of the model's names at a wrong position passes unchanged: it may lack
-        a header, or have other names.
 
         Args:
             x: (n, features).
@@ -166,17 +175,13 @@ class ModelSignature:
             source: of the table, for messages.
 
         Raises:
-            DataError: for a name at a wrong position in a table without all of the model's names.
+            DataError: for other names.
         """
-        indices = {name: index for index, name in enumerate(self.columns)}
-        if all(indices.get(name, index) == index for index, name in enumerate(columns)):
+        if () in (tuple(columns), self.columns) or tuple(columns) == self.columns:
             return x
-        if sorted(columns) != sorted(indices):
+        if sorted(columns) != sorted(self.columns):
             has, expected = (shortened(", ".join(item)) for item in (columns, self.columns))
-            raise DataError(
-                f"{source} has the columns {has}, but the model takes {expected}; give these, in"
-                " this order"
-            )
+            raise DataError(f"{source} has the columns {has}; the model takes {expected}")
         return x[:, [columns.index(name) for name in self.columns]]
 
     def name_of(self, number: int) -> str:
@@ -212,8 +217,8 @@ class ModelSignature:
     def scaled(self, x: Array, dtype: str = "float32", name: str = "samples") -> Array:
         """Return numbers on the scale of the model's, before the normalization.
 
-        For a model of bytes, whole numbers from 0 to 255 are bytes, whatever their dtype, and other
-        ones are scaled already.
+        For a model of bytes, integers are bytes. Floats are bytes or scaled already; each sample
+        alone must show which, so that no result depends on the samples beside it.
 
         Args:
             x: (n, *sample_shape), numbers.
@@ -221,10 +226,9 @@ class ModelSignature:
             name: of the samples, for the error.
 
         Raises:
-            DataError: for bytes, if the model's were not, for numbers on neither scale, and for NaN
-                and infinity.
+            DataError: for bytes, if the model's were not, for samples of floats that fit neither
+                scale or both, and for NaN and infinity.
         """
-        is_bytes = x.dtype == np.uint8
         with np.errstate(over="ignore"):
             result = x.astype(dtype)
         for index in np.argwhere(~np.isfinite(result))[:1].tolist():
@@ -232,22 +236,27 @@ class ModelSignature:
                 f"{name}{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
                 " sample out, or scale it"
             )
-        if is_bytes and self.stored != BYTES:
+        if x.dtype == np.uint8 and self.stored != BYTES:
             raise DataError(
                 f"{name} are bytes, but {self.data} had {self.stored} ones; give them in the"
                 f" same units, as {self.stored}"
             )
         if self.stored != BYTES or not x.size:
             return result
-        top, least, most = FULL * self.scale, float(result.min()), float(result.max())
-        if not is_bytes and least >= -top * ROUNDING and most <= top * (1 + ROUNDING):
-            return result
-        if least < 0 or most > FULL or not (is_bytes or np.array_equal(result, np.rint(result))):
+        top, each, is_whole = FULL * self.scale, result.reshape(len(x), -1), x.dtype.kind in "iu"
+        least, most = each.min(axis=1), each.max(axis=1)
+        is_bytes = (least >= 0) & (most <= FULL)
+        is_scaled = (least >= -top * ROUNDING) & (most <= top * (1 + ROUNDING)) & (not is_whole)
+        if not is_whole:
+            is_bytes &= (each == np.rint(each)).all(axis=1)
+        # zeros are black on both scales
+        for row in np.flatnonzero((is_bytes == is_scaled) & each.any(axis=1))[:1].tolist():
+            both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"
             raise DataError(
-                f"{name} are from {least:.4g} to {most:.4g}, but the model's were bytes, and then"
-                f" from 0 to {top:.4g}; give them in either form"
+                f"{name}[{row}] is from {least[row]:.4g} to {most[row]:.4g}, but the model's were"
+                f" bytes, and then from 0 to {top:.4g}; give them in either form{both if is_bytes[row] else ''}"
             )
-        result *= np.asarray(self.scale, dtype)
+        result[is_bytes] *= np.asarray(self.scale, dtype)
         return result
 
     def normalized(self, x: Array) -> Array:

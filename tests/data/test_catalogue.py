@@ -160,19 +160,21 @@ def test_csv_and_npz_by_path(tmp_path: Path) -> None:
 
 def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").touch()
-    with pytest.raises(
-        UsageError,
-        match=r"a\.json: files of this kind cannot be read; .* for texts \.txt, \.jsonl or",
-    ):
+    with pytest.raises(UsageError, match=r"a\.json: \.json files are not read; .*read_json\("):
         load(str(tmp_path / "a.json"))
 
 
 def test_images_that_lie_in_no_folder_of_a_class(tmp_path: Path) -> None:
-    (tmp_path / "a.png").touch()
-    with pytest.raises(
-        UsageError, match="it has images, not a folder of images per class; give its parent"
-    ):
-        load(str(tmp_path))
+    """Such as Kaggle's, beside a table of their labels; or in a format that is not read."""
+    for number, name in enumerate(("a.png", "train/cat.0.jpg", "cats/1.avif", "train/cats/1.jp2")):
+        file = tmp_path / str(number) / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+        (tmp_path / str(number) / "train.csv").write_text("id,label\n1,2\n")
+        with pytest.raises(
+            UsageError, match=f"{name} is not in a folder of images per class .*convert.*Loader"
+        ):
+            load(str(tmp_path / str(number)))
 
 
 def test_folder_of_tables(tmp_path: Path) -> None:

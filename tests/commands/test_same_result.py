@@ -1,0 +1,215 @@
+"""A result does not depend on its neighbours: each sample's is bit for bit the same alone, in any
+company and order, from a file and from Python.
+"""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi.base.errors import DataError
+from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.predict import main as predict
+from nnmpi.train.run import Run
+from tests.commands.test_use import run, said
+
+Draw = np.random.Generator
+
+
+def asked(
+    folder: Path, files: Any, capfd: pytest.CaptureFixture[str], ranks: int = 1
+) -> np.ndarray[Any, Any]:
+    """Return the probabilities that the command prints for files, in float32."""
+    words = " ".join(map(str, files))
+    answer = json.loads(said(predict, f"{folder} {words} --format json", ranks, capfd))
+    return np.array([sample["probabilities"] for sample in answer["samples"]], "f4")
+
+
+def companies(draw: Draw, count: int) -> list[list[int]]:
+    """Return each sample alone, and draws of samples in any order and number."""
+    some = [draw.permutation(count)[: draw.integers(1, count + 1)].tolist() for _ in range(8)]
+    return [*([i] for i in range(0, count, 7)), *some, [0] * 20]
+
+
+def check(
+    draw: Draw, count: int, right: np.ndarray[Any, Any], ask: Callable[[list[int]], Any]
+) -> None:
+    for places in companies(draw, count):
+        np.testing.assert_array_equal(ask(places), right[places], strict=True)
+
+
+# ---- images ----
+
+
+@pytest.fixture
+def pictures() -> np.ndarray[Any, Any]:
+    draw = np.random.default_rng(1)
+    x = draw.integers(0, 256, (40, 28, 28)).astype("u1")
+    x[::5] = draw.integers(0, 2, (8, 28, 28))  # nearly black ones: they are bytes, too
+    x[7] = 0
+    return x
+
+
+@pytest.mark.parametrize(
+    "model", ["cnn --hidden 8", "mlp --dtype float64", "mlp --no-normalize --hidden 128"]
+)
+def test_images(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    pictures: np.ndarray[Any, Any],
+    model: str,
+) -> None:
+    draw, y = np.random.default_rng(0), np.arange(40) % 3
+    np.savez(tmp_path / "a.npz", x=pictures, y=y)
+    folder, _ = run(tmp_path, f"--dataset {tmp_path}/a.npz --model {model}", capfd)
+    model_ = nnmpi.load(folder)
+    right = model_.predict(pictures)
+    for kind in ("u1", "i2", "i8", "u4"):
+        check(draw, 40, right, lambda some, kind=kind: model_.predict(pictures[some].astype(kind)))
+    check(draw, 40, right, lambda some: model_.predict(json.loads(str(pictures[some].tolist()))))
+    matrices = []
+    for kind in ("u1", "i8"):
+        np.savez(tmp_path / "b.npz", x=pictures.astype(kind), y=y)
+        words = f"{folder} --dataset {tmp_path}/b.npz --part train --json"
+        matrices.append(json.loads(said(evaluate, words, 1, capfd))["confusion"])
+        for some in ([3], [5], [10, 9, 8, 5, 0]):
+            np.savez(tmp_path / "c.npz", x=pictures[some].astype(kind))
+            found = asked(folder, [tmp_path / "c.npz"], capfd)
+            np.testing.assert_array_equal(found, right[some].astype("f4"))
+    assert matrices[0] == matrices[1]
+    # floats: by their own values alone, or refused
+    bright = [i for i in range(40) if pictures[i].max() > 1]
+    check(
+        draw, len(bright), right[bright], lambda some: model_.predict(pictures[bright][some] / 1.0)
+    )
+    for others in ([5], [5, 1, 2]):
+        with pytest.raises(DataError, match=r"samples\[0\] is from 0 to 1.*give bytes as integers"):
+            model_.predict(pictures[others].astype("f4"))
+
+
+def test_a_picture_in_a_file_is_its_bytes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pictures: np.ndarray[Any, Any]
+) -> None:
+    images = pytest.importorskip("PIL.Image")
+    np.savez(tmp_path / "a.npz", x=pictures, y=np.arange(40) % 3)
+    folder, _ = run(tmp_path, f"--dataset {tmp_path}/a.npz --model cnn --hidden 8", capfd)
+    right = nnmpi.load(folder).predict(pictures)
+    for i in (0, 5, 6):
+        images.fromarray(pictures[i]).save(tmp_path / f"{i}.png")
+    names = [tmp_path / f"{i}.png" for i in (6, 0, 5)]
+    np.testing.assert_array_equal(asked(folder, names, capfd), right[[6, 0, 5]])
+    np.testing.assert_array_equal(asked(folder, names[2:], capfd), right[[5]])
+
+
+# ---- tables ----
+
+
+def rows(draw: Draw, count: int) -> tuple[list[str], list[list[str]]]:
+    """Return a table as people have them: German numbers, units, dates, texts, gaps, big numbers."""
+    header = ["Id", "Preis", "Anteil", "Tag", "Farbe", "Notiz", "Menge"]
+    result = []
+    for _ in range(count):
+        price = f"{draw.integers(1, 3000):,}".replace(",", ".") + f",{draw.integers(0, 99):02}"
+        cells = [
+            str(1_700_000_000_000 + draw.integers(0, 10_000_000)),
+            price if draw.random() < 0.9 else "",
+            f"{draw.integers(0, 100)} %",
+            f"{draw.integers(1, 28)}.3.2024" if draw.random() < 0.9 else "NA",
+            str(draw.choice(["rot", "grün", "blau", ""])),
+            str(draw.choice(["sehr gut", "nicht gut", "schlecht", "好看的电影"])),
+            str(draw.choice(["1.000", "20", "3,5"])),
+        ]
+        result.append(cells)
+    return header, result
+
+
+def write(file: Path, lines: list[list[str]]) -> Path:
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream, delimiter=";").writerows(lines)
+    return file
+
+
+def test_tables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(2)
+    header, table = rows(draw, 80)
+    labelled = [[*header, "Ziel"], *([*row, "ny"[i % 2]] for i, row in enumerate(table))]
+    write(tmp_path / "a.csv", labelled)
+    words = f"--dataset {tmp_path}/a.csv --model mlp --hidden 8 --target Ziel --text-columns Notiz"
+    folder, _ = run(tmp_path, words, capfd)
+    model = nnmpi.load(folder)
+    table = table[:40]
+    right = asked(folder, [write(tmp_path / "b.csv", [header, *table])], capfd, 2)
+    assert len({*map(bytes, right)}) > 30, "different rows"
+
+    def columns(some: list[int], order: Any = range(7)) -> dict[str, list[str]]:
+        return {header[k].upper(): [table[i][k] for i in some] for k in order}
+
+    with pytest.warns(UserWarning, match="missing number|not seen"):
+        check(draw, 40, right, lambda some: model.predict([table[i] for i in some]))
+        check(draw, 40, right, lambda some: model.predict(columns(some, draw.permutation(7))))
+        names = [dict(zip(header, row, strict=True)) for row in table]
+        check(draw, 40, right, lambda some: model.predict([names[i] for i in some]))
+    for some in companies(draw, 40)[-4:]:
+        order = draw.permutation(7).tolist()
+        lines = [[row[k] for k in order] for row in [header, *(table[i] for i in some)]]
+        found = asked(folder, [write(tmp_path / "c.csv", lines)], capfd)
+        np.testing.assert_array_equal(found, right[some])
+        found = asked(folder, [write(tmp_path / "c.csv", [table[i] for i in some])], capfd)
+        np.testing.assert_array_equal(found, right[some])
+    with pytest.raises(DataError, match="subtracts an offset from Id"):
+        model.predict(np.zeros((2, len(model.signature.columns))))
+
+
+def test_numbers_of_python_are_those_of_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also of pandas, where it is installed; and in a table without names."""
+    draw = np.random.default_rng(3)
+    x = np.round(draw.normal(size=(60, 3)) * [1, 1e5, 1e-3], 6)
+    lines = [",".join(map(repr, row)) + f",{'ab'[i % 2]}" for i, row in enumerate(x.tolist())]
+    for name, header in (("named", ["u,v,w,k"]), ("bare", [])):
+        file = tmp_path / f"{name}.csv"
+        file.write_text("\n".join([*header, *lines]) + "\n")
+        folder, _ = run(tmp_path / name, f"--dataset {file} --model mlp --hidden 8", capfd)
+        model = nnmpi.load(folder)
+        right = asked(folder, [file], capfd)
+        check(draw, 60, right, lambda some, model=model: model.predict(x[some]))
+        check(draw, 60, right, lambda some, model=model: model.predict(x[some].tolist()))
+        if header:
+            pandas = pytest.importorskip("pandas")
+            frame = pandas.DataFrame({"W": x[:, 2], "u": x[:, 0], "extra": "?", "v": x[:, 1]})
+            check(draw, 60, right, lambda some, of=frame, model=model: model.predict(of.iloc[some]))
+
+
+# ---- texts ----
+
+
+def test_tokens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a model of one's own that classifies sequences."""
+    draw = np.random.default_rng(4)
+    (tmp_path / "m.py").write_text(
+        "from nnmpi import nn\n"
+        "def model(shape, classes):\n"
+        "    return nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(shape[0] * 6,"
+        " classes))\n"
+    )
+    x = draw.integers(0, 11, (40, 9)).astype("u2")
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 3)
+    words = f"--dataset {tmp_path}/a.npz --model {tmp_path}/m.py:model"
+    folder, _ = run(tmp_path, words, capfd)
+    model: Run = nnmpi.load(folder, trust=True)
+    right = model.predict(x)
+    for kind in ("u2", "i8", "u1"):
+        check(draw, 40, right, lambda some, kind=kind: model.predict(x[some].astype(kind)))
+    np.savez(tmp_path / "b.npz", x=x[[7, 3]].astype("i4"))
+    (found,) = [
+        json.loads(said(predict, f"{folder} {tmp_path}/b.npz --trust --format json", 1, capfd))
+    ]
+    np.testing.assert_array_equal(
+        np.array([sample["probabilities"] for sample in found["samples"]], "f4"), right[[7, 3]]
+    )

@@ -1,0 +1,369 @@
+"""Tables are read by rules: of their file, their columns and the run; what two rules fit is refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.data.catalogue import load
+from nnmpi.data.cells import split_words
+from nnmpi.data.dataset import Dataset, split_indices
+from nnmpi.data.loader import Loader
+from nnmpi.data.tables import READERS, Table, TableRules, read_csv, to_dataset
+from tests.data.test_items import Frame
+
+
+def write(folder: Path, lines: Sequence[str], name: str = "t.csv") -> Path:
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def full(folder: Path, lines: Sequence[str], name: str = "t.csv", **options: Any) -> Dataset:
+    rules = TableRules(**options)
+    return to_dataset(read_csv(write(folder, lines, name), rules), "t", predicts="any")
+
+
+def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[str]:
+    """Return a table with these cells in its first column."""
+    rows = [f"{cell}{separator}{i % 7}{separator}{'xy'[i % 2]}" for i, cell in enumerate(cells)]
+    return [f"{name}{separator}w{separator}kind", *rows]
+
+
+# ---- one convention for a file ----
+
+
+@pytest.mark.parametrize(
+    ("separator", "cells", "values"),
+    [
+        (";", ["999,5", "1.000", "1.200,5", "12.500", "500"], [999.5, 1000, 1200.5, 12500, 500]),
+        (";", ["1.5", "1,000", "2"], [1.5, 1000, 2]),
+        ("\t", ["1,5", "1.000", "-2.000.000"], [1.5, 1000, -2000000]),
+        (",", ['"1.200,5"', '"1.000"', "7"], [1200.5, 1000, 7]),  # a comma needs quotes
+        (
+            ",",
+            ["1.000", "12.500", "7"],
+            [1, 12.5, 7],
+        ),  # between commas a point is none of thousands
+        (",", ['"1,000"', "0.5", "7"], [1000, 0.5, 7]),
+        (",", ["1'000.5", "−3", "+2"], [1000.5, -3, 2]),
+        (";", ["1\u202f200,5", "3", "4"], [1200.5, 3, 4]),
+        (";", ["5,99 EUR", "1.000 EUR", "12 EUR"], [5.99, 1000, 12]),
+    ],
+)
+def test_a_file_has_one_decimal_mark(
+    tmp_path: Path, separator: str, cells: list[str], values: list[float]
+) -> None:
+    assert full(tmp_path, column(cells, separator)).x[:, 0].tolist() == pytest.approx(values)
+
+
+def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) -> None:
+    for separator in ";\t":
+        lines = column(["1.000", "12.500", "7"], separator)
+        with pytest.raises(DataError, match=r"line 2: '1.000' is 1 or 1000; .*decimal='.' or dec"):
+            full(tmp_path, lines)
+        assert full(tmp_path, lines, decimal=",").x[0, 0] == 1000
+        assert full(tmp_path, lines, decimal=".").x[0, 0] == 1
+    with pytest.raises(DataError, match=r"line 3, column 1 \(v\): '1.5' is no number"):
+        full(tmp_path, column(["1,5", "1.5", "2"], ";"))
+    with pytest.raises(UsageError, match="decimal='x' is no decimal mark"):
+        full(tmp_path, column(["1"]), decimal="x")
+
+
+@pytest.mark.parametrize("form", ["{}", ".{}", "-.{}", "{}e5", "2.{}e-05", "{}e+2", "1,{}"])
+def test_numbers_are_no_units(tmp_path: Path, form: str) -> None:
+    """Neither their exponents nor what begins with the mark; as target and as feature."""
+    cells = [form.format(100 + i) for i in range(30)]
+    lines = ["a;y", *(f"{cell};{cell}" for cell in cells)]
+    data = to_dataset(
+        read_csv(write(tmp_path, [*lines, "0,5;0,5"] if "," in form else lines)),
+        "t",
+        predicts="quantities",
+    )
+    expected = [float(cell.replace(",", ".")) for cell in cells]
+    assert data.y[:30].tolist() == pytest.approx(expected)
+    assert (data.x[:30, 0] - data.x[0, 0]).tolist() == pytest.approx(
+        [value - expected[0] for value in expected], rel=1e-3
+    )
+
+
+def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path: Path) -> None:
+    lines = ["a;price", "1,5;1.000,25", "2,5;3"]
+    data = to_dataset(read_csv(write(tmp_path, lines)), "t", predicts="quantities")
+    assert data.y.tolist() == [1000.25, 3]
+    rules = TableRules(encoding=data.encoding)
+    other = read_csv(write(tmp_path, ["a", "1.000"]), rules, labelled=False)
+    assert other.features.tolist() == [[1000]]
+    assert read_csv([[1.5]], rules, labelled=False).features.tolist() == [[1.5]]
+    priced = to_dataset(read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"])), "t", predicts="any")
+    assert priced.classes == 2
+    priced = to_dataset(
+        read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"])), "t", predicts="quantities"
+    )
+    assert priced.y.tolist() == [2, 5.5]
+
+
+@pytest.mark.parametrize(
+    "form", ["{}%", "${}.99", "-${}", "{} km", "{}kg", "EUR {}", "{} m2", "€{}", "{} °C", "~{}~"]
+)
+def test_a_unit_is_read_or_said(tmp_path: Path, form: str) -> None:
+    cells = [form.format(i) for i in range(60)]
+    data = full(tmp_path, column(cells))
+    if form == "~{}~":
+        assert data.sample_shape == (1,) and "different texts" in data.notes[0]
+        return
+    assert data.sample_shape == (2,)
+    assert np.abs(np.diff(data.x[:, 0])) == pytest.approx(1, rel=1e-4)
+    cells[30] = "unknown"
+    with pytest.raises(DataError, match=r"line 32, column 1 \(v\): 'unknown' is no number with"):
+        full(tmp_path, column(cells))
+    cells[30] = "30"
+    with pytest.raises(DataError, match="line 32.*'30' is no number with"):
+        full(tmp_path, column(cells))
+
+
+def test_ordinals_and_groups_are_texts(tmp_path: Path) -> None:
+    for values in (("1st", "2nd", "3rd"), ("18-25", "26-40", "41-65"), ("Q1", "Q2", "Q3")):
+        data = full(tmp_path, column([values[i % 3] for i in range(30)]))
+        assert data.columns[:3] == tuple(f"v={value}" for value in values)
+        assert data.notes == ("a feature for each text of v (3)",)
+
+
+def test_two_units_and_two_forms_of_dates_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 2, column 1.*'0 mi' is no number with 'km', as oth"):
+        full(tmp_path, column([f"{i} {'km' if i % 3 else 'mi'}" for i in range(60)]))
+    days = [f"2024-03-{i % 28 + 1:02}" if i % 2 else f"{i % 28 + 1:02}/03/2024" for i in range(60)]
+    with pytest.raises(DataError, match="is no date as the others are|the month or the day first"):
+        full(tmp_path, column(days))
+    # between commas: the other mark
+    with pytest.raises(DataError, match="line 2.*'0,5' is no number"):
+        full(tmp_path, column([f'"{i},5"' for i in range(30)] + ["0.5"]))
+
+
+@pytest.mark.parametrize("odd", ["2024-02-30", "unknown", "03/04/2024", "12"])
+def test_an_odd_date_is_refused_by_its_line(tmp_path: Path, odd: str) -> None:
+    cells = [f"2024-02-{i % 28 + 1:02}" for i in range(100)]
+    assert full(tmp_path, column(cells)).sample_shape == (2,)
+    cells[7] = odd
+    with pytest.raises(DataError, match=rf"line 9, column 1 \(v\): '{odd}' is no date as the"):
+        full(tmp_path, column(cells))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "days"),
+    [
+        ("1949-01", "1949-02", 31),
+        ("Jan 1990", "Feb 1990", 31),
+        ("1-Jan-90", "2-Jan-90", 1),
+        ("January 2, 2020", "January 4, 2020", 2),
+        ("08:30", "20:30", 0.5),
+        ("8:30 AM", "8:30 PM", 0.5),
+        ("2024-3-1", "2024-3-31", 30),
+    ],
+)
+def test_forms_of_dates(tmp_path: Path, first: str, second: str, days: float) -> None:
+    x = full(tmp_path, column([f'"{first}"', f'"{second}"'])).x
+    assert x[1, 0] - x[0, 0] == pytest.approx(days, abs=1e-3)
+
+
+def test_dates_of_which_the_month_is_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"in column 'v' may have the month or the day first.*drop="
+    ):
+        full(tmp_path, column(["3/1/2024", "4/2/2024"]))
+
+
+# ---- the first row, and names ----
+
+
+def test_a_first_row_of_texts_that_occur_below_is_a_row(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [",".join(draw.choice([*"xob"], 5)) + f",{'pn'[i % 2]}" for i in range(50)]
+    data = full(tmp_path, rows)
+    assert len(data) == 50 and data.encoding[0].name == "1"
+    data = full(tmp_path, ["alpha,beta,g,h,i,k", *rows])
+    assert len(data) == 50 and data.encoding[0].name == "alpha"
+    assert "line 1 is taken as the names of the columns" in data.notes
+    for first in ("A,1,2,3,yes", "A,1961,1975,3,yes"):
+        assert len(full(tmp_path, [first, "B,7,2,4,no", "A,9,9,9,yes"])) == 3
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_numbers_behind_an_index_without_a_name_are_names(tmp_path: Path, begin: int) -> None:
+    """As pandas writes an array, and R a matrix."""
+    header = ",".join(["", *(str(begin + k) for k in range(4))])
+    rows = [f"{begin + i},{i * 7 % 5},{i},{i + 1},{i % 2}" for i in range(12)]
+    data = full(tmp_path, [header, *rows])
+    assert (len(data), data.class_names, data.sample_shape) == (12, ("0", "1"), (3,))
+
+
+def test_a_number_of_a_column_is_no_name(tmp_path: Path) -> None:
+    data = full(tmp_path, ["1,5,2,x", "3,6,4,y", "5,7,6,x"], target="4", drop=("2",))
+    assert data.x.tolist() == [[1, 2], [3, 4], [5, 6]]
+    named = full(tmp_path, ["a,b,k", "c,d,x", "a,b,y"], target="k")
+    assert len(named) == 2
+
+
+@pytest.mark.parametrize(
+    "header", ["2019,2020,2021,c", "2019,2020,c", "land,2019,2020,c", "2019,2021,2030,c"]
+)
+def test_years_are_names(tmp_path: Path, header: str) -> None:
+    width = header.count(",")
+    rows = [",".join(f"{i * 3 + k}.5" for k in range(width)) + f",{'xy'[i % 2]}" for i in range(8)]
+    data = full(tmp_path, [header, *rows])
+    assert (len(data), data.class_names) == (8, ("x", "y"))
+    bare = full(tmp_path, ["2019,2020,2021", *(f"{i}.5,{i},{i % 3}" for i in range(9))])
+    assert (len(bare), bare.class_names) == (9, ("0", "1", "2"))
+    years = [f"{1950 + i},{1980 + i},{'xy'[i % 2]}" for i in range(8)]
+    assert len(full(tmp_path, years)) == 8, "years above years are a row"
+
+
+@pytest.mark.parametrize("third", ["\t\tclass", "\t\tclass meta=1", "", "m\t\tc"])
+def test_oranges_header_lines_are_no_samples(tmp_path: Path, third: str) -> None:
+    lines = ["age\tsex\twon", "continuous\tm f\tdiscrete", third]
+    lines += [f"{20 + i}\t{'mf'[i % 2]}\t{'ny'[i % 3 == 0]}" for i in range(12)]
+    data = full(tmp_path, lines, "t.tab")
+    assert (len(data), data.class_names) == (12, ("n", "y"))
+    assert data.sample_shape == ((2,) if third.startswith("m") else (3,))
+    first = ["won\tage", "d\tc", "class\t", *(f"{'ny'[i % 2]}\t{i}.5" for i in range(9))]
+    assert full(tmp_path, first, "t.tab").target == "won"
+
+
+TRAIN = ["h,W,y", *(f"{170 + i},{60 + i}.5,{'st'[i % 2]}" for i in range(20))]
+
+
+def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options: Any) -> Table:
+    encoding = full(folder, TRAIN).encoding
+    rules = TableRules(encoding=encoding, **options)
+    return read_csv(write(folder, lines, "o.csv"), rules, labelled)
+
+
+def test_columns_are_found_by_their_names_in_any_capitals(tmp_path: Path) -> None:
+    for header, row in (("w,H", "1,2"), ("Y,w,H", "s,1,2"), ("more,W,h", "q,1,2")):
+        assert second(tmp_path, [header, row]).features.tolist() == [[2, 1]]
+    bare = second(tmp_path, ["2,1", "3,4"])
+    assert bare.features.tolist() == [[2, 1], [3, 4]]
+    assert bare.notes == ("the columns are taken in the order of the training table",)
+    for header in ("H,weight", "height,weight", "h,h2"):
+        with pytest.raises(DataError, match="the model needs h, W"):
+            second(tmp_path, [header, "1,2", "3,4"])
+
+
+def test_a_test_table_beside_a_training_table_is_matched_by_name(tmp_path: Path) -> None:
+    write(tmp_path, ["y,a,b", "0,1,2", "1,3,4", "0,5,6"], "train.csv")
+    write(tmp_path, ["B,A,Y", "20,10,1"], "test.csv")
+    _, test = load(str(tmp_path), target="y")
+    assert (test.x.tolist(), test.y.tolist()) == ([[10, 20]], [1])
+    write(tmp_path, ["B,C,Y", "20,10,1"], "test.csv")
+    with pytest.raises(DataError, match="has no column 'a'"):
+        load(str(tmp_path), target="y")
+
+
+def test_a_table_without_the_label_has_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="each column is a feature of the model, so none is the"):
+        second(tmp_path, ["h,W", "1,2"], labelled=True)
+    with pytest.raises(DataError, match="each column is a feature of the model"):
+        second(tmp_path, ["1,2", "3,4"], labelled=True)
+    with pytest.raises(UsageError, match="has no column 'y'"):
+        second(tmp_path, ["h,W,z", "1,2,3"], labelled=True, target="y")
+    assert second(tmp_path, ["Y,h,w", "s,1,2"], labelled=True, target="y").labels == ("s",)
+
+
+# ---- tables in memory ----
+
+
+def test_a_table_in_memory_is_read_as_a_file_is(tmp_path: Path) -> None:
+    lines = ["age,sex,seen,k", "31,f,2024-03-01,a", "33,m,2024-03-02,b", "35,f,,a"]
+    encoding = full(tmp_path, lines).encoding
+    rules = TableRules(encoding=encoding)
+    file = write(tmp_path, ["sex,age,seen", "m,,2024-03-05", "d,1.5,"], "o.csv")
+    expected = read_csv(file, rules, labelled=False)
+    rows = [[None, "m", np.datetime64("2024-03-05")], [1.5, "d", float("nan")]]
+    columns = {"SEX": ["m", "d"], "age": [None, 1.5], "seen": ["2024-03-05", None]}
+    mappings = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for source in (rows, columns, mappings, Frame(columns)):
+        result = read_csv(source, rules, labelled=False)
+        np.testing.assert_array_equal(result.features, expected.features)
+        assert result.notes == expected.notes
+    for wrong, match in (
+        ({"sex": ["m"], "age": [1]}, "dict has no column 'seen'"),
+        ({"sex": ["m", "f"], "age": [1], "seen": ["", ""]}, "the dict is no table"),
+        ([1, 2], "the list is no table"),
+        ({"sex": ["m"], "age": ["old"], "seen": [""]}, "'old' is no number"),
+    ):
+        with pytest.raises(DataError, match=match):
+            read_csv(wrong, rules, labelled=False)
+
+
+# ---- labels and missing cells ----
+
+
+def test_labels_keep_their_words(tmp_path: Path) -> None:
+    lines = ["a,k", *(f"{i},{i % 2 == 0}" for i in range(8))]
+    assert full(tmp_path, lines).class_names == ("False", "True")
+
+
+def test_labels_that_are_no_classes_are_refused_or_said(tmp_path: Path) -> None:
+    lines = ["a,k", *(f"{i % 3},{100 + i}" for i in range(16))]
+    with pytest.raises(DataError, match="16 different labels in 16 rows.*predicts='quantities'"):
+        full(tmp_path, lines)
+    stamps = ["a,k", *(f"{i % 3},{1_700_000_000 + i // 3}" for i in range(4000))]
+    with pytest.raises(DataError, match="1334 different labels"):
+        full(tmp_path, stamps)
+
+    def arrays(y: Any) -> Dataset:
+        np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((len(y), 2)), y=y)
+        return load(str(tmp_path / "a.npz"))[0]
+
+    numbers = np.arange(100)
+    assert arrays(numbers % 10 + 1).notes == ("y: no sample of class 0; number the classes from 0",)
+    assert arrays(numbers % 10).notes == ()
+    for y in (numbers % 10 * 10, numbers + 1_700_000_000, numbers[:16] + 1):
+        with pytest.raises(DataError, match=r"a.npz: y has \d+ different labels"):
+            arrays(y)
+    with pytest.raises(DataError, match="does not count is -1, nnmpi.data.IGNORED"):
+        Dataset("d", np.ones((2, 3), "f4"), np.array([[0, -100], [1, 0]]), 5)
+
+
+def test_a_frames_labels_are_judged_by_the_same_rule() -> None:
+    table = Frame({"a": [*range(16)], "when": [1_700_000_000 + i for i in range(16)]})
+    with pytest.raises(DataError, match="16 different labels in 16 rows"):
+        Loader(table, 4)
+
+
+def test_missing_cells_become_what_the_training_rows_say(tmp_path: Path) -> None:
+    lines = ["a,k", *(f"{'' if i % 5 == 0 else i},{'xy'[i % 2]}" for i in range(40))]
+    train, _ = load(str(write(tmp_path, lines)), seed=3)
+    known = [i for i in split_indices(40, 0.2, 3)[0] if i % 5]
+    assert train.encoding[0].fill == np.median(known) != np.median([i for i in range(40) if i % 5])
+
+
+# ---- words and other files ----
+
+
+def test_words_of_scripts_without_spaces_are_pairs(tmp_path: Path) -> None:
+    assert split_words("好看的电影 Good") == {"好看", "看的", "的电", "电影", "good"}
+    assert split_words("の") == {"の"}
+    assert split_words("हिन्दी में, é") == {"हिन्दी", "में", "é"}
+    assert "ไท" in split_words("ภาษาไทย") and len(split_words("ภาษาไทย")) == 6
+    text = [f"{['这部电影非常好看', '这部电影太难看了'][i % 2]},{i % 2}" for i in range(20)]
+    data = full(tmp_path, ["review,k", *text], text_columns=("review",))
+    assert {"review~好看", "review~难看"} <= {*data.columns}
+    with pytest.raises(DataError, match="no word of column 'review' occurs in 2 rows"):
+        full(tmp_path, ["review,k", "one two,0", "three four,1"], text_columns=("review",))
+
+
+@pytest.mark.parametrize("suffix", [*READERS, "csv.bz2", "csv.zip", "dat", "tar.xz", "fits"])
+def test_other_files_are_refused_with_the_code_that_reads_them(tmp_path: Path, suffix: str) -> None:
+    if suffix in ("jsonl", "ndjson"):
+        return
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(b"PAR1")
+    with pytest.raises(
+        UsageError, match=r"a\..* files are not read; .*(pandas|numpy)\..*Loader\("
+    ) as raised:
+        load(str(path))
+    assert repr(str(path)) in str(raised.value) and "\n" not in str(raised.value)
