@@ -120,6 +120,17 @@ def asarray(x: Any) -> Any:
         ) from None
 
 
+def is_on_device(x: Any) -> bool:
+    """True for an array on a device; JAX's and PyTorch's are strangers."""
+    return is_array(x) and type(x).__module__.partition(".")[0] == "cupy"
+
+
+@lru_cache(maxsize=1024)
+def _has(kind: type, name: str) -> bool:
+    """Return whether a class has an attribute: an object may answer every name, or raise."""
+    return any(name in vars(base) for base in kind.__mro__)
+
+
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:
     """Return the error for an operation that mixes host and device arrays; None for others.
 

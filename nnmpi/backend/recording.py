@@ -139,6 +139,8 @@ class Recorder(CallList):
         owners: the objects, by id, whose settings the calls depend on: numbers, texts and flags
             among their attributes, and in dictionaries that are attributes.
         conditions: functions of which all must return True before a replay.
+        reads_mode: whether the mode of the call is that of the step, so that a replay may compare
+            it; a Worker's passes enter their own.
         captures: whether it records graphs of a device, see `cuda.graph`.
         warms_up: whether the step is only done, and recorded another time.
     """
@@ -154,6 +156,7 @@ class Recorder(CallList):
         self.cleared: set[int] = set()
         self.owners: dict[int, Any] = {}
         self.conditions: list[Callable[[], bool]] = []
+        self.reads_mode = False
         self._settings: list[tuple[dict[str, Any], int, Callable[[Any], Any], Any]] = []
 
     @contextmanager
@@ -196,13 +199,20 @@ class Recorder(CallList):
             grad = False if id(leaf) in self.cleared else leaf._grad
             self.leaves[id(leaf)] = (
                 leaf,
-                leaf.data,
+                leaf._data,
                 leaf.buffer,
                 leaf.requires_grad,
                 leaf.hook,
                 leaf.guard,
                 grad,
             )
+
+    def note_mode(self, name: str, read: Callable[[], Any]) -> None:
+        """Note that Python reads a number of the mode: a replay needs the same one."""
+        if not self.reads_mode:
+            self.spoil(f"Python reads nn.current().{name}")
+        value = read()
+        self.conditions.append(lambda: read() == value)
 
     def is_valid(self) -> bool:
         """True if all leaves and settings are as they were recorded."""
@@ -213,7 +223,7 @@ class Recorder(CallList):
                 return False
         for leaf, data, buffer, needed, hook, guard, grad in self.leaves.values():
             if (
-                leaf.data is not data
+                leaf._data is not data
                 or leaf.buffer is not buffer
                 or leaf.hook is not hook
                 or leaf.guard is not guard
@@ -232,10 +242,10 @@ class Recorder(CallList):
     def copy_loose_grads(self) -> None:
         """Replace the gradients of `loose` leaves by copies, which the next replay won't change."""
         for leaf, buffer in self.loose:
-            if type(leaf.grad) is type(buffer) and namespace(buffer).may_share_memory(
-                leaf.grad, buffer
+            if type(leaf._grad) is type(buffer) and namespace(buffer).may_share_memory(
+                leaf._grad, buffer
             ):
-                leaf.grad = leaf.grad.copy()
+                leaf._grad = leaf._grad.copy()
 
     def run_eagerly(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function without recording."""
@@ -282,6 +292,7 @@ class Recorder(CallList):
             buffers: arrays of which a result may be a view.
         """
         known = list(filter(is_array, buffers))
+        inputs = bare(tuple(inputs))
 
         def first() -> tuple[Any, Any]:
             results = compute(*inputs)
@@ -298,7 +309,7 @@ class Recorder(CallList):
         results, arrays = self.run_eagerly(first)
         if arrays is None:
             return results  # the caller refuses it
-        self.append(compute, tuple(inputs), result=arrays, keeps=True)
+        self.append(compute, inputs, result=arrays, keeps=True)
         return arrays
 
     def _own(self, result: Any, known: Sequence[Array]) -> Array:

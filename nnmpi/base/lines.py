@@ -2,9 +2,12 @@
 
 import os
 import re
+import sys
 import sysconfig
 import traceback
+from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 
 PACKAGE = str(Path(__file__).parents[1])
 # the folder of the command `nnmpi`, whose few lines call nnmpi
@@ -20,6 +23,7 @@ _CALLED = re.compile(
 MOST = 12  # lines of an error: a recursion has thousands
 
 
+@lru_cache(maxsize=1024)
 def is_users(file: str) -> bool:
     """Return whether a file is neither nnmpi's nor its libraries'; other packages are users'."""
     return not (file.startswith(("<frozen", _OTHERS[0])) or _CALLED.search(file)) and (
@@ -33,7 +37,7 @@ def lines_of(error: BaseException) -> list[str]:
     An error that ranks agreed on has the lines of the rank that failed.
     """
     own = [
-        f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}"
+        f"{shown(frame.filename)}:{frame.lineno} in {frame.name}"
         + (f": {frame.line}" if frame.line else "")
         for (code, _), frame in zip(
             traceback.walk_tb(error.__traceback__),
@@ -48,7 +52,15 @@ def lines_of(error: BaseException) -> list[str]:
     return lines if len(lines) <= MOST else [*lines[: MOST // 2], "...", *lines[-MOST // 2 :]]
 
 
-def _shown(file: str) -> str:
+def users_line() -> tuple[str, int]:
+    """Return the file and number of the innermost line of users' code that is being run, if any."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+
+
+def shown(file: str) -> str:
     """Return a file's path, from the current folder if it lies below it."""
     try:
         return str(Path(file).relative_to(Path.cwd()))

@@ -61,7 +61,7 @@ class _ForwardPass(Pass):
 
     def head(self, result: Tensor, microbatch: int) -> Tensor:
         """See `Pass`."""
-        self.kept[microbatch] = self._keep(result.data)
+        self.kept[microbatch] = self._keep(result._data)
         return result
 
 

@@ -88,7 +88,7 @@ class SumError(Settled, fixed="name std factor"):
 
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         item = prod(targets.shape[1:])
-        if not _fits(outputs.data, targets):
+        if not _fits(outputs._data, targets):
             expected = counted(item, "output")
             raise ShapeError(
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape};"

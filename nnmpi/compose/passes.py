@@ -322,7 +322,7 @@ class BatchPass(Pass):
         if not again:
             # with sharded classes ranks exchange their best ones, which no graph contains
             record = record_call if owner.has_classes else record_launch
-            self.do(record, BatchPass._note_numbers, microbatch, labels, logits.data, loss.data)
+            self.do(record, BatchPass._note_numbers, microbatch, labels, logits._data, loss._data)
         return loss
 
     def _labels(self, microbatch: int) -> Array:

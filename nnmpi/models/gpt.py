@@ -46,7 +46,7 @@ class GPTEmbedding(Module):
             self._check(tokens.shape, 0)
             rows = self.positions.weight[: tokens.shape[1]]
         else:
-            xp = namespace(self.positions.weight.data)
+            xp = namespace(self.positions.weight._data)
             rows = self.positions(recorded_input(self._continue, memory, tokens.shape, xp))
         return self.tokens(tokens) + rows
 

@@ -188,7 +188,7 @@ class Dropout2d(Dropout):
         """Return x, or in training x without some channels."""
         if x.ndim < 2:
             raise ShapeError(f"Dropout2d needs (batch, ..., channels), not {x.shape}")
-        ones = namespace(x.data).ones((len(x), *(1,) * (x.ndim - 2), x.shape[-1]), x.dtype)
+        ones = namespace(x._data).ones((len(x), *(1,) * (x.ndim - 2), x.shape[-1]), x.dtype)
         return x * super().forward(Tensor(ones))
 
 

@@ -1,4 +1,4 @@
-"""Recording a training step once and replaying it: `nnmpi.compile`.
+"""Recording a training step and replaying it: `nnmpi.compile`.
 
     @nnmpi.compile
     def step(x, y):
@@ -8,59 +8,54 @@
         optimizer.step()
         return loss
 
-    first call       runs the step and records every call on arrays
-    later calls      copy x and y into input buffers and repeat the recorded calls:
-                     no graph, no checks, no allocations
+    call 1       runs the step and records every call on arrays
+    call 2       does so again; the two recordings must be the same (see `program.compare`)
+    call 3 on    copies x and y into input buffers and repeats the recorded calls: no graph, no
+                 checks, no allocations
+    audits       calls 4, 8, 16, 32 ... are recorded and compared, too
+
     another shape    gets a recording of its own
 
 A replay repeats the recorded calls on the recorded arrays. Its results are bit for bit those of an
 eager step (of inputs in C order; others are copied to it). What Python computes by itself is
-constant in a recording: a branch, a loop's length, a number, NumPy outside of operations. So before
-each replay everything is compared that Python can compute with (see `Watch`): the inputs, what the
-step closes over, the globals that it names, the attributes of its objects and modules. If anything
-is another object than when the recording began, the step is recorded again. A step that changes
-such a value itself is recorded in every call: right, and slower than an eager step.
+constant in a recording: a branch, a loop's length, a number. Whatever it depends on, it shows in
+the calls. So a step of which two recordings differ is done eagerly from then on; one that differs
+in an audit is an error, since the replays before it may have used an old value. What is cheap to
+look at is compared before each replay (see `Watch`): if it has changed, the step is recorded anew.
 
-On a device the second call is captured, and later ones launch CUDA graphs (see `cuda.graph`).
+On a device the second call is captured, and later ones launch CUDA graphs (see `cuda.graph`), which
+cannot be compared.
 """
 
 import random
 import sys
-from array import array
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from copy import copy
-from functools import partial, update_wrapper
+from functools import cached_property, update_wrapper
 from itertools import chain
 from operator import is_
 from threading import RLock
-from types import (
-    BuiltinMethodType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, is_array, is_on_device, namespace
 from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
 from nnmpi.backend.program.call import owner_of
+from nnmpi.backend.program.compare import Comparison, Reading, holders
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
+from nnmpi.base.lines import is_users
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.tensor.function import grad_enabled, kind_of
+from nnmpi.tensor.function import Variable, grad_enabled, kind_of
 from nnmpi.tensor.operand import values_of, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
@@ -68,9 +63,10 @@ from nnmpi.tensor.tensor import Tensor
 MOST_RECORDINGS = 16
 # Captures of a step on a device; one that always changes what it computes with stays eager.
 MOST_TRIES = 4
+MOST_UNUSED = 16  # recordings in a row that are dropped before their first replay
 MOST_KEYS = 256  # whose tries are counted
-MOST_BYTES = 4096  # of an array whose values are all compared
-SOME = 256  # of a longer one: what changes it as a whole is seen
+MOST_BYTES = 2**16  # of an array whose values are compared; longer ones are left to audits
+MOST_PARTS = 2000  # that are compared, the nearest first; as many take 40 us
 
 
 class Compiled(Settled, fixed="pool"):
@@ -85,12 +81,14 @@ class Compiled(Settled, fixed="pool"):
 
     _graphs: GraphMemory | None = None
     _refusal: str = ""
+    _number = 0  # of the present call
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, Recording] = {}
         self._spoiled: dict[Any, str] = {}  # why steps of a key are not recorded again
+        self._unused = Counter[Any]()  # recordings of a key since the last one that was replayed
         # of steps on a device, by key: how often they were captured, and whether the last call ran
         # in the memory of the graphs, so that the next one may be captured
         self._tries: dict[Any, tuple[int, bool]] = {}
@@ -131,8 +129,9 @@ class Compiled(Settled, fixed="pool"):
 
         Raises:
             UsageError: when the step reads a tensor's number, draws random numbers of NumPy's or
-                Python's, uses an iterator, returns something else, or is called by a compiled
-                step; for an input that is not hashable, or needs a gradient.
+                Python's, uses an iterator, returns something else, changes an argument, or is
+                called by a compiled step; for an input that is not hashable, or needs a gradient;
+                when replays may have used an old value of something.
         """
         if active() is not None:
             raise UsageError(
@@ -148,6 +147,7 @@ class Compiled(Settled, fixed="pool"):
             *(grad_enabled(), setting(), precision(), *map(_kind, inputs)),
         )
         with self._lock:
+            self._number += 1
             try:
                 held = self._held.get(key)
             except TypeError:
@@ -163,7 +163,70 @@ class Compiled(Settled, fixed="pool"):
                 watch = Watch(self._step, mode.memory, inputs)
                 return self._record(key, inputs, mode, watch, watch.library(inputs))
             self.calls = len(held.program.calls)
+            held.count += 1
+            moved = held.moved()
+            if held.compares and (moved or held.count & (held.count - 1) == 0):
+                results, found, since = self._audit(key, held, inputs, mode, moved)
+                if since:
+                    raise UsageError(f"{found}; calls since number {since} may have used an old one")
+                return results
+            if held.count > 2:
+                self._unused.pop(key, None)
             return held.replay(inputs, mode)
+
+    def _audit(
+        self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode, moved: Any = ()
+    ) -> tuple[Any, str, int]:
+        """Do one step, and compare what it does with its recording, which is dropped if it differs.
+
+        Returns:
+            The step's result; how it differs, as text, or nothing; and the first call that may have
+            used an old value, or 0.
+        """
+        recorder = Recorder()
+        recorder.notes_lines, recorder.reads_mode = True, held.recorder.reads_mode
+        new = self._do(recorder, inputs, mode)
+        found = recorder.spoiled or held.difference(new)
+        since, held.checked = held.checked + 1, self._number
+        if not found:
+            held.forget(moved)
+            return new.results(), "", 0
+        del self._held[key]
+        self._refusal = f"the step computes with what changes from call to call: {found}"
+        if moved:
+            self._count_unused(key)
+            return new.results(), self._refusal, 0
+        self._spoiled[key] = self._refusal
+        if since == self._number:
+            warnings.warn(f"a compiled step is not replayed: {self._refusal}", stacklevel=4)
+        return new.results(), self._refusal, since % self._number
+
+    def _count_unused(self, key: Any) -> None:
+        """Note that a recording was dropped; stop to record what is never replayed."""
+        if len(self._unused) >= MOST_KEYS:
+            self._unused.clear()
+        self._unused[key] += 1
+        if self._unused[key] >= MOST_UNUSED:
+            self._spoil(key, self._refusal)
+
+    def _spoil(self, key: Any, reason: str) -> None:
+        """Do steps of a key eagerly from now on."""
+        if len(self._spoiled) >= MOST_KEYS:
+            self._spoiled.clear()
+        self._spoiled[key] = reason
+
+    def _do(
+        self, recorder: Recorder, inputs: tuple[Any, ...], mode: Mode, watch: "Watch | None" = None
+    ) -> "Recording":
+        """Do one step, and record it."""
+        try:
+            buffers = _mapped(_input_buffer, inputs)
+            with recorder.running():
+                outputs = _outputs(self._step(*buffers))
+            return Recording(recorder, self.pool, inputs, buffers, outputs, watch)
+        finally:
+            restore(mode)
+            recorder.copy_loose_grads()
 
     def _record(
         self,
@@ -174,7 +237,9 @@ class Compiled(Settled, fixed="pool"):
         xp: Any = np,
     ) -> Any:
         """Do one step, and record it; on a device, `xp`, the second time that this is called."""
-        self._held.pop(key, None)
+        if self._held.pop(key, None) is not None:
+            self._refusal = "the step computes with other things in each call"
+            self._count_unused(key)
         is_full = len(self._held) >= MOST_RECORDINGS
         # Return malloc's free memory to the system: replays use the pool instead. Not once the
         # recordings are full, since then each call may record: trimming would take longer.
@@ -183,18 +248,13 @@ class Compiled(Settled, fixed="pool"):
         elif xp is np:
             return_freed_memory()
         recorder = Recorder() if xp is np else self._device_recorder(key, xp)
+        recorder.reads_mode = watch is not None
         memory = {name: copy(item) for name, item in (mode.memory or {}).items()}
         try:
-            buffers = _mapped(_input_buffer, inputs)
-            with recorder.running():
-                outputs = _outputs(self._step(*buffers))
-            held = Recording(recorder, self.pool, buffers, outputs, watch)
-            if watch is not None:
-                watch.refuse_drawn()
+            held = self._do(recorder, inputs, mode, watch)
         except Exception as error:
             if not (isinstance(recorder, GraphRecorder) and recorder.can_begin_again(error)):
                 raise
-            restore(mode)
             recorder.restore_grads()
             if mode.memory is not None:  # with the positions before this call
                 mode.memory.clear()
@@ -202,28 +262,28 @@ class Compiled(Settled, fixed="pool"):
             self._tries[key], self._refusal = (MOST_TRIES, False), f"{error}"
             return self._record(key, inputs, mode, watch, xp)
         finally:
-            restore(mode)
-            recorder.copy_loose_grads()
             if not is_full and xp is np:
                 return_freed_memory()  # it held the results
-        self.calls = len(held.program.calls)
+        self.calls, held.checked = len(held.program.calls), self._number
         if not recorder.warms_up:
             self._refusal = recorder.spoiled
-            if watch is not None and not watch.is_still(recorder):
+            if recorder.spoiled:
+                self._spoil(key, recorder.spoiled)
+            elif watch is not None and not watch.is_still(recorder):
                 # a replay would leave out what the step has changed
                 self._refusal = "the step changes what it computes with"
-            if not self._refusal:
+                self._count_unused(key)
+            else:
                 self._held[key] = held
-            elif recorder.spoiled:
-                if len(self._spoiled) >= MOST_KEYS:
-                    self._spoiled.clear()
-                self._spoiled[key] = recorder.spoiled
         return held.results()
 
     def _eagerly(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Do one step without recording it."""
+        buffers = _mapped(_input_buffer, inputs)
         try:
-            return _mapped(_copied, _outputs(self._step(*_mapped(_input_buffer, inputs))))
+            results = _mapped(_copied, _outputs(self._step(*buffers)))
+            _refuse_changed(inputs, buffers)
+            return results
         finally:
             restore(mode)
 
@@ -240,27 +300,60 @@ class Compiled(Settled, fixed="pool"):
 
 
 class Recording:
-    """A step's recorded calls for certain input shapes, with its input buffers and result."""
+    """A step's recorded calls for certain input shapes, with its input buffers and result.
+
+    Attributes:
+        count: the calls of the step since it was made, with the first one.
+        checked: the number of the last call that was compared.
+        compares: whether another recording can be compared with it: not on a device.
+    """
+
+    count, checked = 1, 0
 
     def __init__(
         self,
         recorder: Recorder,
         arena: Arena,
+        inputs: tuple[Any, ...],
         buffers: tuple[Any, ...],
         outputs: Any,
         watch: "Watch | None" = None,
     ) -> None:
-        self.recorder, self._outputs, self._watch = recorder, outputs, watch
+        self.recorder, self._outputs, self._watch, self._arena = recorder, outputs, watch, arena
         self._buffers = [
-            (i, buffer.data)
+            (i, buffer._data)
             for i, buffer in enumerate(_leaves(buffers))
             if isinstance(buffer, Tensor)
         ]
-        self.program = StepProgram(recorder.calls, arena, recorder.errors)
+        self.compares = not recorder.captures
+        _refuse_changed(inputs, buffers, recorder.written())
+        if watch is not None:
+            watch.refuse_drawn()
+
+    @cached_property
+    def program(self) -> StepProgram:
+        """What is replayed."""
+        return StepProgram(self.recorder, self._arena)
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""
         return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
+
+    def moved(self) -> list[int]:
+        """Return the places of watched arrays that have changed."""
+        return [] if self._watch is None else self._watch.moved()
+
+    def forget(self, moved: list[int]) -> None:
+        """Watch arrays no longer that have changed, as only recorded calls read them."""
+        if self._watch is not None:
+            self._watch.forget(moved)
+
+    def difference(self, new: "Recording") -> str:
+        """Return the first difference to a new recording of the step, or nothing."""
+        buffers = [[array for _, array in held._buffers] for held in (self, new)]
+        results = [_mapped(values_of, held._outputs) for held in (self, new)]
+        both = Comparison(self.recorder, new.recorder, (buffers[0], buffers[1]))
+        return both.difference((results[0], results[1]))
 
     def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Repeat the calls for these inputs, then restore the mode, which they may change.
@@ -324,7 +417,7 @@ def _kind(x: Any) -> Any:
     """
     array = x
     if isinstance(x, Tensor):
-        array = x.data
+        array = x._data
         if x.requires_grad:
             return Tensor, array.shape, str(array.dtype)
     if type(array) is np.ndarray:
@@ -354,13 +447,13 @@ class _Same:
 
 
 class Watch:
-    """The objects that a recorded step can compute with in Python, besides its arrays' values.
+    """What a recorded step has at hand in Python, compared by identity, the nearest things first.
 
         a function                 what it closes over, the globals and modules' names in its code
-        a module, a user's object  its attributes; and its class, if that is a user's
+        a module, an object        its attributes; and its class, if that is a user's
         tuples, lists, dicts ...   their items
-        arrays                     their values, of long ones some, unless recorded calls read them
-                                   anew
+        arrays                     their values, too, unless they are long or recorded calls write
+                                   them
         any other                  itself: a number, a Tensor, an optimizer
 
     Args:
@@ -379,18 +472,18 @@ class Watch:
         self._holders: list[Iterable[object]] = [] if memory is None else [_Entries(memory)]
         self._generators: list[Any] = []
         self._values: list[tuple[Array, bytes]] = []
-        seen: dict[int, object] = {}
-        waiting = [root, inputs]
         copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
-        while waiting:
-            item = waiting.pop()
+        waiting = deque([root, inputs])
+        seen: dict[int, object] = {}
+        while waiting and len(seen) < MOST_PARTS:
+            item = waiting.popleft()
             if id(item) not in seen:
                 seen[id(item)] = item
                 if isinstance(item, Buffer):
-                    copied.add(id(item.data))  # operations write to it
-                if type(item) is np.ndarray:
-                    self._values.append((item, _seen(item)))
-                for holder in self._holders_of(item):
+                    copied.add(id(item._data))  # operations write to it
+                elif isinstance(item, np.ndarray) and item.nbytes <= MOST_BYTES:
+                    self._values.append((item, item.tobytes()))
+                for holder in self._parts_of(item):
                     waiting += holder
                     if not isinstance(holder, tuple | frozenset):  # these always hold the same
                         self._holders.append(holder)
@@ -401,28 +494,29 @@ class Watch:
     def is_unchanged(self) -> bool:
         """True if everything is the same object as when the watch began."""
         now = list(chain.from_iterable(self._holders))
-        if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
-            return False
-        return all(_seen(array) == values for array, values in self._values)
+        return len(now) == len(self._parts) and all(map(is_, now, self._parts))
+
+    def moved(self) -> list[int]:
+        """Return the places of the arrays that have other values than then."""
+        return [i for i, (array, values) in enumerate(self._values) if array.tobytes() != values]
+
+    def forget(self, places: list[int]) -> None:
+        """Compare the values of some arrays no longer."""
+        self._values = [item for i, item in enumerate(self._values) if i not in places]
 
     def is_still(self, recorder: Recorder) -> bool:
-        """True if a step has changed nothing but by recorded calls; from now on, ignore values that
-        these read.
-        """
-        self._values = [item for item in self._values if not recorder.writes(item[0])]
-        if not self.is_unchanged():
-            return False
-        if self._values:
-            read = recorder.read()
-            self._values = [item for item in self._values if id(owner_of(item[0])) not in read]
-        return True
+        """True if a step has changed nothing but by recorded calls, whose arrays are then left out."""
+        written = recorder.written()
+        self._values = [item for item in self._values if id(owner_of(item[0])) not in written]
+        return self.is_unchanged() and not self.moved()
 
     def library(self, inputs: tuple[Any, ...]) -> Any:
         """Return the module of the first array on a device, or NumPy if there is none."""
-        # a class is no array, although NumPy's have the arrays' attributes
-        parts = (x for x in chain(_leaves(inputs), self._parts) if not isinstance(x, type))
-        arrays: Iterable[Any] = (x if is_array(x) else getattr(x, "data", x) for x in parts)
-        return next((namespace(x) for x in arrays if is_array(x) and type(x) is not np.ndarray), np)
+        arrays = (
+            getattr(x, "_data", None) if isinstance(x, Variable | Buffer) else x
+            for x in chain(_leaves(inputs), self._parts)
+        )
+        return next((namespace(x) for x in arrays if is_on_device(x)), np)
 
     def refuse_drawn(self) -> None:
         """Refuse a step that has drawn random numbers since the watch began.
@@ -441,102 +535,40 @@ class Watch:
         states = [_state(item) for item in self._generators]
         return [random.getstate(), old["state"]["key"].tobytes(), old["state"]["pos"], *states]
 
-    def _holders_of(self, item: Any) -> Iterator[Iterable[object]]:
-        if isinstance(item, tuple | list | set | frozenset | deque | bytearray | array):
-            yield item
-        elif isinstance(item, dict | MappingProxyType):
-            yield item
-            yield item.values()
-        elif isinstance(item, _VIEWS):
-            yield (item.mapping,)
-        elif isinstance(item, ref):
-            yield _Content(item)
-        elif isinstance(item, FunctionType) and not _is_library(item):
-            cells = _Cells(item.__closure__ or ())
-            yield cells
-            yield item.__defaults__ or ()
-            yield tuple((item.__kwdefaults__ or {}).values())
-            names = tuple(_names(item.__code__))
-            yield vars(item).values()
-            scopes = [item.__globals__, *_scopes(cells)]
-            for scope in scopes:  # which grows by the modules in it
-                yield _Names(scope, names)
-                found = _scopes(map(scope.get, names))
-                scopes += [new for new in found if all(new is not other for other in scopes)]
-        elif isinstance(item, MethodType):
-            yield (item.__func__, item.__self__)
-        elif isinstance(item, BuiltinMethodType):
-            yield (item.__self__,)
-        elif isinstance(item, partial):
-            yield (item.func, item.args, item.keywords)
-        elif isinstance(item, Buffer):
-            yield _Attributes(item, ("data",))
-        elif isinstance(item, staticmethod | classmethod):
-            yield (item.__func__,)
-        elif isinstance(item, property):
-            yield (item.fget,)
-        elif isinstance(item, ContextVar):
-            yield _Content(partial(item.get, None))
-        elif isinstance(item, _GENERATORS):
+    def _parts_of(self, item: Any) -> Iterator[Iterable[object]]:
+        kind = type(item)
+        if isinstance(item, _GENERATORS):
             self._generators.append(item)
-        elif isinstance(item, type):
-            if not _is_library(item):
-                yield vars(item).values()
-        elif hasattr(type(item), "__next__") and _package(type(item)) in ("builtins", "itertools"):
+        elif isinstance(item, GeneratorType) or (
+            kind.__module__ in ("builtins", "itertools") and "__next__" in vars(kind)
+        ):
             raise UsageError(
                 f"a compiled step uses {kind_of(item)}, an iterator, whose next item a replay would"
                 " not take; call next outside of the step and give the item as an argument"
             )
-        elif (
-            isinstance(item, Module)
-            or _package(type(item)) in _NAMESPACES
-            or not (
-                # an optimizer, also one of the user's, is read anew by each of its updates
-                _is_library(type(item)) or any(map(is_own, type(item).__mro__))
-            )
-        ):
-            yield getattr(item, "__dict__", {}).values()
-            yield type(item).__mro__
-            slots = (
-                name
-                for kind in type(item).__mro__
-                if not _is_library(kind)
-                for name, member in vars(kind).items()
-                if isinstance(member, MemberDescriptorType)
-            )
-            if names := tuple(slots):
-                yield _Attributes(item, names)
-
-
-def _seen(array: Array) -> bytes:
-    """Return an array's values; of a long one those of elements an odd number apart."""
-    if array.nbytes <= MOST_BYTES:
-        return array.tobytes()
-    return array.flat[:: array.size // SOME | 1].tobytes()
-
-
-class _Cells:
-    """Iterates over what a closure's variables hold now, without those not assigned yet."""
-
-    def __init__(self, cells: tuple[Any, ...]) -> None:
-        self._cells = cells
-
-    def __iter__(self) -> Iterator[object]:
-        for cell in self._cells:
-            try:
-                yield cell.cell_contents
-            except ValueError:
-                continue
-
-
-class _Content:
-    """Iterates over what a function returns now."""
-
-    def __init__(self, read: Callable[[], object]) -> None:
-        self._read = read
-
-    def __iter__(self) -> Iterator[object]:
-        yield self._read()
+        elif isinstance(item, FunctionType):
+            if is_users(item.__code__.co_filename):
+                parts = [*holders(item)]
+                yield from parts
+                yield vars(item).values()
+                names = tuple(_names(item.__code__))
+                scopes = [item.__globals__, *_scopes(parts[0])]
+                for scope in scopes:  # which grows by the modules in it
+                    yield _Names(scope, names)
+                    found = _scopes(map(scope.get, names))
+                    scopes += [new for new in found if all(new is not other for other in scopes)]
+        elif isinstance(item, type):
+            module = sys.modules.get(item.__module__)
+            file = str(getattr(module, "__file__", None) or "")
+            # an installed class has too many functions; its objects have attributes
+            if is_users(file) and "-packages" not in file and item.__module__ != "builtins":
+                yield vars(item).values()
+        elif isinstance(item, Buffer):
+            yield Reading(lambda: item._data)
+        # an optimizer, also one of the user's, is read anew by each of its updates
+        elif isinstance(item, Module) or not any(map(is_own, kind.__mro__)):
+            yield from holders(item)
+            yield (kind,)
 
 
 class _Entries:
@@ -559,20 +591,10 @@ class _Names:
         return map(self._scope.get, self._names)
 
 
-class _Attributes:
-    """Iterates over the current values of some attributes of an object."""
-
-    def __init__(self, item: object, names: tuple[str, ...]) -> None:
-        self._item, self._names = item, names
-
-    def __iter__(self) -> Iterator[object]:
-        return iter([getattr(self._item, name, None) for name in self._names])
-
-
 def _scopes(things: Iterable[object]) -> list[dict[str, Any]]:
     """Return the names and values of those things that are modules of a user's."""
-    modules = [thing for thing in things if isinstance(thing, ModuleType)]
-    return [vars(module) for module in modules if not _is_library(module)]
+    modules = [vars(thing) for thing in things if isinstance(thing, ModuleType)]
+    return [scope for scope in modules if is_users(str(scope.get("__file__") or ""))]
 
 
 def _names(code: CodeType) -> set[str]:
@@ -581,10 +603,6 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-OWN = "nnmpi"
-# Libraries of containers and wrappers for a user's objects
-_NAMESPACES = ("types", "argparse", "collections", "weakref", "functools")
-_VIEWS: tuple[type[Any], ...] = type({}.keys()), type({}.values()), type({}.items())
 _GENERATORS = (
     np.random.Generator,
     np.random.RandomState,
@@ -600,21 +618,6 @@ def _state(generator: Any) -> str:
     if isinstance(generator, np.random.RandomState):
         return repr(generator.get_state())
     return repr(getattr(generator, "bit_generator", generator).state)
-
-
-_LIBRARIES = sys.stdlib_module_names | {OWN, "numpy", "cupy"}
-
-
-def _is_library(thing: Any) -> bool:
-    """Whether a function, class or module is of a library, which holds no values of the step's."""
-    package = _package(thing)
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return package in _LIBRARIES or "-packages" in file  # site-packages, dist-packages
-
-
-def _package(thing: Any) -> str:
-    name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
-    return str(name or "").partition(".")[0]
 
 
 def _tensor(x: Any) -> Any:
@@ -633,6 +636,42 @@ def _input_buffer(x: Any) -> Any:
     return _tensor(array.copy()) if is_array(array) else x
 
 
+def _refuse_changed(
+    given: Iterable[Any], after: Iterable[Any], written: Iterable[int] = ()
+) -> None:
+    """Refuse a step that has changed its arguments, or written to them.
+
+    Args:
+        given: to the compiled step.
+        after: what the step got in place of them: copies.
+        written: the ids of arrays that it wrote to.
+
+    Raises:
+        UsageError: when it has.
+    """
+    pairs = zip(_walked(given), _walked(after), strict=False)
+    if len([*_walked(given)]) != len([*_walked(after)]) or any(
+        isinstance(then, Tensor) is not (isinstance(x, Variable) or is_array(x))
+        or (isinstance(then, Tensor) and id(owner_of(then._data)) in written)
+        or not (isinstance(then, Tensor) or x is then or x == then)
+        for x, then in pairs
+    ):
+        raise UsageError(
+            "a compiled step changes one of its arguments, but works on copies, so the caller would"
+            " never see it; return the new value, or do not compile this step"
+        )
+
+
+def _walked(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the leaves of a step's inputs, after the length and the names of each container."""
+    for x in values:
+        if isinstance(x, tuple | list | dict):
+            yield len(x), *(x if isinstance(x, dict) else ())
+            yield from _walked(x.values() if isinstance(x, dict) else x)
+        else:
+            yield x
+
+
 def _outputs(result: Any) -> Any:
     """Return a step's result, with Tensors detached; refuse values that replays cannot update."""
 
@@ -649,7 +688,7 @@ def _outputs(result: Any) -> Any:
 
 def _copied(x: Tensor) -> Tensor:
     tensor = Tensor.blank()
-    tensor.data = x.data.copy()
+    tensor._data = x._data.copy()
     return tensor
 
 

@@ -113,7 +113,7 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
             memory[self.path] = ends
         else:  # replays read the state from the recorded arrays: write it back into them
             for state, end in zip(before, ends, strict=True):
-                record_launch(namespace(state.data).copyto, state.data, end.data)
+                record_launch(namespace(state._data).copyto, state._data, end._data)
         return y
 
     def with_state(

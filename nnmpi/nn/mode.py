@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-from nnmpi.backend.recording import record_note
+from nnmpi.backend.recording import active, record_note
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.tensor import Tensor
 
@@ -64,9 +64,46 @@ _EVALUATING = Mode()
 _mode: ContextVar[Mode] = ContextVar("nnmpi_mode", default=_EVALUATING)
 
 
+class _ReadMode(Mode):
+    """The mode in a step that is recorded: which of its numbers Python reads is noted."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._note(*_NUMBERS)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._note(*_NUMBERS)
+        return super().__iter__()
+
+    def _note(self, *names: str) -> None:
+        recorder = active()
+        for name in names if recorder is not None else ():
+            recorder.note_mode(name, lambda name=name: getattr(_mode.get(), name))
+
+
+_NUMBERS = "seed", "step", "first_row"  # which change from call to call
+
+
+def _noted(name: str) -> Any:
+    plain = vars(Mode)[name]
+
+    def read(self: _ReadMode) -> Any:
+        self._note(name)
+        return plain.__get__(self)
+
+    return property(read)
+
+
+for _name in _NUMBERS:
+    setattr(_ReadMode, _name, _noted(_name))
+
+
 def current() -> Mode:
     """Return the current mode."""
-    return _mode.get()
+    mode = _mode.get()
+    return mode if active() is None else _ReadMode._make(tuple(mode))
 
 
 class within(ContextDecorator, AbstractContextManager[None]):
@@ -100,7 +137,7 @@ class within(ContextDecorator, AbstractContextManager[None]):
 
 def warn_later(x: Tensor) -> None:
     """Arrange a warning in the backward pass if dropout or batch norm ran in evaluation mode."""
-    if x.tape is not None and current() is _EVALUATING:  # the default, set by no context
+    if x.tape is not None and _mode.get() is _EVALUATING:  # the default, set by no context
         x.tape.find().warning = _warn_of_evaluation
 
 

@@ -121,11 +121,21 @@ class Buffer:
         region: the shard's position in a larger array; None for a full one.
     """
 
-    __slots__ = ("data", "region", "shape", "value")
+    __slots__ = ("_data", "region", "shape", "value")
 
     def __init__(self, shape: Shape, value: float, region: Region | None = None) -> None:
         self.shape, self.value, self.region = shape, value, region
-        self.data: Array = np.full(shape, value, np.float32)
+        self._data: Array = np.full(shape, value, np.float32)
+
+    @property
+    def data(self) -> Array:
+        """The values, see the class."""
+        recorder = active()
+        return self._data if recorder is None else recorder.wrap(self._data)
+
+    @data.setter
+    def data(self, value: Array) -> None:
+        self._data = assigned("buffer.data", value, self._data)
 
 
 def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
@@ -135,7 +145,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
         model: of the buffers.
         read: their values before the first run, by key.
     """
-    now = {buffer: buffer.data for _, buffer in model.named_buffers()}
+    now = {buffer: buffer._data for _, buffer in model.named_buffers()}
     if not current().again:
         read[key] = {buffer: recorded_copy(data) for buffer, data in now.items()}
         return run(x, *key)
@@ -147,7 +157,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
 
 def _put(values: Mapping[Buffer, Array]) -> None:
     for buffer, value in values.items():
-        buffer.data = value
+        buffer._data = value
 
 
 class Module(Settled):
@@ -396,7 +406,7 @@ class Module(Settled):
         kept = self._values_of_parts(values)
         for _, buffer in self.named_buffers():
             if buffer not in kept:
-                buffer.data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
+                buffer._data = backend.asarray(np.full(buffer.shape, buffer.value, dtype))
         self.storage = storage(parameters, values, allocate or backend.zeros, group, values.dtype)
         self.storage.seed = seed
         everything = dict(self.full_parameters())
@@ -422,7 +432,7 @@ class Module(Settled):
         for part, storage in [*self._stored_parts()]:
             kept |= {buffer for _, buffer in part.named_buffers()}
             values |= {
-                names[id(span.parameter)]: span.parameter.data
+                names[id(span.parameter)]: span.parameter._data
                 for span in storage.spans
                 if id(span.parameter) in names
             }
@@ -434,7 +444,7 @@ class Module(Settled):
         if "storage" in vars(self) or all(hasattr(x, "data") for _, x in self.full_parameters()):
             return set()  # the whole model is drawn anew
         named = (item for item in self.named_parameters() if item[0] not in values)
-        found = {name: item.data for name, item in named if hasattr(item, "data")}
+        found = {name: item._data for name, item in named if hasattr(item, "data")}
         values |= found
         return {
             buffer
@@ -506,7 +516,7 @@ class Module(Settled):
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""
         return {
-            name: np.array(Tensor(entry.data).numpy())
+            name: np.array(Tensor(entry._data).numpy())
             for name, entry in self._state_entries().items()
         }
 
@@ -538,7 +548,7 @@ class Module(Settled):
                 f" {unknown or 'nothing'}"
             )
         for name, entry in entries.items():
-            ours, theirs = entry.data, state[name]
+            ours, theirs = entry._data, state[name]
             expected = f"{ours.dtype} {ours.shape}"
             actual = (
                 f"{theirs.dtype} {theirs.shape}"
@@ -562,9 +572,9 @@ class Module(Settled):
         for name, entry in entries.items():
             if id(entry) in spans:
                 storage, span = spans[id(entry)]
-                storage.write(span, namespace(entry.data).asarray(state[name]))
+                storage.write(span, namespace(entry._data).asarray(state[name]))
             else:
-                entry.data[...] = namespace(entry.data).asarray(state[name])
+                entry._data[...] = namespace(entry._data).asarray(state[name])
         for version in versions:
             version.count += 1
             version.meet()

@@ -75,7 +75,7 @@ class BatchNorm(Module):
                 f"batch normalization of {weight.size} channels does not fit shape {x.shape}"
             )
         if not current().training:
-            running = self.running_mean.data, self.running_variance.data
+            running = self.running_mean._data, self.running_variance._data
             result = fixed_norm(x, weight, bias, *running, self.eps)
             warn_later(result)
             return result
@@ -101,9 +101,9 @@ class BatchNorm(Module):
             # replaced by the running statistics, which then stay unchanged
             xp, some = namespace(count), count > 0
             factor = count / xp.maximum(count - 1, 1)
-            mean = xp.where(some, mean, self.running_mean.data)
+            mean = xp.where(some, mean, self.running_mean._data)
             unbiased = xp.where(
-                some, variance * factor.astype(variance.dtype), self.running_variance.data
+                some, variance * factor.astype(variance.dtype), self.running_variance._data
             )
         (self.observe or self.update_running)(mean, unbiased)
 
@@ -114,7 +114,7 @@ class BatchNorm(Module):
 
         A strategy that needs another order of updates sets `observe`, which is called instead.
         """
-        running = self.running_mean.data, self.running_variance.data
+        running = self.running_mean._data, self.running_variance._data
         kernels_of(mean).track(running, (mean, variance), self.momentum, factor)
 
 
@@ -235,7 +235,7 @@ class InstanceNorm(Module, fixed="num_features"):
             )
         if self.weight is not None and self.bias is not None:
             return group_norm(x, self.weight, self.bias, self.num_features, self.eps)
-        xp = namespace(x.data)
+        xp = namespace(x._data)
         scale, shift = (
             Tensor(make(self.num_features, dtype=x.dtype)) for make in (xp.ones, xp.zeros)
         )

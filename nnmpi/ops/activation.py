@@ -139,7 +139,7 @@ def log_softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:
 
 
 def _checked_axis(name: str, x: Tensor, axis: int) -> int:
-    (at,) = checked_axes(require_floating(name, x).data.ndim, axis)
+    (at,) = checked_axes(require_floating(name, x)._data.ndim, axis)
     if x.shape[at] == 0:
         raise ShapeError(f"{name} along axis {axis} of shape {x.shape} has no elements")
     return at

@@ -328,7 +328,7 @@ def attention(
         )
     kind = DroppedAttention if dropout else PackedAttention
     function = kind(
-        heads, causal, kernels_of(packed.data), before, dropout, mask_key if dropout else None
+        heads, causal, kernels_of(packed._data), before, dropout, mask_key if dropout else None
     )
     return function(packed)
 
@@ -375,4 +375,4 @@ def scaled_dot_product_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     q, k, v = (converted(item, reads) for item in (q, k, v))
-    return Attention(causal, kernels_of(q.data))(q, k, v)
+    return Attention(causal, kernels_of(q._data))(q, k, v)

@@ -353,7 +353,7 @@ def _agreed(
 
     by_rank, is_needed = record_call(exchange_lengths)
     if is_needed and not x.requires_grad:  # its result needs one, for the other ranks' inputs
-        x = Tensor(x.data, requires_grad=True)
+        x = Tensor(x._data, requires_grad=True)
     for rank, (full, *parts) in enumerate(by_rank if cut else ()):
         if len(parts) != group.size or sum(parts) != full or min(parts) < 0:
             raise ShapeError(

@@ -101,7 +101,7 @@ class TokenRows(NamedTuple):
             is_small(self.table)
             and self.table.region is None  # else it is a shard
             and 4 * self.table.shape[0] <= self.indices.size
-            and isinstance(self.table.data, np.ndarray)
+            and isinstance(self.table._data, np.ndarray)
             and not is_low(product_dtype("embedding", self.table))
         )
 
@@ -148,7 +148,7 @@ def _checked(table: Tensor, indices: Any, entries: int | None) -> Array:
     product_dtype("embedding", table)
     values = values_of(indices)
     if not is_array(values):
-        values = Tensor(values).data  # checked on the host, also for a table on the device
+        values = Tensor(values)._data  # checked on the host, also for a table on the device
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
     if table.ndim != 2:

@@ -76,7 +76,7 @@ class Gate:
         chosen = xp.argsort(-p, axis=2, kind="stable")[:, :, : self.top_k]
         everywhere = chosen
         if positions is not None:
-            everywhere = positions.group.gather(Tensor(chosen), positions.placement).data
+            everywhere = positions.group.gather(Tensor(chosen), positions.placement)._data
         if self.capacity is None:
             return chosen, xp.ones(chosen.shape, bool), everywhere
         (samples, length, _), experts = everywhere.shape, p.shape[2]
@@ -135,7 +135,7 @@ class Experts(Function):
         chosen, taken, everywhere = self.gate.choose(self.xp, p, self.positions)
         y = self._mix(rows, gates, experts, chosen, taken)
         self.saved = rows, gates, weights, experts, y, self._balance_grad(p, everywhere)
-        return y.data
+        return y._data
 
     def backward(self, grad: Array) -> Grads:
         x, p, weights, experts, y, balance_grad = self.saved

@@ -236,7 +236,7 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
             f"{name} needs (..., {weight.shape[0]}) for a weight of shape {weight.shape}, not"
             f" {x.shape}; flatten images first"
         )
-    if bias is not None and bias.data.shape != matrix.shape[1:]:
+    if bias is not None and bias._data.shape != matrix.shape[1:]:
         refuse_parts(name, x, weight, bias)
         raise ShapeError(
             f"{name}'s bias has shape {bias.shape}; the weight of shape {weight.shape} needs"

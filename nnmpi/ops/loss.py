@@ -206,10 +206,10 @@ def nll(
     classes = x.shape[-1] if x.ndim else 0
     values = checked_labels(x, labels, classes, reduction, ignore_index, label_smoothing, "nll")
     if weight is not None:
-        weight = Tensor(values_or_refuse("nll", weight)).data
+        weight = Tensor(values_or_refuse("nll", weight))._data
         if weight.shape != (classes,):
             raise ShapeError(f"weight has shape {weight.shape}; give one for each of {classes}")
-        weight = to_library(namespace(x.data), weight)
+        weight = to_library(namespace(x._data), weight)
         weight = weight.astype("float32" if is_low(x.dtype) else x.dtype)
     function = NLL(reduction, ignore_index, float(label_smoothing))
     return function(x, values, weight)
@@ -230,8 +230,8 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
         UsageError: for an unknown reduction, and on the host for an x outside [0, 1].
     """
     refuse_words("binary_nll", words)
-    if isinstance(require_floating("binary_nll", x).data, np.ndarray):
-        record_call(_check_probabilities, x.data)
+    if isinstance(require_floating("binary_nll", x)._data, np.ndarray):
+        record_call(_check_probabilities, x._data)
     return _error(Loss.BINARY_NLL, x, target, reduction, make=ProbabilityLoss)
 
 
@@ -298,20 +298,20 @@ def checked_labels(
     values = (
         given
         if isinstance(labels, Variable)
-        else to_library(namespace(logits.data), Tensor(given).data)
+        else to_library(namespace(logits._data), Tensor(given)._data)
     )
     if values.dtype.kind not in "iu":
         raise DtypeError(
             f"{name} needs integer labels, not {values.dtype}; for labels 0.0 and 1.0 use"
             " the loss bce"
         )
-    shape = logits.data.shape
+    shape = logits._data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
         refuse_parts(name, logits)
         raise ShapeError(
             f"{name} of logits {shape} needs labels of shape {shape[:-1]}, not {values.shape}"
         )
-    kernels_of(logits.data).check(_check_labels, values, classes, ignore_index)
+    kernels_of(logits._data).check(_check_labels, values, classes, ignore_index)
     return values
 
 
@@ -437,7 +437,7 @@ def _error(
     require_floating(name := f"{form}", x)
     refuse_parts(name, x, target)
     if not isinstance(target, Variable):
-        target = to_library(namespace(x.data), target)
+        target = to_library(namespace(x._data), target)
     if target.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {target.shape}: they must be the same")
     may_meet(name, x, target)

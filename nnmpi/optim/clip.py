@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.program.record import bare
 from nnmpi.backend.recording import active, record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
@@ -182,7 +183,7 @@ def _gradients(name: str, given: Any) -> Sequence[Array]:
         grads = grads[0].gradients_of(grads) if grads else []
     if not all(map(is_array, grads)):
         raise UsageError(f"{name} takes model.parameters(), a list of some, or arrays of gradients")
-    result: Sequence[Array] = grads
+    result: Sequence[Array] = bare(grads)  # a storage's own list stays as it is
     return result
 
 

@@ -154,7 +154,7 @@ class Replicas(
         # `BatchPass._make_seeds`, and `stats.Totals` for the loss. Float64: rounded to the gradient's dtype only in
         # the backward pass.
         samples = check_int("samples", samples, 0)
-        seed = namespace(loss_sum.data).full(loss_sum.shape, 1 / max(samples, 1))
+        seed = namespace(loss_sum._data).full(loss_sum.shape, 1 / max(samples, 1))
         # recorded, so that a compiled step repeats it each time
         record_note(self.begin_pass, last)
         if self.group.size > 1:

@@ -136,12 +136,12 @@ class FixedReduction(Replicas):
 
     def _update_statistics(self, norm: BatchNorm, observed: dict[int, tuple[Array, Array]]) -> None:
         """Update running statistics by all microbatches in order, on every replica."""
-        channels = norm.running_mean.data.size
-        by_microbatch = np.zeros((self._count, 2, channels), str(norm.running_mean.data.dtype))
+        channels = norm.running_mean._data.size
+        by_microbatch = np.zeros((self._count, 2, channels), str(norm.running_mean._data.dtype))
         for microbatch, (mean, variance) in observed.items():
             by_microbatch[microbatch, 0], by_microbatch[microbatch, 1] = to_hosts([mean, variance])
         # each row is nonzero on one replica only, so the sum rounds nothing
         self.group.all_reduce(by_microbatch.reshape(-1), check=False)
-        xp = namespace(norm.running_mean.data)
+        xp = namespace(norm.running_mean._data)
         for mean, variance in by_microbatch:
             norm.update_running(xp.asarray(mean), xp.asarray(variance))

@@ -319,7 +319,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
         if edge is None or grad is None:
             continue
         if isinstance(edge, Variable):
-            data = edge.data
+            data = edge._data
             shape, dtype = data.shape, data.dtype
         elif edge.edges is None:
             raise _used_up()

@@ -50,7 +50,7 @@ def check_gradients(
 
     def value(arrays: Sequence[Array]) -> float:
         with no_grad():
-            return float((function(*[Tensor(a) for a in arrays]).data * direction).sum())
+            return float((function(*[Tensor(a) for a in arrays])._data * direction).sum())
 
     here = value(inputs)
     moved = [np.array(a, copy=True) for a in inputs]

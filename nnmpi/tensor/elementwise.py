@@ -77,7 +77,7 @@ class Pointwise(Elementwise):
     def raised(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
         """See `Function.raised`; a single sum or product of one low dtype rounds to the same."""
         alone = self.name in ("add", "subtract", "multiply") and all(
-            isinstance(x, Variable) and x.data.dtype == inputs[0].data.dtype for x in inputs
+            isinstance(x, Variable) and x._data.dtype == inputs[0]._data.dtype for x in inputs
         )
         return (inputs, None) if alone else super().raised(inputs)
 
@@ -109,11 +109,11 @@ class AddLow(Elementwise):
 
 def add_low(a: Any, b: Any) -> Any:
     """Return the sum of two tensors in mixed precision in one pass; None for all others."""
-    if not isinstance(b, Variable) or a.data.dtype == b.data.dtype or a.data.shape != b.data.shape:
+    if not isinstance(b, Variable) or a._data.dtype == b._data.dtype or a._data.shape != b._data.shape:
         return None
-    if is_low(a.data.dtype):
+    if is_low(a._data.dtype):
         a, b = b, a
-    return AddLow()(a, b) if mixes(a.data.dtype, b.data.dtype) else None
+    return AddLow()(a, b) if mixes(a._data.dtype, b._data.dtype) else None
 
 
 class ActivationFunction(Elementwise):

@@ -108,7 +108,8 @@ class Variable:
     """An array that the graph can differentiate.
 
     Attributes:
-        data: the values.
+        data: the values. What NumPy does to them in a step that is recorded is recorded, too;
+            nnmpi's own code reads `_data`.
         requires_grad: whether a backward pass computes a gradient for it.
         node: the operation that computed it; None for a leaf.
         tape: the tape with that operation; None for a leaf.
@@ -126,10 +127,10 @@ class Variable:
 
     __slots__ = (
         "__weakref__",
+        "_data",
         "_grad",
         "buffer",
         "shard",
-        "data",
         "hook",
         "made_by",
         "node",
@@ -137,7 +138,7 @@ class Variable:
         "tape",
     )
 
-    data: Array
+    _data: Array
     requires_grad: bool
     _grad: Array | None
     node: Function | None
@@ -150,16 +151,35 @@ class Variable:
     version: Version | None = None
 
     @property
+    def data(self) -> Array:
+        """The values, see the class."""
+        recorder = active()
+        if recorder is None:
+            return self._data
+        if self.node is None and self not in recorder.made:
+            recorder.record_leaf(self)
+        return recorder.wrap(self._data)
+
+    @data.setter
+    def data(self, value: Array) -> None:
+        self._data = assigned("x.data", value, getattr(self, "_data", None))
+
+    @data.deleter
+    def data(self) -> None:
+        del self._data
+
+    @property
     def grad(self) -> Array | None:
         """The gradient, an array like `data`; None until a backward pass reaches this leaf.
 
-        A compiled step that sets it to None does so in its replays as well. One that reads it, as
-        for an update by hand, stays eager: replays would leave out what NumPy does with it.
+        A compiled step that changes it in place, or sets it to None, does so in its replays as well.
+        One that assigns another array stays eager.
         """
         recorder = active()
-        if recorder is not None and self._grad is not None:
-            recorder.spoil("the step reads a gradient")
-        return self._grad
+        if recorder is None or self._grad is None:
+            return self._grad
+        recorder.record_leaf(self)
+        return recorder.wrap(self._grad)
 
     @grad.setter
     def grad(self, value: Array | None) -> None:
@@ -167,15 +187,13 @@ class Variable:
         if recorder is not None and value is None:
             recorder.record(setattr, self, "_grad", None)
             recorder.cleared.add(id(self))
-        elif recorder is not None:
-            recorder.spoil("the step assigns an array to a gradient")
-        self._grad = value
+        self._grad = None if value is None else assigned("x.grad", value, self._grad)
 
     def check_floating(self) -> None:
         """Refuse a dtype without gradients, also of a tensor whose `requires_grad` was assigned."""
-        if not is_floating(self.data.dtype):
+        if not is_floating(self._data.dtype):
             raise DtypeError(
-                f"a tensor of {self.data.dtype} can have no gradient; use floating point"
+                f"a tensor of {self._data.dtype} can have no gradient; use floating point"
             )
 
     def add_grad(self, grad: Array, xp: Any) -> None:
@@ -250,10 +268,20 @@ def join(a: Tape, b: Tape) -> Tape:
     return a
 
 
+def assigned(name: str, value: Any, before: Any) -> Any:
+    """Return what an attribute is to hold; drop a recording whose replays would not assign it."""
+    recorder = active()
+    if recorder is not None:
+        value = bare(value)
+        if value is not before:  # `x.data += 1` assigns the same array again
+            recorder.spoil(f"the step assigns another array to {name}")
+    return value
+
+
 def writable(array: Array) -> Array:
     """Return an array that outlives the step for an operation to write to."""
     recorder = active()
-    return array if recorder is None else recorder.writable(array)
+    return array if recorder is None else recorder.wrap(array)
 
 
 def kind_of(x: Any) -> str:
@@ -308,6 +336,7 @@ class Function:
         "version_read",
         "xp",
     )
+    varies = __slots__  # from one application to the next: see `program.compare`
 
     computes: ClassVar[str] = ""
     returns: ClassVar[str] = ""
@@ -394,7 +423,7 @@ class Function:
                     needed = recorded = True
                 if x.shard is not None:
                     part = x
-                x = x.data
+                x = x._data
             values.append(x)
             needs.append(needed)
         if first is None:
@@ -405,7 +434,7 @@ class Function:
         if part is not None:
             return lowered(part.apply(self, inputs), low)  # type: ignore[attr-defined]
         self.needs, self.saved = tuple(needs), ()
-        self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
+        self.xp = np if type(first._data) is np.ndarray else namespace(first._data)
         recorder = active()
         try:
             data = (
@@ -420,7 +449,7 @@ class Function:
             raise mixed from error
         # `blank` makes a Tensor: this module cannot import the class, which is built on it.
         result = first.blank()  # type: ignore[attr-defined]
-        result.data = data if type(data) is np.ndarray else self._as_array(data)
+        result._data = data if type(data) is np.ndarray else self._as_array(data)
         if recorder is not None:
             recorder.made.add(result)
         if recorded:
@@ -434,18 +463,18 @@ class Function:
         if self.computes == "product":
             return self._product_inputs(inputs)
         for x in inputs:
-            if isinstance(x, Variable) and is_low(x.data.dtype):
+            if isinstance(x, Variable) and is_low(x._data.dtype):
                 break
         else:
             return inputs, None
-        low, kept = None if self.returns else x.data.dtype, 0
-        if self.computes != "float32" and kernels_of(inputs[0].data).of_device:
+        low, kept = None if self.returns else x._data.dtype, 0
+        if self.computes != "float32" and kernels_of(inputs[0]._data).of_device:
             low, kept = None, 1 if self.computes == "parameters" else len(inputs)
         return (*inputs[:kept], *map(_wide, inputs[kept:])), low
 
     def _product_inputs(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Dtype | None]:
         dtype = product_dtype(type(self).__name__, *(x for x in inputs if x is not None))
-        if not isinstance(inputs[0].data, np.ndarray):
+        if not isinstance(inputs[0]._data, np.ndarray):
             self.product_dtype = dtype if is_floating(dtype) else None
             return inputs, None
         self.product_dtype = None
@@ -613,7 +642,7 @@ class Function:
         self.number = next(_numbers)
         self.edges, self.grad, self.owns_grad = tuple(edges), None, False
         self.version, self.version_read = version, 0 if version is None else version.count
-        data = result.data
+        data = result._data
         self.shape, self.dtype = data.shape, data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape
 
@@ -666,18 +695,18 @@ class AsType(Elementwise):
 def converted(x: Any, dtype: Dtype) -> Any:
     """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
     if isinstance(x, Variable):
-        return x if x.data.dtype == dtype else AsType(dtype)(x)
+        return x if x._data.dtype == dtype else AsType(dtype)(x)
     return cast(namespace(x), x, dtype)
 
 
 def lowered(x: Any, low: Dtype | None) -> Any:
     """Return a float32 tensor in a dtype of half precision, others and for None as they are."""
-    return x if low is None or x.data.dtype != FLOAT32 else AsType(low)(x)
+    return x if low is None or x._data.dtype != FLOAT32 else AsType(low)(x)
 
 
 def _wide(x: Any) -> Any:
     """Return tensors and arrays of half precision in float32, others as they are."""
-    values = x.data if isinstance(x, Variable) else x
+    values = x._data if isinstance(x, Variable) else x
     return converted(x, FLOAT32) if is_result(values) and is_low(values.dtype) else x
 
 

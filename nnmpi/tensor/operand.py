@@ -106,7 +106,7 @@ def values_or_refuse(name: str, x: Any) -> Any:
         return asarray(x)
     if x.shard is not None:
         raise x.shard.error(name, "takes the values of a whole tensor")
-    return x.data
+    return x._data
 
 
 def require_floating(name: str, x: Variable) -> Variable:
@@ -118,9 +118,9 @@ def require_floating(name: str, x: Variable) -> Variable:
     """
     if not isinstance(x, Variable):
         raise no_tensor(name, x)
-    if x.data.dtype.kind != "f" and not is_floating(x.data.dtype):
+    if x._data.dtype.kind != "f" and not is_floating(x._data.dtype):
         raise DtypeError(
-            f"{name} needs floating point, not {x.data.dtype}; convert with astype('float32')"
+            f"{name} needs floating point, not {x._data.dtype}; convert with astype('float32')"
         )
     return x
 
@@ -143,11 +143,11 @@ def _plain(x: Any) -> Any:
 
 def values_of(x: Any) -> Any:
     """Return a tensor's array, also a shard's; return anything else unchanged."""
-    return x.data if isinstance(x, Variable) else x
+    return x._data if isinstance(x, Variable) else x
 
 
 def _dtype(x: Any) -> Any:
-    return x.data.dtype if isinstance(x, Variable) else getattr(x, "dtype", None)
+    return x._data.dtype if isinstance(x, Variable) else getattr(x, "dtype", None)
 
 
 def checked_axes(ndim: int, *axes: Any) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.shard import Region
 from nnmpi.base.words import raise_missing
-from nnmpi.tensor.function import Variable, Version
+from nnmpi.tensor.function import Variable, Version, writable
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
@@ -235,13 +235,13 @@ class Parameter(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # called only for an empty slot, or a property that reads one
-        if name == "data" and self.version is not None:
+        if name in ("data", "_data") and self.version is not None:
             raise UninitializedError(
                 f"{self.name} is not on this rank now: ZeRO 3 gathers a layer's weights while the"
                 " model's forward computes with them; use them there, or give"
                 " ShardedDataParallel stage=1"
             )
-        if name == "data":
+        if name in ("data", "_data"):
             raise UninitializedError(
                 f"a parameter of shape {self.declared} has no values yet; call"
                 " model.initialize(seed=0) first, which finds only layers that are modules'"
@@ -264,7 +264,7 @@ class LookupTable(Parameter):
 
 
 def _rebuild(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
-    values = {parameter.name: parameter.data for parameter in parameters}
+    values = {parameter.name: parameter._data for parameter in parameters}
     if any(parameter.buffer is not None for parameter in parameters):
         raise GraphError("copy a storage with its parameters: copy.deepcopy(model), or load_state")
     xp = namespace(next(iter(values.values()), np.zeros(0)))
@@ -282,7 +282,18 @@ class Span:
     stop: int
 
 
-class FlatGradients(list[Array]):
+class FlatArrays(list[Array]):
+    """A storage's flat arrays; in a step that is recorded, what NumPy does to them is, too."""
+
+    def __iter__(self) -> Iterator[Array]:
+        return map(writable, super().__iter__())
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return [*map(writable, found)] if isinstance(key, slice) else writable(found)
+
+
+class FlatGradients(FlatArrays):
     """A storage's flat gradients, the arguments of a norm and of clipping."""
 
     def __init__(self, arrays: Iterable[Array], storage: "FlatStorage") -> None:
@@ -351,8 +362,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         dtype: Any = None,
     ) -> None:
         self.spans: list[Span] = []
-        self.data: list[Array] = []
-        self.grads: list[Array] = []
+        self.data, self.grads = [], []
         self.distributed = any(parameter.region is not None for parameter in parameters.values())
         self.version = Version()
         self.version.storage = ref(self)
@@ -398,6 +408,15 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
             self.write(span, value)
 
     @property
+    def data(self) -> list[Array]:
+        """This rank's flat values."""
+        return self._own_data
+
+    @data.setter
+    def data(self, arrays: Iterable[Array]) -> None:
+        self._own_data = FlatArrays(arrays)
+
+    @property
     def grads(self) -> list[Array]:
         """This rank's flat gradients."""
         return self._own_grads
@@ -432,14 +451,14 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     def _bind(self, span: Span) -> tuple[Parameter, Array, Array]:
         """Bind a parameter to its slices of the flat arrays, without gradient; return the views."""
         parameter, part = span.parameter, slice(span.start, span.stop)
-        parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
+        parameter._data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
         if self.node_shared and not self.rank_local[span.buffer]:
             # Each of the ranks would change the one copy, while others read it. NumPy's error says
             # what, and `base.errors.note_read_only` why.
             parameter.data.flags.writeable = False
         parameter.grad, parameter.version, self.version.arrays = None, self.version, self._data
-        return parameter, parameter.data, parameter.buffer
+        return parameter, parameter._data, parameter.buffer
 
     def move(
         self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None
@@ -463,7 +482,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
                 )
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
-        if any(parameter.data is array for parameter, array, _ in self._views):
+        if any(parameter._data is array for parameter, array, _ in self._views):
             self._views = [self._bind(span) for span in self.spans]
         self.moves += 1
 
@@ -480,7 +499,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """Yield each parameter with this rank's trained values and gradient, if any."""
         for span in self.spans:
-            yield span, span.parameter.data, span.parameter._grad
+            yield span, span.parameter._data, span.parameter._grad
 
     @property
     def size(self) -> int:
@@ -549,7 +568,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         for parameter, data, buffer in self._views:
             # Updates go to the flat arrays. After `parameter.data = other` the model would compute
             # with one array while the optimizer silently trains another.
-            if getattr(parameter, "data", data) is not data or parameter.buffer is not buffer:
+            if getattr(parameter, "_data", data) is not data or parameter.buffer is not buffer:
                 raise UsageError(
                     f"{parameter.name} is no longer in this storage: its model was initialized"
                     " again (then make a new optimizer), or its data replaced (write"

@@ -26,7 +26,7 @@ class ShardedTensor(Tensor):
     @property
     def shape(self) -> Shape:
         """The lengths of the full tensor's axes."""
-        return self.shard.of(self.data.shape)
+        return self.shard.of(self._data.shape)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -37,7 +37,7 @@ class ShardedTensor(Tensor):
 
     def detach(self) -> Tensor:
         """Return a shard of the same values (not copied) without history in the graph."""
-        return mark(Tensor(self.data), self.shard)
+        return mark(Tensor(self._data), self.shard)
 
     def part(self) -> Tensor:
         """Return the local shard as a plain Tensor, for code that handles sharding itself.
@@ -152,7 +152,7 @@ def _sharded_tensor(shard: Shard) -> ShardedTensor:
 
 
 def _share(new: Tensor, x: Tensor) -> None:
-    new.data, new.requires_grad, new.node, new.tape = x.data, x.requires_grad, x.node, x.tape
+    new._data, new.requires_grad, new.node, new.tape = x._data, x.requires_grad, x.node, x.tape
     new.made_by = x.made_by
     recorder = active()
     if recorder is not None:

@@ -39,7 +39,8 @@ from nnmpi.backend.array import (
 from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, dtype_named, is_floating, is_low
-from nnmpi.backend.recording import refuse, to_library
+from nnmpi.backend.program.record import RecordedArray, bare
+from nnmpi.backend.recording import active, refuse, to_library
 from nnmpi.base.errors import (
     DtypeError,
     GraphError,
@@ -129,7 +130,9 @@ class Tensor(Variable):
     __pandas_priority__ = 5000  # above its tables', whose operators would take rows for numbers
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
-        self.data = _as_array(data, dtype)
+        self._data = _as_array(data, dtype)
+        if issubclass(type(data), RecordedArray) and (recorder := active()) is not None:
+            recorder.made.add(self)
         if requires_grad:
             self.check_floating()
         self.requires_grad = requires_grad
@@ -171,23 +174,23 @@ class Tensor(Variable):
         warning = None if self.tape is None else self.tape.find().warning
         if warning is not None:
             warning()
-        xp = namespace(self.data)
+        xp = namespace(self._data)
         if grad is None:
-            if self.data.size != 1:
+            if self._data.size != 1:
                 raise ShapeError(
                     f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to"
                     " one number"
                 )
-            seed = ones(xp, 1, self.data.dtype).reshape(self.data.shape)
+            seed = ones(xp, 1, self._data.dtype).reshape(self._data.shape)
         else:
             values = values_or_refuse("backward", grad)
             try:
                 seed = to_library(xp, values)
             except TypeError as error:
-                raise mixed_error((self.data, values)) or error from None
-            if seed.dtype != self.data.dtype:
+                raise mixed_error((self._data, values)) or error from None
+            if seed.dtype != self._data.dtype:
                 # an operation, so that a recording includes it
-                seed = Tensor(seed).astype(self.data.dtype).data
+                seed = Tensor(seed).astype(self._data.dtype)._data
             if seed.shape != self.shape:
                 raise ShapeError(
                     f"backward of a tensor of shape {self.shape} got a gradient of shape"
@@ -197,13 +200,13 @@ class Tensor(Variable):
 
     def detach(self) -> Tensor:
         """Return a tensor of the same values (not copied) without history in the graph."""
-        return Tensor(self.data)
+        return Tensor(self._data)
 
     def numpy(self) -> Array:
         """Return the values as a NumPy array, copied to the host if they are on a device."""
         refuse("a tensor's array (numpy)")
-        get = getattr(self.data, "get", None)
-        return self.data if get is None else get()
+        get = getattr(self._data, "get", None)
+        return self._data if get is None else get()
 
     def item(self) -> float:
         """Return the value of a tensor of one element as a Python number.
@@ -211,25 +214,25 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there is not exactly one element.
         """
-        if self.data.size != 1:
+        if self._data.size != 1:
             raise ShapeError(f"item of a tensor of shape {self.shape} is not a single number")
         refuse("a tensor's number (item, float, bool)")
-        return self.data.item()
+        return self._data.item()
 
     @property
     def shape(self) -> Shape:
         """The lengths of the axes."""
-        return self.data.shape
+        return self._data.shape
 
     @property
     def dtype(self) -> Dtype:
         """The dtype of the values."""
-        return self.data.dtype
+        return self._data.dtype
 
     @property
     def ndim(self) -> int:
         """The number of axes."""
-        return self.data.ndim
+        return self._data.ndim
 
     @property
     def size(self) -> int:
@@ -341,7 +344,7 @@ class Tensor(Variable):
         return _product(other, self)
 
     def __neg__(self) -> Tensor:
-        if self.data.dtype.kind == "b":
+        if self._data.dtype.kind == "b":
             raise DtypeError("negate of a bool tensor is undefined; convert with astype('float32')")
         return Pointwise("negative")(self)
 
@@ -354,7 +357,7 @@ class Tensor(Variable):
             if is_basic(parts):
                 return self._passed_on(View(parts)(self))
             function = GetItem(parts)
-            if not isinstance(self.data, np.ndarray):
+            if not isinstance(self._data, np.ndarray):
                 function.check(self.shape)
             return function(self)
         except NnmpiError:
@@ -384,7 +387,7 @@ class Tensor(Variable):
         refuse("a comparison")
         values = values_or_refuse("a comparison", other)
         try:
-            return operator(self.data, values)
+            return operator(self._data, values)
         except (TypeError, ValueError):
             raise UsageError(
                 f"a comparison of a tensor of shape {self.shape} needs a number or an array that"
@@ -448,7 +451,7 @@ class Tensor(Variable):
         refuse_words("argmax", words)
         refuse("argmax")
         # not every array library implements argmax of bfloat16
-        values: Any = to_float32(namespace(self.data), self.data)
+        values: Any = to_float32(namespace(self._data), self._data)
         at = None if axis is None else checked_axes(values.ndim, axis)[0]
         return values.argmax(axis=at, keepdims=keepdims)
 
@@ -500,7 +503,7 @@ class Tensor(Variable):
                 and a dtype that can have none (integers, booleans).
         """
         expected = _named(dtype)
-        if expected == self.data.dtype:
+        if expected == self._data.dtype:
             return self
         if self.requires_grad and not is_floating(expected):
             raise DtypeError(
@@ -546,12 +549,12 @@ class Tensor(Variable):
         Raises:
             ShapeError: when `axes` is not a permutation of the tensor's axes.
         """
-        ndim = self.data.ndim
+        ndim = self._data.ndim
         order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
         if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
             raise ShapeError(
                 f"transpose to {order} is not a permutation of the {ndim} axes of shape"
-                f" {self.data.shape}"
+                f" {self._data.shape}"
             )
         return Transpose(tuple(i % ndim for i in order))(self)
 
@@ -568,7 +571,7 @@ class Tensor(Variable):
         Raises:
             ShapeError: for an axis that the tensor does not have.
         """
-        order = list(range(self.data.ndim))
+        order = list(range(self._data.ndim))
         first, second = checked_axes(len(order), first, second)
         order[first], order[second] = second, first
         return Transpose(tuple(order))(self)
@@ -587,9 +590,9 @@ class Tensor(Variable):
         pairs: Any = None
         with suppress(TypeError, ValueError):
             pairs = tuple((check_int("before", a, 0), check_int("after", b, 0)) for a, b in widths)
-        if pairs is None or len(pairs) != self.data.ndim:
+        if pairs is None or len(pairs) != self._data.ndim:
             raise ShapeError(
-                f"pad needs one non-negative (before, after) per axis of shape {self.data.shape},"
+                f"pad needs one non-negative (before, after) per axis of shape {self._data.shape},"
                 f" not {widths!r}"
             )
         # NumPy's pad refuses an empty list
@@ -623,7 +626,7 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     a, b = operands("where", a, b)
     if any(map(is_sharded, (condition, a, b))):  # `placed` of the operation compares the placements
         return Where()(condition, a, b)
-    check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
+    check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(type(x), "shape")))
     return Where()(values, a, b)
 
 
@@ -714,7 +717,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
         raise UsageError(
             f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)"
         )
-    ndim = x.data.ndim
+    ndim = x._data.ndim
     given = range(ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     result = checked_axes(ndim, *given)
     if len(set(result)) != len(result):

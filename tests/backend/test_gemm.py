@@ -248,10 +248,10 @@ def test_strips_give_the_product(
         given, module = map(recorder.wrap, (a, b)), recorder.module(np)
         x, y = given
         np.testing.assert_array_equal(bare(gemm(module, x, y)), expected)
-        gemm(module, x, y, recorder.writable(out))
-        gemm(module, x, y, recorder.writable(out), add=True)
+        gemm(module, x, y, recorder.wrap(out))
+        gemm(module, x, y, recorder.wrap(out), add=True)
     out[...] = 0
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     np.testing.assert_array_equal(out, 2 * expected)
     in_strips = on_intel if intel else elsewhere
     assert len(calls) == 6 * in_strips
@@ -313,9 +313,9 @@ def test_a_recording_multiplies_again(on_device: bool, dtype: Any) -> None:
         module = recorder.module(xp)
         x, y = map(recorder.wrap, (a, b))
         result = bare(gemm(module, x, y))
-        gemm(module, x, y, out=recorder.writable(total), add=True)
+        gemm(module, x, y, out=recorder.wrap(total), add=True)
     a[...] = 1 + 2.0**-20 if dtype == "float32" else 2
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     rounded = 3 if on_device else np.float32(3 * (1 + 2.0**-20))
     item = rounded if dtype == "float32" else 6
     np.testing.assert_array_equal(

@@ -143,7 +143,7 @@ def test_a_replay_computes_what_numpy_does(function, dtype):
     recorder, result = recorded(function, x)
     np.testing.assert_array_equal(result, function(np, x))
     assert recorder.spoiled == ""
-    program = StepProgram(recorder.calls, Arena(), recorder.errors)
+    program = StepProgram(recorder, Arena())
     for factor in (-1.5, 4.0, 0.25):
         x *= factor
         program.replay()
@@ -199,11 +199,6 @@ def fails(x):
         (lambda x: x.nonzero(), "the shape of x.nonzero's result"),
         (lambda x: np.where(x > 0), "the shape of np.where's result"),
         (np.unique, "the shape of np.unique's result"),
-        (lambda x: np.add(x, 1, out=np.zeros(x.shape)), "writes to an array that self.xp has not"),
-        (lambda x: operator.iadd(np.zeros(x.shape), x), "writes to an array that self.xp has not"),
-        (lambda x: operator.iadd(x, 1), "writes to an array that self.xp has not"),
-        (lambda x: np.copyto(np.zeros(x.shape), x), "writes to an array that self.xp has not"),
-        (lambda x: x.fill(0), "writes to an array that self.xp has not"),
         (lambda x: np.multiply(x, 2)[np.argmax(x[:, 0])], "of which part of an array"),
         (lambda x: np.split(x, np.argmax(x, 0)[:1])[0], "of which part of an array"),
         (lambda x: np.delete(x, x[:, 0] > 0, 0), "the shape of np.delete's result"),
@@ -261,7 +256,7 @@ def test_shapes_that_change_in_a_replay_are_refused():
         np.ones(4),
     )
     with pytest.raises(ShapeError, match="gave .3,. in place of the .2,. that was recorded"):
-        StepProgram(recorder.calls, Arena()).replay()
+        StepProgram(recorder, Arena()).replay()
 
 
 def recorder_of():
@@ -283,7 +278,7 @@ def test_what_is_performed_is_noted_as_a_whole():
         with pytest.raises(UsageError, match="reading values"):
             refuse("reading values")
     assert len(recorder.calls) == 1
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     assert seen == [5, 5]
     assert record_call(work, 6) == 3
     assert len(recorder.calls) == 1
@@ -295,7 +290,7 @@ def test_inputs_come_anew():
         got = recorded_input(lambda: source[0])
         result = bare(recorder.wrap(got) * 2)
     source[0] = np.ones(300)
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     np.testing.assert_array_equal(result, np.full(300, 2.0))
 
 
@@ -304,7 +299,7 @@ def test_lists_of_calls_that_keep_them_stay_the_same_objects():
     with recorder.running():
         record_call(lambda given, kept: kept.update(n=given), items, table)
     table.clear()
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     assert table["n"] is items
 
 
@@ -357,7 +352,7 @@ def test_memory_is_used_again():
 
     x = np.arange(1000.0)
     recorder, y = recorded(chain, x)
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder, Arena())
     assert program.size_bytes == 2 * 8000
     x *= 2
     y[...] = 0
@@ -384,7 +379,7 @@ def test_what_somebody_holds_has_memory_of_its_own():
     recorder, (held,) = recorded(lambda xp, x: ([x * 2],)[0], np.ones(500))
     places, size = plan(recorder.calls)
     assert (places, size) == ({}, 0)
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder, Arena())
     held[...] = 0
     program.replay()
     assert held.tolist() == [2.0] * 500
@@ -401,7 +396,7 @@ def test_what_is_freed_while_a_program_is_made_keeps_its_memory(monkeypatch):
             return result
 
         patch.setattr("nnmpi.backend.program.replay.plan", plan_and_free)
-        program = StepProgram(recorder.calls, Arena())
+        program = StepProgram(recorder, Arena())
     program.replay()
 
 
@@ -410,7 +405,7 @@ def test_programs_share_a_block_that_grows():
     for count in (1000, 3000, 2000):
         x = np.arange(float(count))
         recorder, y = recorded(lambda xp, x: (x + 1) * 2 + 1, x)
-        programs.append((StepProgram(recorder.calls, arena), x, y))
+        programs.append((StepProgram(recorder, arena), x, y))
     for program, x, y in 2 * programs:
         y[...] = 0
         program.replay()
@@ -420,7 +415,7 @@ def test_programs_share_a_block_that_grows():
 
 def test_a_program_reads_like_its_source():
     recorder, _ = recorded(lambda xp, x: np.maximum(x * 2, 0).sum(axis=0), np.ones((2, 3)))
-    assert str(StepProgram(recorder.calls, Arena())).splitlines() == [
+    assert str(StepProgram(recorder, Arena())).splitlines() == [
         "    0  multiply(array[2 3], 2, out=%0[2 3])",
         "    1  maximum(%0[2 3], 0, out=%1[2 3])",
         "    2  ndarray.sum(%1[2 3], axis=0, out=%2[3])",
@@ -432,13 +427,13 @@ def test_a_program_reads_like_its_source():
 def test_a_program_is_drawn(tmp_path):
     """Its results by their places, each from its first call to its last; none if none has one."""
     recorder, y = recorded(lambda xp, x: (x + 1) * (x * 2) - 3, np.ones(8))
-    picture = StepProgram(recorder.calls, Arena()).picture()
+    picture = StepProgram(recorder, Arena()).picture()
     spans = [(bar.row, bar.begin, bar.end, bar.text) for bar in picture.bars]
     assert spans == [("  0", 0, 3, "%0"), (" 64", 1, 3, "%1"), ("128", 2, 4, "%2")]
     assert picture.title.startswith("192 bytes") and y.tolist() == [1] * 8
     picture.save(tmp_path / "step.svg")
     with pytest.raises(UsageError, match="no results of their own"):
-        StepProgram([], Arena()).picture()
+        StepProgram(Recorder(), Arena()).picture()
 
 
 def test_a_callback_is_called_in_each_replay():
@@ -456,7 +451,7 @@ def test_a_callback_is_called_in_each_replay():
 
     x = np.arange(12.0).reshape(3, 4)
     recorder, y = recorded(running, x)
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder, Arena())
     for _ in range(2):
         x += 1
         program.replay()
@@ -477,7 +472,7 @@ def test_blocks_keep_the_order_of_calls_on_one_memory(monkeypatch):
     monkeypatch.setattr(tile, "ELEMENTS", 1)
     x = np.arange(8.0).reshape(2, 4)
     recorder, y = recorded(backwards, x)
-    program = StepProgram(recorder.calls, Arena())
+    program = StepProgram(recorder, Arena())
     x += 1
     program.replay()
     np.testing.assert_array_equal(y, backwards(np, x))
@@ -487,13 +482,13 @@ def test_blocks_keep_the_order_of_calls_on_one_memory(monkeypatch):
 
     def shared(xp, x):
         y = x * vector
-        target = rows if xp is np else recorder_of().writable(rows)
+        target = rows if xp is np else recorder_of().wrap(rows)
         target += 1
         return y
 
     recorder, y = recorded(shared, x)
     vector[:] = 1
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     np.testing.assert_array_equal(y, x)
 
 
@@ -501,7 +496,7 @@ def test_a_reduction_of_a_number_has_an_axis():
     x = np.arange(4.0)
     recorder, y = recorded(lambda xp, x: np.sum(x.sum(), axis=0) * 2, x)
     x += 1
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     assert y == 20
 
 
@@ -514,6 +509,6 @@ def test_results_that_are_read_only_are_written_by_replays():
     x = np.ones(4)
     recorder, y = recorded(fixed, x)
     x += 1
-    StepProgram(recorder.calls, Arena()).replay()
+    StepProgram(recorder, Arena()).replay()
     assert y.tolist() == [4] * 4
     assert not y.flags.writeable

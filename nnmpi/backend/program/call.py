@@ -92,6 +92,12 @@ class Call:
         """Call the function; only for calls without references."""
         return self.function(*self.args, **self.kwargs)
 
+    @property
+    def target(self) -> Any:
+        """The array, or tuple, that a function of NumPy's writes to besides its result, or None."""
+        is_writer = getattr(self.function, "__name__", "") in _WRITERS
+        return self.args[0] if is_writer else self.kwargs.get("out")
+
     def arrays(self) -> list[ArrayRef | Array]:
         """Return the arrays in it."""
         if self._arrays is None:
@@ -136,6 +142,9 @@ def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
 # NumPy implements these by methods, which are faster to call; those need `out` by name
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
+# Functions of NumPy's that write to their first argument
+_WRITERS = {*"setitem copyto fill put putmask place fill_diagonal put_along_axis".split()}
+_WRITERS |= {*"at sort partition _raise_in_place".split()}
 # What a value may be in a search for items: none, an item, or something that may have some within
 _OTHER, _ITEM, _ROW, _DICT, _PARTIAL = range(5)
 _LIBRARIES = ("builtins", "functools", "numpy", "nnmpi")

@@ -37,6 +37,7 @@ from nnmpi.backend.program.call import (
     owner_of,
     rebuilt,
 )
+from nnmpi.base.lines import users_line
 
 active_calls: ContextVar[Any] = ContextVar("nnmpi_recorder", default=None)
 
@@ -121,6 +122,10 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         object.__setattr__(self, "_active", active)
 
     __class__ = property(lambda _: np.ndarray)  # for `isinstance`
+    # what is read most often, and asked for by the class alone
+    shape, dtype, ndim, size = (
+        property(attrgetter(f"_array.{name}")) for name in ("shape", "dtype", "ndim", "size")
+    )
 
     @property
     def _value(self) -> Any:
@@ -145,6 +150,8 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
             recorder.spoil(reason)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(hasattr(type(x), "requires_grad") for x in inputs):
+            return NotImplemented  # a Tensor computes with the array
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         if isinstance(out := kwargs.get("out"), tuple) and len(out) == 1:
             kwargs["out"] = out[0]
@@ -350,11 +357,8 @@ def _apply(
         pairs = zip(args[1:], values[1:], strict=True)
         given = next((arg for arg, value in pairs if value is result), None)
     if isinstance(given, tuple) and any(item is None for item in given):
-        recorder.check_written(bare(given))
         return recorder.results(function, args, kwargs, (values, words), result, False)
     if result is None or given is not None:
-        # the functions that return nothing write to their first argument
-        recorder.check_written([*values, *words.values()][:1] if given is None else bare(given))
         recorder.append(function, args, kwargs)
         return given
     return recorder.results(function, args, kwargs, (values, words), result, has_out)
@@ -390,6 +394,7 @@ class CallList:
     Attributes:
         calls: so far.
         spoiled: why a replay of them would be wrong; empty if it would not.
+        lines: of the user's code, at which the calls were made, if it `notes_lines`.
         thread: in which they are recorded.
         active: itself, until the recording ends.
         errors: what operations want to hear of overflows and the like, for `np.errstate`.
@@ -397,6 +402,8 @@ class CallList:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.lines: list[tuple[str, int]] = []
+        self.notes_lines = False
         self.spoiled = ""
         self.thread = get_ident()
         self.active = [self]
@@ -404,7 +411,6 @@ class CallList:
         self._errors: dict[str, Any] = {**np.geterr()}
         self._kinds = _ANY_ARRAYS  # of which a call names the places, by `_ref`
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
-        self._written: dict[int, Array] = {}  # arrays that outlive the step, and that it writes to
         self._count = 0
 
     def spoil(self, reason: str) -> None:
@@ -415,27 +421,14 @@ class CallList:
         """Return NumPy's arrays as recorded ones, anything else unchanged."""
         return RecordedArray(x, self.active) if type(x) is np.ndarray and not self.spoiled else x
 
-    def writable(self, array: Array) -> Any:
-        """Return an array that outlives the step, such as a gradient's, to write to."""
-        owner = owner_of(array)
-        self._written[id(owner)] = owner
-        return self.wrap(array)
+    def written(self) -> set[int]:
+        """Return the ids of the owners of arrays from outside that NumPy's functions write to."""
+        targets = [call.target for call in self.calls]
+        return {id(owner_of(array)) for array in items_of(targets, HOST_ARRAYS)}
 
-    def writes(self, array: Array) -> bool:
-        """Whether recorded calls may write to an array from outside."""
-        return id(owner_of(array)) in self._written
-
-    def read(self) -> set[int]:
-        """Return the ids of the owners of arrays from outside that recorded calls read."""
-        calls = ((call.args, call.kwargs) for call in self.calls)
-        return {id(owner_of(array)) for array in items_of(list(calls), HOST_ARRAYS)}
-
-    def check_written(self, x: Any) -> None:
-        """Refuse to replay a write to an array from outside: it would begin with other values."""
-        for array in items_of(x, HOST_ARRAYS):
-            owner = id(owner_of(array))
-            if owner not in self._allocations and owner not in self._written:
-                self.spoil("an operation writes to an array that self.xp has not made")
+    def place_of(self, array: Array) -> Any:
+        """Return an array's place in the step's memory; an array from outside stands for itself."""
+        return self._ref(array)
 
     def adopt(self, array: Array) -> Array:
         """Make a new array's memory the step's own; return the array."""
@@ -476,6 +469,8 @@ class CallList:
         result = rebuilt(result, self._ref, self._kinds, not keeps)
         kwargs = rebuilt(kwargs, self._ref, self._kinds) if kwargs else {}
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
+        if self.notes_lines:
+            self.lines.append(users_line())
 
     def _note_errors(self, errors: Mapping[str, Any]) -> None:
         changed = {kind: how for kind, how in errors.items() if how != self._errors[kind]}
@@ -534,7 +529,6 @@ class CallList:
                 self.append(function, args, kwargs, target)
         else:
             if function.__name__ not in _VIEWS:  # it may have written to what it returns
-                self.check_written(bare(arrays))
                 self.append(function, args, kwargs)
             views = {id(owner_of(item)) for item in bare(arrays)}
             if any(

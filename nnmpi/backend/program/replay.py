@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, empty
-from nnmpi.backend.program.call import Allocation, ArrayRef, Call
+from nnmpi.backend.program.call import Allocation, ArrayRef
+from nnmpi.backend.program.compare import Comparison
 from nnmpi.backend.program.plan import lifetimes, plan
+from nnmpi.backend.program.record import CallList
 from nnmpi.backend.program.tile import tile
 from nnmpi.base.errors import UsageError
 from nnmpi.base.pages.picture import Bar, Picture
@@ -48,18 +49,16 @@ class StepProgram:
     """The calls of a recorded step.
 
     Args:
-        calls: in their order.
+        recorded: the calls in their order.
         arena: for the results.
-        errors: for `np.errstate`, during the whole replay.
 
     Attributes:
         calls: the calls in blocks of rows, see `tile`.
     """
 
-    def __init__(
-        self, calls: Sequence[Call], arena: Arena, errors: Mapping[str, Any] | None = None
-    ) -> None:
-        self.calls = tuple(tile(calls))
+    def __init__(self, recorded: CallList, arena: Arena) -> None:
+        self._recorded = recorded
+        self.calls = tuple(tile(recorded.calls))
         # What somebody else holds, for good: held before the plan, which places what nobody holds
         self._held = {
             ref.allocation: owner
@@ -67,7 +66,6 @@ class StepProgram:
             for ref in call.refs()
             if (owner := ref.allocation.owner) is not None
         }
-        self._errors = dict(errors or {})
         self._arena, self._memory = arena, np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
 
@@ -85,7 +83,8 @@ class StepProgram:
         """Repeat the calls."""
         if self._memory is not self._arena.memory:
             self._bind()
-        with np.errstate(**self._errors) if self._errors else nullcontext():
+        errors = self._recorded.errors  # which operations want to hear of
+        with np.errstate(**errors) if errors else nullcontext():
             for call in self._bound:
                 call()
 
@@ -111,6 +110,13 @@ class StepProgram:
         ]
         title = f"{self.size_bytes} bytes: the results from each byte on, while they live"
         return Picture(title, "calls", bars)
+
+    def difference(self, other: StepProgram) -> str:
+        """Return the first difference to the program of another version of the step, or nothing.
+
+        Arrays from outside, such as weights, count as the same in the order of their use.
+        """
+        return Comparison(self._recorded, other._recorded, is_same_step=False).difference()
 
     def _bind(self) -> None:
         self._bound = ()

@@ -120,13 +120,13 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         bias: (o,), or None.
         spec: the convolution.
     """
-    (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x.data)
+    (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x._data)
     kernel = spec.kernel[0]
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
     plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
-    if not isinstance(x.data, np.ndarray):
-        return None if spec.relu else on_device(x.data, spec, o)
+    if not isinstance(x._data, np.ndarray):
+        return None if spec.relu else on_device(x._data, spec, o)
     single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         each = CompiledDepthwise if kernels.convolves and single and x.size else Depthwise

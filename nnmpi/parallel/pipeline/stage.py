@@ -194,7 +194,7 @@ class Flight:
         grads_back = [_take_grad(leaf) for leaf in leaves if leaf.requires_grad]
         for leaf in leaves:
             # the recording refers to the leaf, and must not keep its values alive
-            leaf.data = np.broadcast_to(np.zeros((), leaf.data.dtype), leaf.data.shape)
+            leaf._data = np.broadcast_to(np.zeros((), leaf._data.dtype), leaf._data.shape)
         recorder = active()
         if recorder is not None:
             recorder.loose.clear()  # the leaves' gradients, which are sent as copies
@@ -208,7 +208,7 @@ class Flight:
     def send_out(self, store: Store, backend: Backend) -> None:
         """Start to move what the microbatch saved to a store, without its inputs and outputs."""
         nodes, ends = operations_of(self.outputs), [*self._leaves, *self.outputs]
-        self._away = SavedArrays(nodes, [*weights_of(nodes), *(x.data for x in ends)], backend)
+        self._away = SavedArrays(nodes, [*weights_of(nodes), *(x._data for x in ends)], backend)
         self._away.send(store)
 
     def drop(self) -> None:
@@ -227,7 +227,7 @@ def _cost(leaves: Sequence[Tensor], outputs: Sequence[Tensor], seconds: float) -
     nodes = operations_of(outputs)
     saved = saved_memory(nodes, weights_of(nodes))
     inputs, ends = (
-        {owner_id(x.data): x.data.nbytes for x in tensors} for tensors in (leaves, outputs)
+        {owner_id(x._data): x._data.nbytes for x in tensors} for tensors in (leaves, outputs)
     )
     inner = sum(saved[owner] for owner in saved.keys() - inputs.keys() - ends.keys())
     new = sum(ends[owner] for owner in ends.keys() - inputs.keys())
@@ -244,5 +244,5 @@ def _mark_as_inputs(leaves: Sequence[Tensor]) -> None:
 def _take_grad(leaf: Tensor) -> Array:
     grad, leaf.grad = leaf._grad, None
     if grad is None:  # no output depends on the leaf
-        return namespace(leaf.data).zeros_like(leaf.data)
+        return namespace(leaf._data).zeros_like(leaf._data)
     return grad

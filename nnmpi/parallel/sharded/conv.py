@@ -133,9 +133,9 @@ def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Te
         ShapeError: when this rank's number of rows is not its part of `windows.height`.
     """
     height = len(windows.owned(group.size, group.rank))
-    if x.data.shape[1] != height:
+    if x._data.shape[1] != height:
         raise ShapeError(
-            f"rank {group.rank} of {group.size} has {x.data.shape[1]} rows of images, but the"
+            f"rank {group.rank} of {group.size} has {x._data.shape[1]} rows of images, but the"
             f" model was sharded for a height of {windows.height}, {height} rows here; shard it"
             " for the sample's shape"
         )
