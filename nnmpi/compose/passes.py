@@ -176,7 +176,7 @@ class BatchPass(Pass):
     Attributes:
         batch: on the model's backend.
         counts: whether this rank's losses count.
-        failed: an error of the last stage's loss, raised when all ranks meet.
+        failed: an error of the last stage's loss, or of a replay, raised when all ranks meet.
         paused_s: the seconds that it was slowed down on purpose.
     """
 
@@ -245,6 +245,7 @@ class BatchPass(Pass):
         if self._cuts:
             with owner.settling(self) if owner.settles else nullcontext():
                 passed = self.run(self.key(), owner.refusal_of(self, may_replay))
+            self.note_audit()
             if owner.is_pipeline:
                 report.passed, report.wait_s = passed, passed.wait_s
                 report.staleness = tuple(self._staleness)
@@ -255,6 +256,14 @@ class BatchPass(Pass):
             exchange.finish()
             exchange.note_squares(self._scalars)
         return report
+
+    def note_audit(self) -> None:
+        """Note what the audit of a replay has found; raise it where no ranks meet."""
+        replay = self._owner.replay
+        found, replay.failed = replay.failed, None
+        if found is not None and self._owner.exchange is None:
+            raise found
+        self.failed = self.failed or found
 
     def send_sums(self) -> Callable[[], tuple[float, float, int]]:
         """Begin to copy this rank's contribution: losses, score, counted labels.
@@ -630,6 +639,7 @@ class Passes:
         cuts = [Cut(cut.start, cut.stop, batch.first_row + cut.start, m) for m, cut in parts]
         now = BatchPass(self, batch, 0, self.evaluated, cuts, trains=False)
         now.run(now.key(), OBSERVED if timeline.current() else "")
+        now.note_audit()
         loss = self.losses[True]
         if self.counts and has_class_weights(loss):
             self.evaluated.add(WEIGHTS, label_weights(loss, batch))

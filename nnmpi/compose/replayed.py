@@ -1,10 +1,11 @@
 """Passes that a Worker records and replays, as `nnmpi.compile` does; and when that is safe.
 
     a batch of new shapes      1st time     eager
-                               2nd time     eager, and every call on arrays is recorded (see
-                                            `nn.compiled`)
+                               2nd, 3rd     eager, and every call on arrays is recorded; the two
+                                            recordings must be the same (see `nn.compiled`)
                                later        the calls are replayed: the same bits, no graph, no
-                                            checks
+                                            checks; from time to time a pass is recorded again, and
+                                            compared
     on a device                1st time     eager, in the memory of its graphs (see `cuda.graph`)
                                2nd time     captured
                                later        the graphs are launched
@@ -63,7 +64,10 @@ class Replay(Compiled):
 
     Attributes:
         replays: the number of replayed passes.
+        failed: an error that the last pass has found, which all ranks are to raise; or None.
     """
+
+    _name, failed = "the model", None
 
     # it is written to in every step, and by nobody else
     __setattr__ = object.__setattr__  # type: ignore[assignment]
@@ -106,7 +110,8 @@ class Replay(Compiled):
             now.walk()
             return
         key = (mode.fused, setting(), precision(), *kind)
-        if self._watch is None or not self._watch.is_unchanged():
+        self._number += 1
+        if self._watch is None or not self._watch.is_unchanged() or self._watch.moved():
             now.walk()  # before the inspection: in this pass layers decide which of them are fused
             self._inspect(key)
             return
@@ -118,7 +123,14 @@ class Replay(Compiled):
 
     def _replay_or_record(self, key: Any, mode: Mode) -> None:
         recording = self._held.get(key)
-        if recording is not None and recording.recorder.is_valid():
+        if recording is not None and recording.is_valid():
+            recording.count += 1
+            if recording.compares and recording.count & (recording.count - 1) == 0:
+                # a pass like any other for the ranks that replay: it sends the same messages
+                self._reason = "the pass is compared with its recording"
+                _, self.failed = self._audit(key, recording, (), mode)
+                self._reason = self.refusal or self._reason
+                return
             self.replays, self._reason = self.replays + 1, ""
             recording.replay((), mode)
             return

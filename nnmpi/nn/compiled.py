@@ -27,6 +27,7 @@ On a device the second call is captured, and later ones launch CUDA graphs (see 
 cannot be compared.
 """
 
+import os
 import random
 import sys
 import warnings
@@ -52,6 +53,7 @@ from nnmpi.backend.program.compare import Comparison, Reading, holders
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
+from nnmpi.base.launcher import read_launch
 from nnmpi.base.lines import is_users
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Buffer, Module
@@ -82,6 +84,7 @@ class Compiled(Settled, fixed="pool"):
     _graphs: GraphMemory | None = None
     _refusal: str = ""
     _number = 0  # of the present call
+    _name = "the step"
 
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
@@ -166,9 +169,9 @@ class Compiled(Settled, fixed="pool"):
             held.count += 1
             moved = held.moved()
             if held.compares and (moved or held.count & (held.count - 1) == 0):
-                results, found, since = self._audit(key, held, inputs, mode, moved)
-                if since:
-                    raise UsageError(f"{found}; calls since number {since} may have used an old one")
+                results, error = self._audit(key, held, inputs, mode, moved)
+                if error is not None:
+                    raise error
                 return results
             if held.count > 2:
                 self._unused.pop(key, None)
@@ -176,12 +179,11 @@ class Compiled(Settled, fixed="pool"):
 
     def _audit(
         self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode, moved: Any = ()
-    ) -> tuple[Any, str, int]:
+    ) -> tuple[Any, UsageError | None]:
         """Do one step, and compare what it does with its recording, which is dropped if it differs.
 
         Returns:
-            The step's result; how it differs, as text, or nothing; and the first call that may have
-            used an old value, or 0.
+            The step's result, and an error if replays since the last audit may have been wrong.
         """
         recorder = Recorder()
         recorder.notes_lines, recorder.reads_mode = True, held.recorder.reads_mode
@@ -190,16 +192,22 @@ class Compiled(Settled, fixed="pool"):
         since, held.checked = held.checked + 1, self._number
         if not found:
             held.forget(moved)
-            return new.results(), "", 0
+            return new.results(), None
         del self._held[key]
-        self._refusal = f"the step computes with what changes from call to call: {found}"
+        self._refusal = f"{self._name} computes with what changes from call to call: {found}"
         if moved:
             self._count_unused(key)
-            return new.results(), self._refusal, 0
-        self._spoiled[key] = self._refusal
-        if since == self._number:
-            warnings.warn(f"a compiled step is not replayed: {self._refusal}", stacklevel=4)
-        return new.results(), self._refusal, since % self._number
+            return new.results(), None
+        self._spoil(key, self._refusal)
+        if since < self._number:
+            return new.results(), UsageError(
+                f"{self._refusal}; calls since number {since} may have used an old value: give it as an"
+                " argument, or do not compile this"
+            )
+        launch = read_launch(os.environ)
+        if launch is None or launch.rank == 0:  # once for all ranks
+            warnings.warn(f"{self._refusal}; it is not replayed", stacklevel=4)
+        return new.results(), None
 
     def _count_unused(self, key: Any) -> None:
         """Note that a recording was dropped; stop to record what is never replayed."""

@@ -114,6 +114,9 @@ class Turns:
 class Turn:
     """An operation's number, which a replay of a recorded step renews."""
 
+    __slots__ = "number", "turns"
+    varies = ("number",)  # see `program.compare`
+
     def __init__(self, turns: Turns) -> None:
         self.turns, self.number = turns, NO_TURN
 

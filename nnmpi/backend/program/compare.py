@@ -189,7 +189,7 @@ def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
     elif isinstance(x, property):
         yield (x.fget,)
     elif not isinstance(x, type | ModuleType | np.ufunc):
-        bases = type(x).__mro__
+        bases = reversed(type(x).__mro__)
         members = {name: member for base in bases for name, member in vars(base).items()}
         if not deep:
             yield (type(x),)

@@ -70,6 +70,7 @@ class LookUp(TableRows):
     """table[indices - first], zeros for indices outside of this part of the table."""
 
     __slots__ = ("first", "hits")
+    varies = (*TableRows.varies, "hits")
 
     captured = False  # how many indices are of this part is known to the device alone
 
