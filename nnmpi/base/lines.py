@@ -55,7 +55,9 @@ def lines_of(error: BaseException) -> list[str]:
 def users_line() -> tuple[str, int]:
     """Return the file and number of the innermost line of users' code that is being run, if any."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame and (
+        frame.f_code.co_filename.startswith(PACKAGE) or not is_users(frame.f_code.co_filename)
+    ):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
 

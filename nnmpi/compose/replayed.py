@@ -125,7 +125,7 @@ class Replay(Compiled):
         recording = self._held.get(key)
         if recording is not None and recording.is_valid():
             recording.count += 1
-            if recording.compares and recording.count & (recording.count - 1) == 0:
+            if recording.is_due():
                 # a pass like any other for the ranks that replay: it sends the same messages
                 self._reason = "the pass is compared with its recording"
                 _, self.failed = self._audit(key, recording, (), mode)

@@ -167,8 +167,8 @@ class Compiled(Settled, fixed="pool"):
                 return self._record(key, inputs, mode, watch, watch.library(inputs))
             self.calls = len(held.program.calls)
             held.count += 1
-            moved = held.moved()
-            if held.compares and (moved or held.count & (held.count - 1) == 0):
+            moved = held.compares and held.moved()
+            if moved or held.is_due():
                 results, error = self._audit(key, held, inputs, mode, moved)
                 if error is not None:
                     raise error
@@ -178,7 +178,7 @@ class Compiled(Settled, fixed="pool"):
             return held.replay(inputs, mode)
 
     def _audit(
-        self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode, moved: Any = ()
+        self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode, moved: bool = False
     ) -> tuple[Any, UsageError | None]:
         """Do one step, and compare what it does with its recording, which is dropped if it differs.
 
@@ -191,7 +191,7 @@ class Compiled(Settled, fixed="pool"):
         found = recorder.spoiled or held.difference(new)
         since, held.checked = held.checked + 1, self._number
         if not found:
-            held.forget(moved)
+            held.look_again(moved)
             return new.results(), None
         del self._held[key]
         self._refusal = f"{self._name} computes with what changes from call to call: {found}"
@@ -347,14 +347,23 @@ class Recording:
         """True if a replay would do what the step does now."""
         return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
 
-    def moved(self) -> list[int]:
-        """Return the places of watched arrays that have changed."""
-        return [] if self._watch is None else self._watch.moved()
+    def is_due(self) -> bool:
+        """True if this call is to be compared: the second, fourth, eighth ..., and those before the
+        sixteenth and so on, since what changes in every third call would meet no power of two.
+        """
+        count = self.count
+        return self.compares and (
+            count & (count - 1) == 0 or (count > 8 and count & (count + 1) == 0)
+        )
 
-    def forget(self, moved: list[int]) -> None:
-        """Watch arrays no longer that have changed, as only recorded calls read them."""
-        if self._watch is not None:
-            self._watch.forget(moved)
+    def moved(self) -> bool:
+        """True if watched arrays have other values."""
+        return self._watch is not None and bool(self._watch.moved())
+
+    def look_again(self, moved: bool) -> None:
+        """Begin to watch arrays anew that have changed, unless recorded calls read them."""
+        if moved and self._watch is not None:
+            self._watch.look_again(self.recorder.read())
 
     def difference(self, new: "Recording") -> str:
         """Return the first difference to a new recording of the step, or nothing."""
@@ -504,13 +513,18 @@ class Watch:
         now = list(chain.from_iterable(self._holders))
         return len(now) == len(self._parts) and all(map(is_, now, self._parts))
 
-    def moved(self) -> list[int]:
-        """Return the places of the arrays that have other values than then."""
-        return [i for i, (array, values) in enumerate(self._values) if array.tobytes() != values]
+    def moved(self) -> list[Array]:
+        """Return the arrays that have other values than then."""
+        return [array for array, values in self._values if array.tobytes() != values]
 
-    def forget(self, places: list[int]) -> None:
-        """Compare the values of some arrays no longer."""
-        self._values = [item for i, item in enumerate(self._values) if i not in places]
+    def look_again(self, read: set[int]) -> None:
+        """Take the values that arrays have now; no more of those that have changed and are read.
+
+        Args:
+            read: the ids of the owners of arrays that recorded calls read.
+        """
+        gone = {id(array) for array in self.moved() if id(owner_of(array)) in read}
+        self._values = [(x, x.tobytes()) for x, _ in self._values if id(x) not in gone]
 
     def is_still(self, recorder: Recorder) -> bool:
         """True if a step has changed nothing but by recorded calls, whose arrays are then left out."""

@@ -426,6 +426,11 @@ class CallList:
         targets = [call.target for call in self.calls]
         return {id(owner_of(array)) for array in items_of(targets, HOST_ARRAYS)}
 
+    def read(self) -> set[int]:
+        """Return the ids of the owners of all arrays from outside in its calls."""
+        arrays = (array for call in self.calls for array in call.arrays())
+        return {id(owner_of(array)) for array in arrays if isinstance(array, np.ndarray)}
+
     def place_of(self, array: Array) -> Any:
         """Return an array's place in the step's memory; an array from outside stands for itself."""
         return self._ref(array)
