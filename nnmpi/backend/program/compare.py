@@ -64,11 +64,11 @@ class Comparison:
         is_same_step: bool = True,
     ) -> None:
         self._lists, self._is_same_step = (old, new), is_same_step
-        self._twins: dict[int, Any] = {}  # of memory in one recording: that in the other
+        self._twins: dict[tuple[int, int], int] = {}  # of memory in one recording: in the other
         self._seen: set[tuple[int, int]] = set()
         self._differ: tuple[Any, Any] | None = None  # the innermost things
         for one, other in zip(*inputs, strict=False):
-            self._pair(owner_of(one), owner_of(other))
+            self._pair(id(owner_of(one)), id(owner_of(other)))
 
     def difference(self, results: tuple[Any, Any] = (None, None)) -> str:
         """Return the first difference, also of the step's results, as text; nothing if none."""
@@ -97,7 +97,7 @@ class Comparison:
         if isinstance(target, np.ndarray) and isinstance(other.target, np.ndarray):
             # one that the step has made unseen would begin with what the last replay has left
             owners = owner_of(target), owner_of(other.target)
-            is_same = owners[0] is owners[1] or id(owners[0]) in self._twins
+            is_same = owners[0] is owners[1] or (0, id(owners[0])) in self._twins
             if self._is_same_step and not is_same:
                 self._differ = target, other.target
                 return False
@@ -111,7 +111,7 @@ class Comparison:
     def _same(self, one: Any, other: Any) -> bool:
         """Return whether two values of one type are the same."""
         if isinstance(one, ArrayRef):
-            return self._pair(one.allocation, other.allocation) and one[1:] == other[1:]
+            return self._pair(id(one.allocation), id(other.allocation)) and one[1:] == other[1:]
         if isinstance(one, tuple | list | deque):
             return len(one) == len(other) and all(map(self.same, one, other))
         if isinstance(one, _VALUES):
@@ -129,12 +129,10 @@ class Comparison:
             parts[1].append([other.__code__])
         return bool(parts[0]) and self._same(*parts)
 
-    def _pair(self, one: Any, other: Any) -> bool:
+    def _pair(self, one: int, other: int) -> bool:
         """Let memory of one recording stand for memory of the other, and return whether it does."""
-        return (
-            self._twins.setdefault(id(one), other) is other
-            and self._twins.setdefault(~id(other), one) is one
-        )
+        twins = self._twins
+        return twins.setdefault((0, one), other) == other and twins.setdefault((1, other), one) == one
 
     def _same_arrays(self, one: Array, other: Array) -> bool:
         pair = one, other
@@ -144,11 +142,14 @@ class Comparison:
         if (one.shape, one.strides, one.dtype) != (other.shape, other.strides, other.dtype):
             return False
         owners = owner_of(one), owner_of(other)
-        offset, now = (address_of(x) - address_of(y) for x, y in zip(pair, owners, strict=True))
-        is_known = id(owners[0]) in self._twins or ~id(owners[1]) in self._twins
-        if is_known or not self._is_same_step:
-            return self._pair(*owners) and offset == now
-        return (owners[0] is owners[1] and offset == now) or one.tobytes() == other.tobytes()
+        places = [address_of(x) for x in pair]
+        if not self._is_same_step:
+            return self._pair(~places[0], ~places[1])
+        ids = [id(owner) for owner in owners]
+        offset, now = (x - address_of(y) for x, y in zip(places, owners, strict=True))
+        if (0, ids[0]) in self._twins or (1, ids[1]) in self._twins:
+            return self._pair(*ids) and offset == now
+        return (ids[0] == ids[1] and offset == now) or one.tobytes() == other.tobytes()
 
 
 def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
