@@ -325,6 +325,25 @@ def test_a_workers_layer_with_its_own_step_is_right():
     assert reason == "Python reads nn.current().step"
 
 
+DECIDED = {
+    "normalized": lambda x, a: x * a / float(a.sum()),
+    "masked": lambda x, a: x * a * Tensor((a > 1).astype("f8")),
+    "a branch": lambda x, a: x * a if a[0] > 1 else x - a,
+    "by Python alone": lambda x, a: x / float(a.sum()),
+    "which is returned": lambda x, a: (x * 1, x * 2, x * 3)[int(a[0]) % 3],
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_an_array_that_is_an_operand_and_read_by_python(name):
+    """Its first change, and later ones of what Python alone reads, are seen at once."""
+    a, x = np.array([1.0, 2.0, 3.0]), np.ones(3)
+    step = nnmpi.compile(lambda x: DECIDED[name](x, a))
+    for first in map(float, (1, 1, 5, 5, 5, 5, 4, 4, 4, 7, 7, 6, 6, 9)):  # not at audits alone
+        a[:] = [first, 3.0 - first, 2.0]
+        np.testing.assert_array_equal(step(x).data, DECIDED[name](Tensor(x), a).data)
+
+
 # ---- what a step does to Python's objects ----
 
 
@@ -467,6 +486,8 @@ def drawn(ends: Any) -> Any:
     return float(ends.call_count)
 
 
+SCRATCH = Tensor(np.zeros(3))  # outlives the steps
+
 DIFFERENT = {
     "a number": lambda x, n: x * n,
     "a function": lambda x, n: x * 2 if n % 2 else x / 0.5,
@@ -480,6 +501,7 @@ DIFFERENT = {
     "a keyword": lambda x, n: x.reshape(3, 1).sum(axis=int(n) % 2),
     "the result": lambda x, n: (x * 1, x * 2)[int(n) % 2],
     "the sign of zero": lambda x, n: x * (0.0 if n % 2 else -0.0),
+    "a last call": lambda x, n: (x * 2, None if n % 2 else SCRATCH.data.fill(n))[0],
     "a written array": lambda x, _: Tensor(np.add(x.data, 1, out=np.zeros(3))),
     "an array that adds up": lambda x, _: Tensor(np.copyto(y := np.zeros(3), x.data) or y),
 }
