@@ -336,4 +336,4 @@ class Recorder(CallList):
 
     def numbers(self, function: Callable[[], Any]) -> Any:
         """Return a function's numbers; only operations that are recorded whole need them."""
-        return function()
+        return Recorder.run_eagerly(self, function)  # a replay calls it, too; no graph ends

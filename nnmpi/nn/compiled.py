@@ -534,7 +534,7 @@ class Watch:
 
     def library(self, inputs: tuple[Any, ...]) -> Any:
         """Return the module of the first array on a device, or NumPy if there is none."""
-        arrays = (
+        arrays: Iterable[Any] = (
             getattr(x, "_data", None) if isinstance(x, Variable | Buffer) else x
             for x in chain(_leaves(inputs), self._parts)
         )
@@ -588,7 +588,7 @@ class Watch:
         elif isinstance(item, Buffer):
             yield Reading(lambda: item._data)
         # an optimizer, also one of the user's, is read anew by each of its updates
-        elif isinstance(item, Module) or not any(map(is_own, kind.__mro__)):
+        elif isinstance(item, Module) or not (is_array(item) or any(map(is_own, kind.__mro__))):
             yield from holders(item)
             yield (kind,)
 

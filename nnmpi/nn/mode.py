@@ -79,8 +79,13 @@ class _ReadMode(Mode):
 
     def _note(self, *names: str) -> None:
         recorder = active()
-        for name in names if recorder is not None else ():
-            recorder.note_mode(name, lambda name=name: getattr(_mode.get(), name))
+        if recorder is not None:
+            for name in names:
+                recorder.note_mode(name, partial(_read, name))
+
+
+def _read(name: str) -> Any:
+    return getattr(_mode.get(), name)
 
 
 _NUMBERS = "seed", "step", "first_row"  # which change from call to call

@@ -48,7 +48,7 @@ def product_dtype(name: str, *inputs: Any) -> Dtype:
         low = low_dtype(mode)
         if low is not None and mixes(*map(_dtype_of, inputs)):
             return low
-        if mode == "tf32" and isinstance(inputs[0]._data, np.ndarray):
+        if mode == "tf32" and isinstance(getattr(inputs[0], "_data", None), np.ndarray):
             raise UsageError(
                 f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend"
                 " cupy on a CUDA device"

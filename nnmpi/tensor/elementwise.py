@@ -109,7 +109,11 @@ class AddLow(Elementwise):
 
 def add_low(a: Any, b: Any) -> Any:
     """Return the sum of two tensors in mixed precision in one pass; None for all others."""
-    if not isinstance(b, Variable) or a._data.dtype == b._data.dtype or a._data.shape != b._data.shape:
+    if (
+        not isinstance(b, Variable)
+        or a._data.dtype == b._data.dtype
+        or a._data.shape != b._data.shape
+    ):
         return None
     if is_low(a._data.dtype):
         a, b = b, a

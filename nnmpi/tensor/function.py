@@ -336,7 +336,9 @@ class Function:
         "version_read",
         "xp",
     )
-    varies = __slots__  # from one application to the next: see `program.compare`
+    varies: ClassVar[tuple[str, ...]] = (
+        __slots__  # from one application to the next: see `program.compare`
+    )
 
     computes: ClassVar[str] = ""
     returns: ClassVar[str] = ""

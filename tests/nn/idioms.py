@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import nnmpi
 from nnmpi import data, nn
 from nnmpi.tensor.tensor import Tensor
 
@@ -153,8 +152,3 @@ class Reads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's result, with the number used on it."""
         return self.use(self.layer(x), self.read())
-
-
-def eager(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a step that is called like a compiled one."""
-    return lambda x: function(nnmpi.Tensor(x))

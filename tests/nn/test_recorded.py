@@ -4,6 +4,7 @@ beyond the next audit, wherever it lies; what is recorded twice is compared.
 
 import random
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from nnmpi.base.errors import UsageError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import MORE_SEEDS
-from tests.nn.idioms import CHANGES, USES, Idiom, Reads, all_idioms, eager, sources
+from tests.nn.idioms import CHANGES, USES, Idiom, Reads, all_idioms, sources
 from tests.nn.tally import Tally
 
 pytestmark = [
@@ -61,7 +62,9 @@ def check_idiom(idiom: Idiom, folder: Any) -> None:
         assert compiled.recordings == 1 or reads_in_use or compiled.refusal.startswith("Python")
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow(MORE_SEEDS)) if seed else seed for seed in range(8)]
+SEEDS = [
+    pytest.param(seed, marks=pytest.mark.slow(MORE_SEEDS)) if seed else seed for seed in range(8)
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -109,10 +112,8 @@ def test_no_idiom_is_silently_wrong_in_a_worker(ranks, tmp_path):
     for idiom in idioms[: 40 // ranks]:
         read, put = sources(tmp_path)[idiom.source]
         use, change = USES[idiom.use], CHANGES[idiom.change]
-        found = [
-            nnmpi.simulate(lambda group, way=way: train(group, read, put, use, change, way), ranks)
-            for way in (False, True)
-        ]
+        run = partial(train, read=read, put=put, use=use, change=change)
+        found = [nnmpi.simulate(partial(run, replayable=way), ranks) for way in (False, True)]
         for right, came in zip(*found, strict=True):
             at = came.index(None) if None in came else len(came)
             assert all(one == other for one, other in zip(right, came[: at // 2], strict=False))
@@ -209,7 +210,10 @@ def decides(model: Any, optimizer: Any, x: Any, _: Any) -> None:
 @pytest.mark.parametrize(
     ("update", "replayed"),
     [
-        *((item, True) for item in (clips, shrinks_gradients, by_hand, on_storage, scales, averages)),
+        *(
+            (item, True)
+            for item in (clips, shrinks_gradients, by_hand, on_storage, scales, averages)
+        ),
         *((item, False) for item in (assigns, decides)),
     ],
 )

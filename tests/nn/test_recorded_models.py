@@ -67,7 +67,8 @@ def run(name: str, compiled: bool, number: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [item for item in cases([(n,) for n in NAMES], lambda n: n in (*QUICK, *OWN), MORE_LAYOUTS)]
+    "name",
+    cases([(n,) for n in NAMES], lambda n: n in (*QUICK, *OWN), MORE_LAYOUTS),
 )
 def test_a_model_has_one_recording(name):
     right, state, _ = run(name, False, 9)

@@ -143,8 +143,10 @@ def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
 # Functions of NumPy's that write to their first argument
-_WRITERS = {*"setitem copyto fill put putmask place fill_diagonal put_along_axis".split()}
-_WRITERS |= {*"at sort partition _raise_in_place".split()}
+_WRITERS = frozenset(
+    ["setitem", "copyto", "fill", "put", "putmask", "place", "fill_diagonal", "put_along_axis"]
+    + ["at", "sort", "partition", "_raise_in_place"]
+)
 # What a value may be in a search for items: none, an item, or something that may have some within
 _OTHER, _ITEM, _ROW, _DICT, _PARTIAL = range(5)
 _LIBRARIES = ("builtins", "functools", "numpy", "nnmpi")

@@ -132,7 +132,9 @@ class Comparison:
     def _pair(self, one: int, other: int) -> bool:
         """Let memory of one recording stand for memory of the other, and return whether it does."""
         twins = self._twins
-        return twins.setdefault((0, one), other) == other and twins.setdefault((1, other), one) == one
+        return (
+            twins.setdefault((0, one), other) == other and twins.setdefault((1, other), one) == one
+        )
 
     def _same_arrays(self, one: Array, other: Array) -> bool:
         pair = one, other
@@ -249,4 +251,4 @@ class Slots:
 def _text(x: Any) -> str:
     if isinstance(x, np.ndarray):
         return shortened(f"{x}".replace("\n", " "))
-    return shortened(f"{x}") if isinstance(x, _VALUES) else f"a {type(x).__name__}"
+    return shortened(f"{x!r}") if isinstance(x, _VALUES) else f"a {type(x).__name__}"
