@@ -235,7 +235,7 @@ def of_chain(
         parameters = part.parameters()
         yield Measured(layer.name, layer.run, parameters)
         for parameter in parameters:
-            del parameter.data
+            del parameter._data
             parameter.grad = parameter.buffer = None
 
 

@@ -164,10 +164,6 @@ class Variable:
     def data(self, value: Array) -> None:
         self._data = assigned("x.data", value, getattr(self, "_data", None))
 
-    @data.deleter
-    def data(self) -> None:
-        del self._data
-
     @property
     def grad(self) -> Array | None:
         """The gradient, an array like `data`; None until a backward pass reaches this leaf.

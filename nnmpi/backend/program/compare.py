@@ -178,7 +178,7 @@ def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
     elif isinstance(x, ContextVar):
         yield Reading(partial(x.get, None))
     elif isinstance(x, FunctionType):
-        yield Cells(x.__closure__ or ()) if deep else ()
+        yield ClosureCells(x.__closure__ or ()) if deep else ()
         yield x.__defaults__ or ()
         yield (x.__kwdefaults__ or {}).values()
     elif isinstance(x, MethodType):
@@ -210,7 +210,7 @@ def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
             )
 
 
-class Cells:
+class ClosureCells:
     """Iterates over what a closure's variables hold now, without those not assigned yet."""
 
     def __init__(self, cells: tuple[Any, ...]) -> None:

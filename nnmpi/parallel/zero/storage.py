@@ -585,7 +585,7 @@ class ShardedStorage(FlatStorage):
             self._wait(number)
             del self._resident[number]
             for parameter, _ in self._hidden.get(number, ()):
-                del parameter.data
+                del parameter._data
 
     def hide(self) -> None:
         """Let parameters have values only while these are gathered, for passes of a user's own."""
@@ -595,7 +595,7 @@ class ShardedStorage(FlatStorage):
             if not self.rank_local[span.buffer]:
                 rows = self._hidden.setdefault(self.unit_of(span), [])
                 rows.append((span.parameter, span.parameter.data))
-                del span.parameter.data
+                del span.parameter._data
 
     def unit_of(self, span: Span) -> int:
         """Return the unit of a parameter; COMMON for this rank's own, too."""
