@@ -717,7 +717,7 @@ def _axes(x: Tensor, axis: Axis, keepdims: bool) -> reduce.Axes:
         raise UsageError(
             f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)"
         )
-    ndim = x._data.ndim
+    ndim = x.ndim
     given = range(ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     result = checked_axes(ndim, *given)
     if len(set(result)) != len(result):
