@@ -335,13 +335,13 @@ class Losses(NamedTuple):
             loss: of a backward pass.
             waits: whether to wait for a device, and to end a recording, if that is needed.
         """
-        node, on_host = loss.node, isinstance(loss.data, np.ndarray)
+        node, on_host = loss.node, isinstance(loss._data, np.ndarray)
         if not waits and (active() is not None or not on_host):
             return cls(None, "", False, False, True)
         while node is not None and not node.summands:
             inner = [edge for edge in node.edges or () if isinstance(edge, Function)]
             node = inner[0] if len(inner) == 1 else None  # below a factor or a cast
-        values = loss.data
+        values = loss._data
         says = not on_host or bool(values.item() if values.size == 1 else values.any())
         if node is None:
             return cls(None, "", False, False, says)

@@ -456,7 +456,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         if self.node_shared and not self.rank_local[span.buffer]:
             # Each of the ranks would change the one copy, while others read it. NumPy's error says
             # what, and `base.errors.note_read_only` why.
-            parameter.data.flags.writeable = False
+            parameter._data.flags.writeable = False
         parameter.grad, parameter.version, self.version.arrays = None, self.version, self._data
         return parameter, parameter._data, parameter.buffer
 
