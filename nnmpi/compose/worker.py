@@ -615,10 +615,9 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
                 given = _as_many(self.group, given)
             shares, sums = (self._share_of(rows, item) for item in given), self.passes.evaluated
             totals = evaluate_all(self.group, shares, evaluate, sums, self._check, parts, rows)
-        if self.arrangement.is_pipeline:
-            with agreed(self.group):
-                if failed:
-                    raise failed[0]
+        with agreed(self.group):
+            if failed:
+                raise failed[0]
         return totals
 
     def _share_of(self, rows: list[int], item: Any) -> Batch:
