@@ -43,6 +43,7 @@ from nnmpi.base.lines import shown
 
 # compared by their text: 0.0 is not -0.0, and NaN is NaN
 _VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, np.dtype, np.generic)
+_ROWS = (tuple, list, deque)
 _VIEWS: tuple[type[Any], ...] = type({}.keys()), type({}.values()), type({}.items())
 
 
@@ -94,7 +95,7 @@ class Comparison:
 
     def _same_calls(self, one: Call, other: Call) -> bool:
         target = one.target
-        if isinstance(target, np.ndarray) and isinstance(other.target, np.ndarray):
+        if type(target) is np.ndarray and type(other.target) is np.ndarray:
             # one that the step has made unseen would begin with what the last replay has left
             owners = owner_of(target), owner_of(other.target)
             is_same = owners[0] is owners[1] or (0, id(owners[0])) in self._twins
@@ -112,7 +113,7 @@ class Comparison:
         """Return whether two values of one type are the same."""
         if isinstance(one, ArrayRef):
             return self._pair(id(one.allocation), id(other.allocation)) and one[1:] == other[1:]
-        if isinstance(one, tuple | list | deque):
+        if isinstance(one, _ROWS):
             return len(one) == len(other) and all(map(self.same, one, other))
         if isinstance(one, _VALUES):
             return repr(one) == repr(other)
