@@ -35,13 +35,12 @@ HOST_NUMBERS = float, int, np.generic, np.ndarray  # the types that `float` read
 
 def namespace(array: Array) -> ModuleType:
     """Return the module (numpy or cupy) whose functions work on this array."""
-    kind: Any = type(array)
-    if kind is np.ndarray:
+    if type(array) is np.ndarray:
         return np
     if hasattr(type(array), "__array_namespace__"):
         return array.__array_namespace__()
     # CuPy's arrays have no `__array_namespace__`
-    return sys.modules[kind.__module__.partition(".")[0]]
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def masked(xp: Any, keep: Array, x: Array) -> Array:
@@ -124,12 +123,6 @@ def asarray(x: Any) -> Any:
 def is_on_device(x: Any) -> bool:
     """True for an array on a device; JAX's and PyTorch's are strangers."""
     return is_array(x) and type(x).__module__.partition(".")[0] == "cupy"
-
-
-@lru_cache(maxsize=1024)
-def _has(kind: Any, name: str) -> bool:
-    """Return whether a class has an attribute: an object may answer every name, or raise."""
-    return any(name in vars(base) for base in kind.__mro__)
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:

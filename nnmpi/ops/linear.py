@@ -229,7 +229,7 @@ def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
             " table (rows, features); call nnmpi.nn.TiedLinear(embedding), or"
             " ops.linear_transposed(x, weight)"
         )
-    inputs, matrix = x.data, weight.data
+    inputs, matrix = x._data, weight._data
     if inputs.ndim == 0 or matrix.ndim != 2 or inputs.shape[-1] != matrix.shape[0]:
         refuse_parts(name, x, weight, bias, why="adds up all of x's last axis")
         raise ShapeError(

@@ -245,9 +245,9 @@ class Tensor(Variable):
         return self.permute()
 
     def __len__(self) -> int:
-        if self.data.ndim == 0:
+        if self._data.ndim == 0:
             raise TypeError("len() of a tensor without axes; x.size is 1")
-        return len(self.data)
+        return len(self._data)
 
     def __iter__(self) -> Iterator[Tensor]:
         if self.made_by in UNPACKED:
@@ -292,14 +292,14 @@ class Tensor(Variable):
 
     def __dlpack__(self, **named: Any) -> Any:
         """Lend the values to another library: torch.from_dlpack(x), jax.numpy.from_dlpack(x)."""
-        return self._lent().data.__dlpack__(**named)
+        return self._lent()._data.__dlpack__(**named)
 
     def __dlpack_device__(self) -> Any:
-        return self.data.__dlpack_device__()
+        return self._data.__dlpack_device__()
 
     def _lent(self) -> Tensor:
         """Return the tensor for a library that knows no graph, or refuse."""
-        if self.requires_grad and self.data.ndim:  # the graph would silently end there
+        if self.requires_grad and self._data.ndim:  # the graph would silently end there
             raise GraphError(
                 "a tensor that needs a gradient is not an array; use x.numpy() or x.detach()"
             )
@@ -764,11 +764,11 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
         values_or_refuse("Tensor", data)
         if dtype is not None:
-            data = Tensor(data.data).astype(dtype)  # an operation, so that recordings include it
-        data, dtype = data.data, None
+            data = Tensor(data._data).astype(dtype)  # an operation, so that recordings include it
+        data, dtype = data._data, None
     data = asarray(data)
-    if is_array(data):
-        array = plain(data) if dtype is None else plain(data).astype(dtype, copy=False)
+    if is_array(data) or issubclass(type(data), RecordedArray):
+        array = plain(bare(data if dtype is None else data.astype(dtype, copy=False)))
     else:
         if isinstance(data, list | tuple) and any(isinstance(item, Variable) for item in data):
             raise UsageError(
