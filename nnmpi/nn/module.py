@@ -48,8 +48,7 @@ from nnmpi.base.shard import Region
 from nnmpi.base.words import raise_missing, refuse_words
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, ShardingTable, Units
-from nnmpi.tensor.function import Variable
-from nnmpi.tensor.function import assigned
+from nnmpi.tensor.function import Variable, assigned
 from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
