@@ -153,6 +153,11 @@ class EpochLoop:
         return (self.epoch + 1, 0) if last else (self.epoch, number + 1)
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was left behind its first batch without updates: it evaluated."""
+        return not (self.is_open or self.is_trained) and self.number > self.batches.start
+
+    @property
     def is_here(self) -> bool:
         """Whether it has read the batch with which the training goes on."""
         return (self.epoch, self.number) == self.place.trained
@@ -230,17 +235,17 @@ _loops: ContextVar[tuple[EpochLoop, ...]] = ContextVar("nnmpi_loops", default=()
 def last_read() -> Reached:
     """Return, for each loader, the last batch that was read since its last update.
 
-    It is that of an open loop; otherwise that of one that was left, as in `next(iter(loader))`;
-    otherwise that of the last update, for a second optimizer. Of two loops over a loader, such as a
-    look at batches beside the training, the one counts that is at the training's place; otherwise
-    one that had updates.
+    It is that of an open loop; otherwise that of an open one with updates, for a second optimizer;
+    otherwise that of one that was left at its first batch, as in `next(iter(loader))`. Of two loops
+    over a loader, such as a look at batches beside the training, the one counts that is at the
+    training's place; otherwise one that had updates.
     """
     loops = _loops.get()
     found = [loop for loop in loops if loop.is_open and loop.is_new]
+    found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if not found:
-        left = [loop for loop in loops if loop.is_new]
+        left = [loop for loop in loops if loop.is_new and not loop.is_over]
         found = [loop for loop in left if loop.begins_here] or left
-        found = found or [loop for loop in loops if loop.is_trained and loop.is_open]
     if len(found) > 1:
         found.sort(key=lambda loop: (loop.is_here, loop.is_trained, loop.follows))
         found = [*{loop.place: loop for loop in found}.values()]

@@ -345,11 +345,13 @@ def check_numerics(trainer: Trainer) -> None:
             any precision but float32 for a float64 model.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
+    layer = getattr(trainer.loss, "func", trainer.loss)
     require_same_options(
         trainer.group,
         [
             f"precision {mode}",
             *map(repr, (trainer.loss, trainer.evaluation_loss, trainer.options)),
+            *(layer.settings() if isinstance(layer, Module) else ()),
             f"seed {trainer.seed}",
             # replicas of a full model begin with the first one's weights
             f"initial seed {trainer.arrangement.is_plain or model.storage.seed}",

@@ -14,6 +14,7 @@ For a device there are two ways, with the same bits:
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,7 +146,7 @@ class Batch:
     def checksum(self) -> int:
         """Return a checksum of the labels, and of the samples (on a device, of their indices)."""
         x, labels = self.x if isinstance(self.x, np.ndarray) else self.indices, self.labels
-        return _crc(x) if labels is None else _crc(x, labels)
+        return checksum(x) if labels is None else checksum(x, labels)
 
     def to(self, device: Backend) -> Batch:
         """Return the batch on a device, with its labels on the host, too."""
@@ -185,11 +186,16 @@ class Order:
         self.world, self._dataset = loader.world, loader.dataset
         settings = ("batch_size", "seed", "shuffle", "partition", "microbatches", "world")
         self._texts = [f"{name} {getattr(loader, name)}" for name in settings]
+        self._texts += [re.sub(" at 0x[0-9a-f]+", "", f"transform {loader.transform!r}")]
 
     def texts(self) -> list[str]:
         """See `loop.Origin.texts`."""
-        arrays = [item for item in vars(self._dataset).values() if type(item) is np.ndarray]
-        samples = [f"{len(self._dataset)} samples", f"samples with the checksum {_crc(*arrays)}"]
+        values = vars(self._dataset).values()
+        arrays = [item for item in values if type(item) is np.ndarray and item.dtype != object]
+        samples = [
+            f"{len(self._dataset)} samples",
+            f"samples with the checksum {checksum(*arrays)}",
+        ]
         return [*samples, *self._texts]
 
     @cached_property
@@ -198,7 +204,8 @@ class Order:
         return crc32("\n".join(self.texts()).encode())
 
 
-def _crc(*arrays: Array) -> int:
+def checksum(*arrays: Array) -> int:
+    """Return a checksum of arrays of numbers."""
     result = 0
     for array in arrays:
         result = crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, result)

@@ -28,6 +28,7 @@ from math import prod, sqrt
 from types import FunctionType
 from typing import Any, ClassVar, Never, Self, TypeAlias
 from weakref import ref
+from zlib import crc32
 
 import numpy as np
 
@@ -299,18 +300,22 @@ class Module(Settled):
     def settings(self) -> list[str]:
         """Return each module's name, class and settings as text; the same on all ranks.
 
-        Whole numbers of a user's module are left out: they may say which rank it is.
+        Of a user's module only functions of nnmpi are shown: other attributes may be the rank's own,
+        such as its number, a file, or what the last batch was like.
         """
         lines: list[str] = []
         for path, module in self.named_modules():
             kind = type(module)
-            shown = SETTINGS if is_own(kind) else (bool, float, str, FunctionType)
             values = {
                 name: getattr(value, "__qualname__", value)
                 for name, value in vars(module).items()
-                if name[0] != "_" and name != "path" and isinstance(value, shown)
-                if is_own(kind) or not isinstance(value, int) or isinstance(value, bool)
+                if name[0] != "_" and name != "path" and isinstance(value, SETTINGS)
+                if is_own(kind) or (isinstance(value, FunctionType) and is_own(value))
             }
+            options = vars(module).get("options", {}) if is_own(kind) else {}  # of a loss
+            for name, value in options.items():
+                is_array = isinstance(value, np.ndarray)
+                values[name] = crc32(np.ascontiguousarray(value).data) if is_array else value
             texts = [f"{name}={value!r}" for name, value in values.items()]
             lines.append(f"{path} {kind.__name__}({', '.join(texts)})".lstrip())
         return lines

@@ -249,6 +249,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
     @cached_property
     def _rule(self) -> str:
         """The rule without what changes from update to update."""
+        if not is_own(type(self)):  # its attributes may be the rank's own
+            return type(self).__name__
         changing = "lr ", "steps "
         return ", ".join(text for text in self.rule() if not text.startswith(changing))
 

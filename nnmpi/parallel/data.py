@@ -203,7 +203,9 @@ class Replicas(
                     ' it with reduction="sum"'
                 )
             # the elements of a rank's rows may be as many as the rows of all ranks
-            if is_own and samples not in map(sum, kinds):
+            # several losses of the same rows may have a pass each
+            rights = samples, samples * window.passes
+            if is_own and not any(sum(counts) in rights for counts in kinds):
                 raise UsageError(
                     f"each rank divides its losses by its own {samples} samples; {_GLOBAL_SAMPLES};"
                     " several losses of the same rows are added, for one backward"
@@ -281,7 +283,7 @@ class Replicas(
         if not self.storage.unsummed:
             self._witness.begin()
         self._now.summed, self._now.last = False, last
-        self.storage.unsummed = not last and self.group.size > 1
+        self.storage.unsummed, self.storage.spent = not last and self.group.size > 1, False
 
     def finish_pass(self) -> None:
         """End a complete pass: a hook for subclasses that sum units."""

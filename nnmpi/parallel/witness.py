@@ -19,7 +19,7 @@ take as long as the sum of the losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any, NamedTuple
@@ -27,17 +27,20 @@ from zlib import crc32
 
 import numpy as np
 
+from nnmpi.backend.array import Array
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import UsageError
 from nnmpi.base.loop import Taken, last_read
 from nnmpi.comm.agreement import agreed, refuse_different, require_equal
 from nnmpi.comm.group import Group
+from nnmpi.data.loader import checksum
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 
 SAME_DATA = (
-    "give every rank's Loader the group, and the same data and settings: Loader(data, size, group)"
+    "give every rank's Loader the group, and the same data and settings: Loader(data, size, group);"
+    " a rank's own rows are given as arrays, x and y"
 )
 # by field: what the user can do
 REMEDIES = {
@@ -57,7 +60,7 @@ REMEDIES = {
     ),
 }
 _OTHER_ROWS = "the ranks of one replica were given different rows"
-WINDOW_BYTES = 1024  # of the weights, which are compared in an update: another part each time
+WINDOW = 8192  # words of the weights, which are compared in an update: another part each time
 
 
 @dataclass(eq=False, slots=True)
@@ -132,7 +135,9 @@ class Witness:
             for name, value in self.says.items()
         }
         rows = [[*share.rows, share.whole] for share in self.shares]
-        by_rank = self.group.gather([said, rows])
+        updates, *by_rank = zip(*self.group.gather([update, said, rows]), strict=True)
+        update = update if len({*updates}) == 1 else "an update"
+        by_rank = [*zip(*by_rank, strict=True)]
         for name in dict.fromkeys(name for told, _ in by_rank for name in told):
             refuse_different(
                 [told.get(name, []) for told, _ in by_rank],
@@ -191,7 +196,7 @@ class ModelWitness:
 
     def __init__(self, model: Module, is_equal: bool) -> None:
         self._model, self._storage, self._is_equal = model, model.storage, is_equal
-        self._turn, self._moves, self._parts = 0, -1, list[memoryview]()
+        self._turn, self._moves, self._parts = 0, -1, list[Array]()
         storage = model.storage
         self._parameters = [span.parameter for span in storage.spans]
         self._looks, self._trained, self._frozen = -1, list[bool](), _said([])
@@ -208,22 +213,27 @@ class ModelWitness:
         said = {"layers": self._layers, "weights": self._look()}
         return said, {"parameters frozen": self._frozen}
 
-    def _look(self) -> int:
-        """Return a checksum of a part of the weights, another in each update."""
+    def _look(self) -> Said | int:
+        """Return what is said of a part of the weights, another in each update."""
         storage = self._storage
         if self._moves != storage.moves:
             self._moves, self._parts = storage.moves, []
             if self._is_equal and not storage.node_shared:  # a device would be waited for
                 pairs = zip(storage.data, storage.rank_local, strict=True)
                 arrays = [array for array, is_local in pairs if not is_local and array.size]
-                self._parts = [a.view(np.uint8).data for a in arrays if isinstance(a, np.ndarray)]
+                self._parts = [a.view(np.int64) for a in arrays if isinstance(a, np.ndarray)]
         if not self._parts:
             return 0
         self._turn += 1
         turn, which = divmod(self._turn, len(self._parts))
         part = self._parts[which]
-        start = turn % -(-len(part) // WINDOW_BYTES) * WINDOW_BYTES
-        return crc32(part[start : start + WINDOW_BYTES])
+        start = turn % -(-len(part) // WINDOW) * WINDOW
+        # a checksum would take ten times as long as a sum
+        return Said(int(np.add.reduce(part[start : start + WINDOW])), self._describe)
+
+    def _describe(self) -> list[str]:
+        pairs = ((item.name, item._data) for item in self._parameters if not item.rank_local)
+        return [f"{name} with the checksum {checksum(data)}" for name, data in pairs]
 
 
 def _told(batches: Sequence[Taken]) -> dict[str, Said]:
@@ -345,8 +355,7 @@ class Losses(NamedTuple):
         says = not on_host or bool(values.item() if values.size == 1 else values.any())
         if node is None:
             return cls(None, "", False, False, says)
-        counts = node.summands if says else (0, 0, 0)
-        return cls(counts, type(node).__name__, node.averages, node is loss.node, says)
+        return cls(node.summands, type(node).__name__, node.averages, node is loss.node, says)
 
 
 class UpdateSoFar:
@@ -374,11 +383,11 @@ class UpdateWitness:
     """What this rank says of each update of a loop of its own, in TAIL numbers.
 
         0   a checksum of what must agree, and of the rows that must add up
-        1   a checksum of the number of samples by which the gradient is divided
+        1   a checksum of the number of samples by which the gradient is divided, and of the losses'
+            kinds
         2   how many losses this rank sums, by three ways to count; the first rank subtracts the
             samples. In one of these ways, the same in all updates, they add up to 0
-        5   1 if this rank cannot count them, or is the first and has none; a large number if it is
-            another one and has none, and so no say in the number of samples
+        5   1 if this rank cannot count them, or has none, and so no say in the number of samples
 
     Args:
         model, group: of the strategy.
@@ -390,8 +399,7 @@ class UpdateWitness:
         self._model = ModelWitness(model, is_equal)
         self._bits = bits_of(model.storage.dtype, group.size)
         self._updates = 0
-        # by kind of loss: the ways to count that were right in its first update
-        self._ways: dict[str, list[int]] = {}
+        self._seen: dict[str, _Seen] = {}  # by kind of loss
         self.losses, self._said, self._rule = UpdateSoFar(), Witness(group), _said([""])
 
     def begin(self) -> None:
@@ -433,16 +441,13 @@ class UpdateWitness:
         self._said = Witness(group, says | _told(batches), [*map(RowShare.of, batches)], window)
         self._updates += 1
         counts = [0, 0, 0] if window.counts is None else window.counts
-        samples, mask, flag = window.samples, (1 << self._bits) - 1, 0
-        if window.counts is None or (group.is_root and not window.says):
-            flag = 1
-        elif not window.says:
-            flag = 1 << self._bits // 2
+        samples, mask = window.samples, (1 << self._bits) - 1
+        kind = crc32(window.kind.encode())
         numbers = [
             self._said.number(self._bits, self._updates),
-            _mixed(self._updates, samples) * (1 - group.size * group.is_root),
+            _mixed(self._updates + kind, samples) * (1 - group.size * group.is_root),
             *(count - samples * group.is_root for count in counts),
-            flag,
+            window.counts is None or not window.says,
         ]
         return [number & mask for number in numbers]
 
@@ -454,24 +459,13 @@ class UpdateWitness:
         """
         mask, window = (1 << self._bits) - 1, self._said.window
         differ, samples, *counts, flags = [int(number) & mask for number in sums]
-        known = self._ways.get(window.kind)
-        if not (differ or samples or flags) and known and not counts[known[0]]:
-            return  # as nearly always
         update = f"update {self._updates}"
         if differ:
             self._said.refuse(update)
-        silent, unknown = divmod(int(flags), 1 << self._bits // 2)
-        if unknown or (silent and window.passes > 1):
+        # some rank has no losses, or they are unknown; a sum may be weighted
+        if flags or "Sum" in window.kind.split():
             return
-        # several losses of the same rows may have a pass each
-        whole = max(window.samples, 1)
-        ways = [
-            way
-            for way, count in enumerate(counts)
-            if not count or (not silent and count % whole == 0 and count < window.passes * whole)
-        ]
-        known = self._ways.setdefault(window.kind, ways)
-        if (samples and not silent) or (known and not {*known} & {*ways}):
+        if samples:
             have = self._group.gather([window.samples, window.counts])
             refuse_different(
                 [[number] for number, _ in have],
@@ -479,13 +473,39 @@ class UpdateWitness:
                 "give backward the number of the global batch, over all ranks",
                 UsageError,
             )
-            total = sum(numbers[known[0]] for _, numbers in have)
+            return  # of other kinds of losses
+        # several losses of the same rows may have a pass each
+        whole = max(window.samples, 1)
+        ways = {
+            way
+            for way, count in enumerate(counts)
+            if count % whole == 0 and count < window.passes * whole
+        }
+        seen = self._seen.setdefault(window.kind, _Seen(ways, whole))
+        if ways & seen.ways:
+            seen.ways &= ways
+            seen.is_rule |= whole != seen.whole
+        elif not seen.is_rule:
+            seen.ways.clear()
+        else:
+            have = self._group.gather(window.counts)
+            (way, *_) = seen.ways
+            each = ", ".join(f"rank {rank} has {count[way]}" for rank, count in enumerate(have))
             raise UsageError(
-                f"{update}: the ranks' losses are of {total} samples together, but backward divides"
-                f" by {window.samples}: rank {', rank '.join(_counted(have, known[0]))}; give each"
-                " rank its rows of the batch, and backward the number of the global batch"
+                f"{update}: backward divides by {whole} samples, but the ranks' losses are of"
+                f" {sum(count[way] for count in have)}: {each}; give each rank its rows of the batch,"
+                " and backward the number of the global batch"
             )
 
 
-def _counted(have: Iterable[Any], way: int) -> list[str]:
-    return [f"{rank} has {counts[way]}" for rank, (_, counts) in enumerate(have)]
+@dataclass(slots=True)
+class _Seen:
+    """What a kind of loss has shown: the ways to count that were right so far.
+
+    They are a rule only once the number of samples has changed with them: a program may divide by a
+    constant, or weigh its losses.
+    """
+
+    ways: set[int]
+    whole: int
+    is_rule: bool = False

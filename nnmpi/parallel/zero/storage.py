@@ -356,17 +356,23 @@ class ShardedStorage(FlatStorage):
         if not full and self._node is None:  # without messages all meet, whatever each has frozen
             return
         with self.ranks.collective(REDUCE_SCATTER.name):
-            self._wait_for_others(0)
+            told = self._told
+            sums = self._wait_for_others(0, () if told is None else told[0])
             for i in full:
                 self._sum(i)
             self._wait_for_others(1)
+        if told is not None and sums is not None:
+            self._told = None
+            told[1](sums)
 
     def _complete(self, number: int) -> Iterable[int]:
         """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
         told = self._told if self.tail is not None and self.tail[0] in pieces else None
-        if told is None and not any(self.spans[i].parameter.requires_grad for i in numbers):
+        if (told is None or self._node is not None) and not any(
+            self.spans[i].parameter.requires_grad for i in numbers
+        ):
             return ()
         ends = dict.fromkeys(pieces, 0)
         for i in numbers:
@@ -379,7 +385,7 @@ class ShardedStorage(FlatStorage):
                 span.parameter.grad = None
         for i, end in ends.items():
             self._grads[i][end:] = 0
-        if told is not None and self.tail is not None:
+        if told is not None and self.tail is not None and self._node is None:
             buffer, part = self.tail
             self._grads[buffer][part] = namespace(self._grads[buffer]).asarray(told[0])
         return ends
@@ -411,7 +417,7 @@ class ShardedStorage(FlatStorage):
         """Send a few numbers with this step's gradients; their sums come with the new weights.
 
         A reduce-scatter leaves the sum of each element on the rank that owns it, and that rank
-        gives it to all with its weights.
+        gives it to all with its weights. With shared memory all read them at the next barrier.
 
         Args:
             numbers: as many as the tail has elements.
@@ -434,7 +440,7 @@ class ShardedStorage(FlatStorage):
         own = common(local, part)
         return buffer, slice(own.start - local.start, own.stop - local.start)
 
-    def _wait_for_others(self, place: int) -> None:
+    def _wait_for_others(self, place: int, numbers: Sequence[float] = ()) -> list[float] | None:
         """With shared memory, wait for the other ranks before the next read or write.
 
         Each rank says where it is, and all compare: of two that meet in different places, one would
@@ -443,22 +449,28 @@ class ShardedStorage(FlatStorage):
 
         Args:
             place: in PLACES.
+            numbers: of this rank; as many as the tail has elements, or none.
+
+        Returns:
+            The sums of the ranks' numbers; None without shared memory.
 
         Raises:
             UsageError: on all ranks, naming them.
         """
         if self._node is None:
-            return
+            return None
         self._turn = 1 - self._turn
-        row = self._at[self._turn]
-        row[self._node.memory.rank] = place
+        rows = self._at[self._turn]
+        rows[self._node.memory.rank] = (place, *numbers) if numbers else place
         self._node.barrier.run()
+        places, *columns = rows.T.tolist()
         refuse_different(
-            [[PLACES[number]] for number in row.tolist()],
+            [[PLACES[number]] for number in places],
             "the ranks meet at different places of their loops",
             "call backward and optimizer.step() equally often on all ranks",
             UsageError,
         )
+        return [*map(sum, columns)]
 
     # ---- parameters ----
 
@@ -518,7 +530,7 @@ class ShardedStorage(FlatStorage):
                 0 if is_own else length
                 for length, is_own in zip(lengths, self.rank_local, strict=True)
             ]
-            places = 2 * memory.size, np.dtype("int64")
+            places = 2 * memory.size * (1 + TAIL), np.dtype("int64")
             at, *data = memory.common_all([places, *((length, dtype) for length in shared)])
             grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
@@ -529,7 +541,7 @@ class ShardedStorage(FlatStorage):
         ):
             if not is_own:
                 full[item] = local
-        self._at = at.reshape(2, memory.size)
+        self._at = at.reshape(2, memory.size, 1 + TAIL)
         memory.barrier()
         self.version.meet = memory.barrier
         empty = [array[:0] for array in grads]
@@ -563,7 +575,10 @@ class ShardedStorage(FlatStorage):
                 self._count(self._data[i])
                 pending.run()
         if told is not None and self.tail is not None:
-            told[1](to_host(self._data[buffer][self.tail[1]]).tolist())
+            tail = self._data[buffer][self.tail[1]]
+            sums = to_host(tail).tolist()
+            tail[...] = 0
+            told[1](sums)
 
     def acquire(self, number: int, following: int | None = None) -> None:
         """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
