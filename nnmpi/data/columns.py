@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, counted, shortened
 from nnmpi.data.cells import DATES, MARKS, amount, days, number, numbers_in, split_words
-from nnmpi.data.dataset import MOST_LOST, no_number
+from nnmpi.data.dataset import lost_columns, no_number
 
 ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
 
@@ -263,11 +263,9 @@ def _commonest(
 
 def _middle(cells: Cells, values: NDArray[np.float64]) -> tuple[float, float]:
     """Return what a missing number becomes, and the offset that float32 needs, 0 for none."""
-    learned, given = values[cells.training], values[~np.isnan(values)]
-    learned = learned[~np.isnan(learned)]
+    learned, given = (part[~np.isnan(part)] for part in (values[cells.training], values))
     middle = float(np.median(learned if len(learned) else given))
-    lost = np.abs(given.astype(np.float32) - given).max() > MOST_LOST * given.std()
-    return middle, middle if lost and (given != given[0]).any() else 0.0
+    return middle, middle if lost_columns(given[:, None], given.astype(np.float32)) else 0.0
 
 
 def encode(

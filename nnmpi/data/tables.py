@@ -56,6 +56,7 @@ from nnmpi.data.dataset import (
     judge_classes,
     lost,
     lost_columns,
+    narrowed,
     split_indices,
 )
 
@@ -99,7 +100,7 @@ CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python'
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 YEARS = 1500, 2100  # numbers that may be names of columns
 # in Orange's second header line
-ORANGE_KINDS = frozenset(("c", "d", "s", "t", "continuous", "discrete", "string", "time"))
+ORANGE_KINDS = frozenset(["c", "d", "s", "t", "continuous", "discrete", "string", "time"])
 
 
 @dataclass(frozen=True)
@@ -480,9 +481,7 @@ def _parse(
         labels = [table.class_names[int(label)] for label in labels]
     if not is_named:
         names = tuple(str(number) for number in range(1, width + 1))
-    training: Any = slice(None)
-    if rules.split and len(labels) > 1:
-        training = split_indices(len(labels), *rules.split)[0]
+    training = split_indices(len(labels), *rules.split)[0] if rules.split else slice(None)
     result = Cells(
         path,
         lines,
@@ -506,18 +505,19 @@ def _is_named(matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]]) -
     """
     top, below, (least, most) = matrix[0], matrix[1:], YEARS
     words = {place: column[0] for place, column in enumerate(texts) if 0 in column}
-    figures = np.flatnonzero(~np.isnan(top))
-    years = top[figures]
-    is_row = not words and len(figures) < 2 or (np.diff(years) <= 0).any()
-    for place in figures.tolist():
-        given = np.append(below[~np.isnan(below[:, place]), place], top[place])
-        are = (given >= least) & (given <= most) & (given == np.rint(given))
-        is_row |= not are[-1] or bool(are.all())
-    if is_row:
+    figures = matrix[:, ~np.isnan(top)]
+    are = (figures >= least) & (figures <= most) & (figures == np.rint(figures))
+    count = figures.shape[1]
+    if (
+        (count < 2 and not words)
+        or not are[0].all()
+        or (np.diff(figures[0]) <= 0).any()
+        or (are | np.isnan(figures)).all(axis=0).any()
+    ):
         return False, True
     occurs = any(word in [*texts[place].values()][1:] for place, word in words.items())
     above = any(len(texts[place]) == 1 and not np.isnan(below[:, place]).all() for place in words)
-    return not occurs or (above and not len(figures)), above and not occurs
+    return not occurs or (above and not count), above and not occurs
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -613,9 +613,8 @@ def to_dataset(
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
         # NumPy converts None to NaN
         exact = np.array([amounts[label] for label in table.labels], np.float64)
-        with np.errstate(over="ignore"):
-            quantities = exact.astype(np.float32)
-        for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
+        quantities, wrong = narrowed(exact)
+        for (row,) in wrong:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
             raise DataError(
@@ -667,10 +666,10 @@ def refuse_rules(what: str, rules: TableRules) -> None:
 
 def load_csv(
     path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = TableRules()
-) -> tuple[Dataset, None]:
-    """Return the data set of a CSV file, and None: it has no test part."""
+) -> Dataset:
+    """Return the data set of a CSV file."""
     table = read_csv(path, rules)
-    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding), None
+    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
 
 
 def load_npz(
@@ -685,7 +684,7 @@ def load_npz(
         rules: must be empty; they are here because `load` calls all readers alike.
     """
     refuse_rules(f"data set {path}", rules)
-    arrays = _read(path, PARTS)
+    arrays, has = _read(path, PARTS)
     first, second = (
         next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
         for parts in (TRAIN_PARTS, TEST_PARTS)
@@ -693,17 +692,17 @@ def load_npz(
     needed = {f"{item}{part}" for item in "xy" for part in (first, second or first)}
     if not needed <= {*arrays}:
         raise DataError(
-            f"{path}: holds {_names(path)}; needs x and y, or x_train, y_train, x_test and y_test"
+            f"{path}: holds {has}; needs x and y, or x_train, y_train, x_test and y_test"
         )
     for item, x in arrays.items() if rules.as_bytes else ():
         # whole numbers are bytes, whatever their dtype
         if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
             arrays[item] = x.astype(np.uint8)
     is_other = rules.as_bytes is not None
-    train = _part(path, name, arrays, f"x{first}", f"y{first}", predicts, is_other=is_other)
+    train = _part(path, name, arrays, first, predicts, is_other=is_other)
     if not second:
         return train, None
-    test = _part(path, name, arrays, f"x{second}", f"y{second}", predicts, train.classes)
+    test = _part(path, name, arrays, second, predicts, train.classes)
     kinds = [f"x{part} holds {arrays[f'x{part}'].dtype}" for part in (first, second)]
     if train.scale != test.scale:
         raise DataError(
@@ -722,29 +721,24 @@ def load_npz(
 
 def read_samples(path: Path) -> Array:
     """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
-    arrays = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
-    name = next(iter(arrays), None)
-    if name is None:
-        raise DataError(f"{path}: holds {_names(path)}; needs x, the samples")
-    x = arrays[name]
-    return x if x.dtype.kind in "iu" else _samples(path, name, x)
+    arrays, has = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
+    for name, x in arrays.items():
+        return x if x.dtype.kind in "iu" else _samples(path, name, x)
+    raise DataError(f"{path}: holds {has}; needs x, the samples")
 
 
-def _names(path: Path) -> str:
-    """Return the names of a file's arrays, for messages."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-    return shortened(", ".join(names)) or "nothing"
+def _read(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+    """Return the file's arrays among `names`, in that order, and the names of all, for messages.
 
-
-def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
-    """Return the file's arrays among `names`, in that order; capitals do not count."""
+    Capitals do not count.
+    """
     what = "not a complete .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
             raise ValueError("it is truncated, or another kind of file")
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
+            has = shortened(", ".join(archive.files)) or "nothing"
             found = {name.lower(): name for name in archive.files}
             present = {name: found[name] for name in names if name in found}
             check_unpacked(
@@ -753,21 +747,20 @@ def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
             arrays = {name: archive[item] for name, item in present.items()}
         if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
             raise ValueError(f"{other[0]} is not an array")
-    return arrays
+    return arrays, has
 
 
 def _part(
     path: Path,
     name: str,
     arrays: dict[str, Array],
-    x_name: str,
-    y_name: str,
+    part: str,
     predicts: LabelKind,
     classes: int = 0,
     is_other: bool = False,
 ) -> Dataset:
     """Return a part of an archive, of other data than a model's if its classes may be some."""
-    notes: tuple[str, ...] = ()
+    x_name, y_name, notes = f"x{part}", f"y{part}", tuple[str, ...]()
     x, y = arrays[x_name], arrays[y_name]
     if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
         raise DataError(
@@ -786,8 +779,8 @@ def _part(
         classes = int(y.max()) + 1
     elif not classes:
         classes, notes = judge_classes(path, y_name, y, HINT)
-    is_tokens = x.dtype in TOKEN_TYPES or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1)
-    if y.dtype.kind == "f" or not is_tokens:
+    are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
+    if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
         x = _samples(path, x_name, x)
     elif x.min() < 0:
         raise DataError(

@@ -211,14 +211,8 @@ class TextSource:
         with raised_as(DataError, f"{self.path}: cannot be read"):
             text = sha256(self.path)
         kind = "".join(self.path.suffixes)
-        parts = [
-            FORMAT,
-            text,
-            kind,
-            self.columns,
-            self.sentences,
-            CHARACTERS if tokenizer is None else tokenizer.identity,
-        ]
+        identity = CHARACTERS if tokenizer is None else tokenizer.identity
+        parts = [FORMAT, text, kind, self.columns, self.sentences, identity]
         return hashed(json_text(parts).encode()).hexdigest()[:32]
 
 
@@ -346,13 +340,9 @@ class Text(Settled, Samples, fixed="name sentences tokenizer classes context"):
         length.
         """
         counts = self._counts[indices]
-        width = (
-            self.context
-            if not self.sentences
-            else int(counts.max(initial=0))
-            if length is None
-            else length
-        )
+        width = self.context
+        if self.sentences:
+            width = int(counts.max(initial=0)) if length is None else length
         positions = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         positions = np.minimum(positions, self._stops[-1] - 1)
         positions += self._offsets[np.searchsorted(self._stops, positions, side="right")]
