@@ -304,7 +304,7 @@ class Dataset(Samples):
         x = read_array(self.x, f"samples of {self.name}")
         y = read_array(self.y, f"labels of {self.name}", True)
         full = y.dtype.kind in "biu"
-        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: target", y)
+        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: the target", y)
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
             x.dtype.kind not in "iu" or x.shape != y.shape
         ):

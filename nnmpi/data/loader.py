@@ -340,8 +340,7 @@ class Loader(Settled, fixed="group"):
     def state(self) -> dict[str, int]:
         """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
-        is_trained = self._place.is_trained
-        at = {"epoch": epoch, "batch": batch, "is_trained": is_trained}
+        at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
         return at | self._source.of_epochs
 
     def load(self, state: Mapping[str, int]) -> None:

@@ -54,9 +54,6 @@ from nnmpi.data.dataset import (
     LabelKind,
     as_float32,
     judge_classes,
-    lost,
-    lost_columns,
-    narrowed,
     split_indices,
 )
 
@@ -261,17 +258,15 @@ def find_mark(path: Path, separator: str, rows: Iterable[tuple[int, list[str]]])
     for line, cells in rows:
         row = " ".join(cells)
         for cell in cells if "." in row or "," in row else ():
-            if (parts := amount(cell)) is None:
-                continue
-            point, comma = (number(parts[0], mark) for mark in MARKS)
-            if comma is None and point is not None:
+            point, comma = (amount(cell, mark) for mark in MARKS)
+            if point and not comma:
                 return "."
-            if point is None and comma is not None:
+            if comma and not point:
                 if separator != ",":
                     return ","
                 shown = ","
-            elif point != comma and not either:
-                either = f"{path}, line {line}: {cell!r} is {point:.15g} or {comma:.15g}"
+            elif point and comma and point != comma and not either:
+                either = f"{path}, line {line}: {cell!r} is {point[0]:.15g} or {comma[0]:.15g}"
     if either and separator != ",":
         raise DataError(f"{either}; name the decimal mark of the table, decimal='.' or decimal=','")
     return shown or "."
@@ -397,16 +392,14 @@ def _parse(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
         )
-    if width > 2 and not is_named and [*map(number, first)] == [*range(width)]:
+    figures = [*map(number, first)]
+    if width > 2 and not is_named and figures == [*range(width)]:
         raise DataError(
             f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
             " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
-    if not first[0].strip() and [*map(number, first[1:])] in (
-        [*range(width - 1)],
-        [*range(1, width)],
-    ):
+    if not first[0].strip() and figures[1:] in ([*range(width - 1)], [*range(1, width)]):
         is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
     if encoding:
@@ -505,19 +498,18 @@ def _is_named(matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]]) -
     """
     top, below, (least, most) = matrix[0], matrix[1:], YEARS
     words = {place: column[0] for place, column in enumerate(texts) if 0 in column}
-    figures = matrix[:, ~np.isnan(top)]
-    are = (figures >= least) & (figures <= most) & (figures == np.rint(figures))
-    count = figures.shape[1]
-    if (
-        (count < 2 and not words)
-        or not are[0].all()
-        or (np.diff(figures[0]) <= 0).any()
-        or (are | np.isnan(figures)).all(axis=0).any()
-    ):
+    figures = np.flatnonzero(~np.isnan(top))
+    years = top[figures]
+    is_row = not words and len(figures) < 2 or (np.diff(years) <= 0).any()
+    for place in figures.tolist():
+        given = np.append(below[~np.isnan(below[:, place]), place], top[place])
+        are = (given >= least) & (given <= most) & (given == np.rint(given))
+        is_row |= not are[-1] or bool(are.all())
+    if is_row:
         return False, True
     occurs = any(word in [*texts[place].values()][1:] for place, word in words.items())
     above = any(len(texts[place]) == 1 and not np.isnan(below[:, place]).all() for place in words)
-    return not occurs or (above and not count), above and not occurs
+    return not occurs or (above and not len(figures)), above and not occurs
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -595,13 +587,7 @@ def to_dataset(
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: number(label, table.mark) for label in table.labels}
-    parts = {label: amount(label) or ("", None) for label in numbers}
-    units = {unit for _, unit in parts.values()}
-    amounts = (
-        {label: number(digits, table.mark) for label, (digits, _) in parts.items()}
-        if len(units) == 1 and None not in units
-        else numbers
-    )
+
     is_numeric = all(
         number(label, table.mark) is not None
         and label.lower() not in BOOLS
@@ -611,18 +597,21 @@ def to_dataset(
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
+        values, units = dict(numbers), set[object]()
+        for label in numbers:
+            values[label], unit = amount(label, table.mark) or (None, None)
+            units.add(unit)
+        if None in units or len(units) > 1:
+            values = numbers
         # NumPy converts None to NaN
-        exact = np.array([amounts[label] for label in table.labels], np.float64)
-        quantities, wrong = narrowed(exact)
-        for (row,) in wrong:
+        quantities = np.array([values[label] for label in table.labels], np.float64)
+        for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
             raise DataError(
                 f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
             )
-        if lost_columns(exact[:, None], quantities):
-            raise DataError(f"{table.source}, the target: {lost(exact)}")
         return Dataset(name, table.features, quantities, 0, table.scale, **table.about)
     if is_numeric and fraction is not None:
         raise DataError(

@@ -382,7 +382,7 @@ def load_text(
         raise DataError(
             f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it again"
         ) from error
-    spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+    spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)
     parts = [spans[np.sort(part)] for part in split_indices(len(spans), test_fraction, seed)]
     if len(spans) == 1:
         cut = int(ends[0]) - max(1, round(int(ends[0]) * test_fraction))

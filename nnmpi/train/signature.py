@@ -245,10 +245,9 @@ class ModelSignature:
             return result
         top, each, is_whole = FULL * self.scale, result.reshape(len(x), -1), x.dtype.kind in "iu"
         least, most = each.min(axis=1), each.max(axis=1)
-        is_bytes = (least >= 0) & (most <= FULL)
+        is_bytes = (least >= 0) & (most <= FULL) & (each == np.rint(each)).all(axis=1)
         is_scaled = (least >= -top * ROUNDING) & (most <= top * (1 + ROUNDING)) & (not is_whole)
-        if not is_whole:
-            is_bytes &= (each == np.rint(each)).all(axis=1)
+
         # zeros are black on both scales
         for row in np.flatnonzero((is_bytes == is_scaled) & each.any(axis=1))[:1].tolist():
             both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"
