@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -38,7 +38,7 @@ class Place:
         is_trained: whether there were updates, in this program or before.
         is_restored: whether a checkpoint said so, and no update has followed.
         updates: their number in this program.
-        order: what decides which samples the batches of its epoch hold.
+        source: of the batches of its epoch.
     """
 
     trained: At = (0, 0)
@@ -46,7 +46,7 @@ class Place:
     is_trained: bool = False
     is_restored: bool = False
     updates: int = 0
-    order: Mapping[str, Any] = field(default_factory=dict)
+    source: Origin | None = None
 
     @property
     def next(self) -> At:
@@ -62,6 +62,10 @@ class Origin(Protocol):
     """
 
     world: int
+
+    @property
+    def of_epochs(self) -> Mapping[str, Any]:
+        """What a place within an epoch depends on."""
 
     @property
     def code(self) -> int:
@@ -105,7 +109,6 @@ class EpochLoop:
     Attributes:
         place: of the loader.
         epoch, batches: of the loop.
-        order: see `Place`.
         follows: whether the loop began at the loader's place, as `for batch in loader` does;
             otherwise the program chose the epoch, and keeps account of it.
         again: whether it reads what was trained on already, for an evaluation.
@@ -119,7 +122,6 @@ class EpochLoop:
     place: Place
     epoch: int
     batches: range
-    order: Mapping[str, Any]
     follows: bool = False
     again: bool = False
     number: int = -1
@@ -173,7 +175,7 @@ class EpochLoop:
         place, number = self.place, taken.number
         self.number, self.taken, self.read_at = number, taken, place.updates
         if self.follows and not place.is_trained and number > self.batches.start:
-            place.read, place.order = self.after(number), self.order
+            place.read, place.source = self.after(number), taken.source
 
     def end(self) -> None:
         """Note that all were read: the epoch is over, also if the last ones had no update."""
@@ -223,7 +225,8 @@ class EpochLoop:
     def _move(self, number: int) -> None:
         # a batch that was kept, and is trained on again, moves nothing back
         if (after := self.after(number)) > self.place.trained:
-            self.place.trained, self.place.order = after, self.order
+            self.place.trained = after
+            self.place.source = self.taken.source if self.taken else None
 
 
 Reached = list[tuple[EpochLoop, int]]

@@ -44,9 +44,7 @@ from nnmpi.data.tables import (
     load_csv,
     load_npz,
     other_kind,
-    read_csv,
     refuse_rules,
-    to_dataset,
 )
 from nnmpi.data.text import is_text
 
@@ -201,7 +199,7 @@ def load(
             train, test = _load_folder(path, predicts, rules)
         elif is_table(path):
             split_by = replace(rules, split=(test_fraction, seed))
-            train, test = load_csv(path, stem, kind, split_by)
+            train, test = load_csv(path, stem, kind, split_by), None
         elif path.name.endswith(".npz"):
             train, test = load_npz(path, stem, kind, rules)
         else:
@@ -383,13 +381,16 @@ def _load_folder(
         for parts in (TRAIN, HELD_OUT)
     ]
     if tables[0] and tables[1]:
-        table = read_csv(tables[0], rules)
-        train = to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
+        train = load_csv(tables[0], name, predicts, rules)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"
-        is_bytes = train.x.dtype == np.uint8
-        rules = replace(rules, target=train.target, encoding=train.encoding, as_bytes=is_bytes)
-        test = to_dataset(read_csv(tables[1], rules), name, train.class_names, kind)
-        return train, test
+        rules = replace(
+            rules,
+            target=train.target,
+            encoding=train.encoding,
+            as_bytes=train.x.dtype == np.uint8,
+            class_names=train.class_names,
+        )
+        return train, load_csv(tables[1], name, kind, rules)
     refuse_rules(f"data set {folder}", rules)
     if has_idx(folder):
         return load_idx(folder, name)

@@ -82,16 +82,17 @@ def number(cell: str, mark: str = ".") -> float | None:
     return nan if word in MISSING else BOOLS.get(word)
 
 
-def amount(text: str) -> tuple[str, tuple[str, str]] | None:
-    """Return a number's text, and the signs before and behind it; None for another text.
+def amount(text: str, mark: str = ".") -> tuple[float, tuple[str, str]] | None:
+    """Return a number, and the signs before and behind it; None for another text.
 
-    "-$12.99" is ("-12.99", ("$", "")), and "12 km" ("12", ("", "km")).
+    "-$12.99" is (-12.99, ("$", "")), and "12 km" (12.0, ("", "km")).
     """
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
         return None
-    minus, before, digits, behind = (part or "" for part in found.groups())
-    return minus + digits, (before.strip(), behind.strip())
+    minus, before, digits, behind = ((part or "").strip() for part in found.groups())
+    value = number(minus + digits, mark)
+    return None if value is None else (value, (before, behind))
 
 
 def days(text: str, form: str) -> float | None:

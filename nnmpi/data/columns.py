@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, counted, shortened
-from nnmpi.data.cells import DATES, MARKS, amount, days, number, numbers_in, split_words
-from nnmpi.data.dataset import MOST_LOST, no_number
+from nnmpi.data.cells import DATES, amount, days, numbers_in, split_words
+from nnmpi.data.dataset import lost_columns, no_number
 
 ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
 
@@ -242,8 +242,8 @@ def _commonest(
         items: list[tuple[Any, ...]] = [
             ("date", form) for form in forms if days(word, form) is not None
         ]
-        if (parts := amount(word)) and any(number(parts[0], mark) is not None for mark in MARKS):
-            items = [("number", *parts[1])]
+        if measured := amount(word) or amount(word, ","):
+            items = [("number", *measured[1])]
         elif (size := len(numbers_in(word))) > 1:
             items = [("list", size)]
         found.update(items)
@@ -263,11 +263,9 @@ def _commonest(
 
 def _middle(cells: Cells, values: NDArray[np.float64]) -> tuple[float, float]:
     """Return what a missing number becomes, and the offset that float32 needs, 0 for none."""
-    learned, given = values[cells.training], values[~np.isnan(values)]
-    learned = learned[~np.isnan(learned)]
+    learned, given = (part[~np.isnan(part)] for part in (values[cells.training], values))
     middle = float(np.median(learned if len(learned) else given))
-    lost = np.abs(given.astype(np.float32) - given).max() > MOST_LOST * given.std()
-    return middle, middle if lost and (given != given[0]).any() else 0.0
+    return middle, middle if lost_columns(given[:, None], given.astype(np.float32)) else 0.0
 
 
 def encode(
@@ -307,14 +305,9 @@ def encode(
                 filled += int(missing.sum())
                 numbers[missing] = column.fill
             part[:, 0] = numbers - column.offset
-    notes = []
-    if filled:
-        notes.append(f"{counted(filled, 'missing number')} replaced by the column's median")
-    if unseen:
-        notes.append(
-            f"texts that training has not seen, as if missing: {shortened(', '.join(unseen))}"
-        )
-    return result, notes
+    told = f"texts that training has not seen, as if missing: {shortened(', '.join(unseen))}"
+    notes = [f"{counted(filled, 'missing number')} replaced by the column's median"]
+    return result, notes * bool(filled) + [told] * bool(unseen)
 
 
 def _mark(cells: Cells, column: Column, place: int, part: NDArray[np.float32]) -> list[str]:
@@ -337,15 +330,15 @@ def _numbers(cells: Cells, place: int, before: str = "", behind: str = "") -> ND
     bare = np.flatnonzero(~np.isnan(result)) if before or behind else ()
     others = {int(row): f"{result[row]:.15g}" for row in bare} | dict(cells.texts[place])
     for row, text in others.items():
-        parts = amount(text)
-        value = number(parts[0], cells.mark) if parts and parts[1] == (before, behind) else None
-        if value is None:
-            what = f"{shortened(repr(text))} is no number, as other cells of the column are"
-            if before or behind:
-                what = (
-                    f"{shortened(repr(text))} is no number with {before or behind!r}, as others are"
-                )
-            raise cells.wrong(row, place, f"{what}; mend it, or empty it if it is missing")
+        value, unit = amount(text, cells.mark) or (np.nan, None)
+        if unit != (before, behind):
+            what = f"number with {before or behind!r}" if before or behind else "number"
+            raise cells.wrong(
+                row,
+                place,
+                f"{shortened(repr(text))} is no {what}, as other cells of the column are; mend it,"
+                " or empty it if it is missing",
+            )
         result[row] = value
     with np.errstate(over="ignore"):
         infinite = np.isinf(result.astype(np.float32))

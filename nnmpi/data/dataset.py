@@ -2,7 +2,6 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -50,16 +49,6 @@ MISSING = frozenset(
         "nat",
     ]
 )
-
-
-def check_index(name: object, columns: Sequence[str]) -> None:
-    """Refuse a table whose first column is pandas' index: it would become a feature."""
-    if columns and columns[0] in ("", "Unnamed: 0"):
-        raise DataError(
-            f"{name}: the first column has no name, as when pandas writes its index; write the"
-            " table with to_csv(path, index=False), read it with index_col=0, or give the column a"
-            " name if it is a feature"
-        )
 
 
 def no_number(value: object, label: bool = False) -> str:
@@ -121,15 +110,21 @@ def as_float32(name: str, values: Array) -> Array:
     """
     if values.dtype == np.float32:
         return values
-    with np.errstate(over="ignore"):  # the loop below raises an error with the index
-        result = values.astype(np.float32)
-    for index in np.argwhere(~np.isfinite(result))[:1].tolist():
+    result, wrong = narrowed(values)
+    for index in wrong:
         raise DataError(f"{name}{index}: {no_number(values[tuple(index)].item())}")
     if result.ndim <= 2 and result.size:  # numbers of a table, not pixels
         for column in lost_columns(values.reshape(len(values), -1), result)[:1]:
             where = f"[:, {column}]" if result.ndim == 2 else ""
             raise DataError(f"{name}{where}: {lost(values.reshape(len(values), -1)[:, column])}")
     return result
+
+
+def narrowed(values: Array, dtype: DTypeLike = "float32") -> tuple[Array, list[list[int]]]:
+    """Return numbers in a float type, and the index of the first one that is not finite in it."""
+    with np.errstate(over="ignore"):  # what is too large becomes infinite
+        result = values.astype(dtype)
+    return result, np.argwhere(~np.isfinite(result))[:1].tolist()
 
 
 def lost_columns(exact: Array, narrow: Array) -> list[int]:
@@ -185,11 +180,7 @@ def judge_classes(
 
 def count_targets(labels: Array) -> int:
     """Return the number of targets: the non-negative integer labels, or the samples otherwise."""
-    if labels.dtype.kind == "i":
-        return int(
-            np.count_nonzero(labels >= 0) if isinstance(labels, np.ndarray) else (labels >= 0).sum()
-        )
-    return int(labels.size) if labels.dtype.kind == "u" else len(labels)
+    return int((labels >= 0).sum()) if labels.dtype.kind in "iu" else len(labels)
 
 
 class Samples(ABC):
@@ -313,7 +304,7 @@ class Dataset(Samples):
         x = read_array(self.x, f"samples of {self.name}")
         y = read_array(self.y, f"labels of {self.name}", True)
         full = y.dtype.kind in "biu"
-        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: target", y)
+        y = y.astype(np.int64, copy=False) if full else as_float32(f"{self.name}: the target", y)
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (
             x.dtype.kind not in "iu" or x.shape != y.shape
         ):
@@ -321,7 +312,12 @@ class Dataset(Samples):
             # each has a label of its own.
             x = as_float32(f"{self.name}: sample", x)
         columns = self.columns or tuple(map(str, getattr(self.x, "columns", ())))
-        check_index(self.name, columns)
+        if columns[:1] in (("",), ("Unnamed: 0",)):  # it would become a feature
+            raise DataError(
+                f"{self.name}: the first column has no name, as when pandas writes its index; write"
+                " the table with to_csv(path, index=False), read it with index_col=0, or give the"
+                " column a name if it is a feature"
+            )
         for field, value in (("x", x), ("y", y), ("columns", columns)):
             object.__setattr__(self, field, value)
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):

@@ -17,7 +17,8 @@ import io
 import math
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tupl
     }
     classes = len(class_names) or int(arrays["train"][1].max(initial=0)) + 1
     train, test = (
-        Dataset(name, images[..., None], labels.astype(np.int64), classes, 1 / 255, class_names)
+        Dataset(name, images[..., None], labels, classes, 1 / 255, class_names)
         for images, labels in arrays.values()
     )
     return train, test
@@ -159,18 +160,14 @@ def load_cifar(path: Path, name: str) -> tuple[Dataset, Dataset]:
                 f"{path}, {batch}.bin: {len(content)} bytes are not a multiple of {RECORD}, a"
                 " record's length"
             )
-    train, test = (
-        _records(name, b"".join(result[batch] for batch in batches)) for batches in (trains, tests)
-    )
-    return train, test
-
-
-def _records(name: str, content: bytes) -> Dataset:
-    records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
-    images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return Dataset(
-        name, images, records[:, 0].astype(np.int64), len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES
-    )
+    parts = []
+    for batches in (trains, tests):
+        content = b"".join(result[batch] for batch in batches)
+        records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
+        images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        about = len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES
+        parts.append(Dataset(name, images, records[:, 0], *about))
+    return parts[0], parts[1]
 
 
 SUFFIXES = (
@@ -182,24 +179,23 @@ UNREAD = ".heic", ".heif", ".avif", ".jp2", ".dcm", ".npy", ".psd", ".svg", ".ex
 WIDE = re.compile("I;16.*|I")  # modes of 16 bits; PNG's were "I" in older versions of Pillow
 
 
-def open_image(file: Path) -> Any:
-    """Return a Pillow image, opened lazily: only the header has been read.
+@contextmanager
+def open_image(file: Path) -> Iterator[Any]:
+    """Yield a Pillow image, opened lazily: only the header has been read.
 
     Raises:
         UsageError: without Pillow.
-        DataError: for far more pixels than the file has bytes.
+        DataError: for a file that is no image, or has far more pixels than bytes, and for what
+            fails with the image.
     """
     if importlib.util.find_spec("PIL") is None:
         raise UsageError(
             f"{file}: images are read by Pillow, which is not installed (pip install pillow)"
         )
-    image = _module("Image").open(file)
-    try:
+    what = "cannot be read as an image"
+    with foreign(file, DataError, what), _module("Image").open(file) as image:
         check_unpacked(file, PIXEL_BYTES * image.width * image.height)
-    except DataError:
-        image.close()
-        raise
-    return image
+        yield image
 
 
 def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
@@ -210,7 +206,7 @@ def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
     Raises:
         DataError: for a file that is no image, has several, or whose pixels have no largest value.
     """
-    with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+    with open_image(file) as image:
         several = getattr(image, "n_frames", 1)
         if several > 1 and image.format != "MPO":  # a photo with its preview
             raise DataError(f"{file} has {several} images; save each in a file of its own")
@@ -310,7 +306,7 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
             )
     sizes, modes = [], set()
     for file in chain.from_iterable(train.values()):
-        with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+        with open_image(file) as image:
             sizes.append(image.size)
             modes.add(image.mode)
     width, height = np.median(sizes, axis=0).astype(int).tolist()

@@ -184,8 +184,9 @@ class Items(Settled, Samples, fixed="name classes"):
         )
 
     def _read(self, indices: Integers) -> Dataset:
-        items = [self._item(i) for i in indices.tolist()]
-        for i, item in zip(indices.tolist(), items, strict=True):
+        items = list[tuple[Array, Array]]()
+        for i in indices.tolist():
+            items.append(item := self._item(i))
             if _kinds(*item) != _kinds(*self._item_0):
                 here, first = (f"{x.dtype} with labels {y.dtype}" for x, y in (item, self._item_0))
                 raise DataError(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ from nnmpi.data.sampler import (
     partition_samples,
     row_owners,
 )
-from nnmpi.data.transform import Normalize, Transform, steps_of
+from nnmpi.data.transform import Compose, Normalize, Transform
 
 # Up to this size, a rank's part of a batch is made faster than a thread could hand it over.
 # Measured on 2 cores, one rank: without the thread, training takes 0.57 of the time for an MLP with
@@ -110,7 +110,8 @@ class Batch:
         self.row_elements = self.row_elements or prod(self.x.shape[1:])
         if not self.targets:
             item = prod(self.y.shape[1:]) if self.y.dtype.kind in "iu" else 1
-            self.targets = _full_targets(self.global_rows, self.microbatches, item)
+            parts = split(self.global_rows, self.microbatches)
+            self.targets = tuple(item * len(part) for part in parts)
 
     def __iter__(self) -> Iterator[Array]:
         """Yield x and y, for loops `for x, y in loader`."""
@@ -171,11 +172,6 @@ class Batch:
         return self.cuts[0].first_row if self.cuts else 0
 
 
-@lru_cache(maxsize=16)  # an epoch has two sizes of batches
-def _full_targets(global_rows: int, microbatches: int, per_row: int) -> tuple[int, ...]:
-    return tuple(per_row * len(part) for part in split(global_rows, microbatches))
-
-
 class Order:
     """What decides which samples a loader's batches hold, and in which order: a `loop.Origin`.
 
@@ -184,19 +180,18 @@ class Order:
 
     def __init__(self, loader: Loader) -> None:
         self.world, self._dataset = loader.world, loader.dataset
-        settings = ("batch_size", "seed", "shuffle", "partition", "microbatches", "world")
-        self._texts = [f"{name} {getattr(loader, name)}" for name in settings]
-        self._texts += [re.sub(" at 0x[0-9a-f]+", "", f"transform {loader.transform!r}")]
+        names = "batch_size", "seed", "shuffle", "partition", "microbatches", "world", "transform"
+        self._settings = {name: getattr(loader, name) for name in names}
+        self.of_epochs = {name: self._settings[name] for name in names[:3]}
+        self.of_epochs["samples"] = len(loader.dataset)
 
     def texts(self) -> list[str]:
         """See `loop.Origin.texts`."""
         values = vars(self._dataset).values()
         arrays = [item for item in values if type(item) is np.ndarray and item.dtype != object]
-        samples = [
-            f"{len(self._dataset)} samples",
-            f"samples with the checksum {checksum(*arrays)}",
-        ]
-        return [*samples, *self._texts]
+        samples = f"{len(self._dataset)} samples", f"samples with the checksum {checksum(*arrays)}"
+        settings = (f"{name} {value}" for name, value in self._settings.items())
+        return [*samples, *(re.sub(" at 0x[0-9a-f]+", "", text) for text in settings)]
 
     @cached_property
     def code(self) -> int:
@@ -321,7 +316,7 @@ class Loader(Settled, fixed="group"):
     def __repr__(self) -> str:
         whose = f"rank {self.rank} of {self.world}"
         return (
-            f"Loader({self.dataset.name}: {self.batches_per_epoch} batches of {self.batch_size},"
+            f"Loader({self.dataset.name}: {len(self)} batches of {self.batch_size},"
             f" part of {whose})"
         )
 
@@ -341,24 +336,16 @@ class Loader(Settled, fixed="group"):
     @property
     def place(self) -> At:
         """The epoch and the batch with which the next `for batch in loader` begins."""
-        epoch, batch = self._place.next
+        (epoch, batch), source = self._place.next, self._place.source
         # with other settings the rest of an epoch is lost: its batches were others
-        return (epoch + 1, 0) if batch and self._place.order != self._order() else (epoch, batch)
+        is_lost = batch and source and source.of_epochs != self._source.of_epochs
+        return (epoch + 1, 0) if is_lost else (epoch, batch)
 
     def state(self) -> dict[str, int]:
         """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
-        is_trained = self._place.is_trained
-        return {"epoch": epoch, "batch": batch, "is_trained": is_trained, **self._order()}
-
-    def _order(self) -> dict[str, int]:
-        """Return what decides which samples an epoch's batches hold."""
-        return {
-            "samples": len(self.dataset),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-        }
+        at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
+        return at | self._source.of_epochs
 
     def load(self, state: Mapping[str, int]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
@@ -366,7 +353,7 @@ class Loader(Settled, fixed="group"):
         Raises:
             UsageError: for a place within an epoch whose batches were others.
         """
-        for name, now in self._order().items():
+        for name, now in self._source.of_epochs.items():
             before = state.get(name, now)
             if state["batch"] and before != now:
                 raise UsageError(
@@ -377,7 +364,7 @@ class Loader(Settled, fixed="group"):
         place = self._place
         place.trained, place.read = (state["epoch"], state["batch"]), None
         place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
-        place.order = self._order()
+        place.source = self._source
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -398,7 +385,7 @@ class Loader(Settled, fixed="group"):
             backend: of x and y; None for the host. A `Dataset` without augmentations that takes at
                 most `RESIDENT_SHARE` of a device's free memory is copied there by the first call.
         """
-        numbers = range(check_int("start", start, 0), self.batches_per_epoch)
+        numbers = range(check_int("start", start, 0), len(self))
         return self._batches(check_int("epoch", epoch, 0), numbers, backend)
 
     def _batches(
@@ -411,7 +398,7 @@ class Loader(Settled, fixed="group"):
     ) -> Batches:
         epoch_order = self.order(epoch)
         settings = copy(self)  # a setting that is changed meanwhile is the next epoch's
-        loop = EpochLoop(self._place, epoch, numbers, self._order(), follows, again)
+        loop = EpochLoop(self._place, epoch, numbers, follows, again)
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
@@ -484,7 +471,8 @@ class Loader(Settled, fixed="group"):
     @property
     def _steps(self) -> list[Transform]:
         """The transforms, in order."""
-        return [] if self.transform is None else steps_of(self.transform)
+        steps = self.transform
+        return steps.transforms if isinstance(steps, Compose) else [steps] if steps else []
 
     @property
     def _only_normalizes(self) -> bool:
@@ -496,12 +484,13 @@ class Loader(Settled, fixed="group"):
         """Whether making a part of a batch may take longer than handing it over from a thread."""
         if self.dataset.is_tokens or not self._only_normalizes:
             return True
-        return (
-            -(-self.batch_size // self.world)
-            * prod(self.dataset.sample_shape)
-            * self._kind.itemsize
-            > SMALL_BYTES
-        )
+        return self._part_bytes > SMALL_BYTES
+
+    @property
+    def _part_bytes(self) -> int:
+        """The bytes of x in a part of a batch."""
+        rows = -(-self.batch_size // self.world)
+        return rows * prod(self.dataset.sample_shape) * self._kind.itemsize
 
     def order(self, epoch: int) -> Integers:
         """Return the order of an epoch's samples, (n,).
@@ -594,15 +583,12 @@ class Loader(Settled, fixed="group"):
 
     def _classes(self) -> Integers:
         """Return each sample's class, (n,); zeros for samples with several labels or quantities."""
-        labels = (
-            self.dataset.labels(np.arange(len(self.dataset)))
-            if self.dataset.targets is None
-            else None
-        )
-        if labels is not None and labels.dtype.kind != "f":
-            return labels
+        have = "several labels"
+        if self.dataset.targets is None:
+            labels, have = self.dataset.labels(np.arange(len(self.dataset))), "a quantity"
+            if labels.dtype.kind != "f":
+                return labels
         if self.partition == "label":
-            have = "several labels" if labels is None else "a quantity"
             raise UsageError(
                 f"the partition 'label' sorts samples by class, but each sample of"
                 f" {self.dataset.name} has {have}; use iid"
@@ -649,14 +635,12 @@ class _Gathered:
         self._order, self._epoch = epoch_order, epoch
         self._ready: deque[Batch] = deque()
         self._count = 4  # gathered at once; doubles, since a segment may need only a few batches
-        rows = -(-loader.batch_size // loader.world)
-        each = rows * prod(held.sample_shape) * loader._kind.itemsize
-        self._most = max(1, GATHERED_BYTES // max(each, 1))
+        self._most = max(1, GATHERED_BYTES // max(loader._part_bytes, 1))
 
     def __call__(self, number: int) -> Batch:
         """Return the next batch, which has this number."""
         if not self._ready:
-            stop = min(number + min(self._count, self._most), self._loader.batches_per_epoch)
+            stop = min(number + min(self._count, self._most), len(self._loader))
             self._count *= 2
             self._ready += self._gather(range(number, stop))
         return self._ready.popleft()
@@ -702,11 +686,7 @@ class Prefetch(Iterator[T]):
         ahead: int = 2,
         send: Callable[[T], Callable[[], T]] | None = None,
     ) -> None:
-        self._make, self._numbers, self._send = (
-            partial(_made, make),
-            iter(numbers),
-            send,
-        )
+        self._make, self._numbers, self._send = partial(_made, make), iter(numbers), send
         self._sent: Callable[[], T] | None = None
         self._pending: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None

@@ -54,8 +54,6 @@ from nnmpi.data.dataset import (
     LabelKind,
     as_float32,
     judge_classes,
-    lost,
-    lost_columns,
     split_indices,
 )
 
@@ -99,7 +97,7 @@ CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python'
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 YEARS = 1500, 2100  # numbers that may be names of columns
 # in Orange's second header line
-ORANGE_KINDS = frozenset(("c", "d", "s", "t", "continuous", "discrete", "string", "time"))
+ORANGE_KINDS = frozenset(["c", "d", "s", "t", "continuous", "discrete", "string", "time"])
 
 
 @dataclass(frozen=True)
@@ -260,17 +258,15 @@ def find_mark(path: Path, separator: str, rows: Iterable[tuple[int, list[str]]])
     for line, cells in rows:
         row = " ".join(cells)
         for cell in cells if "." in row or "," in row else ():
-            if (parts := amount(cell)) is None:
-                continue
-            point, comma = (number(parts[0], mark) for mark in MARKS)
-            if comma is None and point is not None:
+            point, comma = (amount(cell, mark) for mark in MARKS)
+            if point and not comma:
                 return "."
-            if point is None and comma is not None:
+            if comma and not point:
                 if separator != ",":
                     return ","
                 shown = ","
-            elif point != comma and not either:
-                either = f"{path}, line {line}: {cell!r} is {point:.15g} or {comma:.15g}"
+            elif point and comma and point != comma and not either:
+                either = f"{path}, line {line}: {cell!r} is {point[0]:.15g} or {comma[0]:.15g}"
     if either and separator != ",":
         raise DataError(f"{either}; name the decimal mark of the table, decimal='.' or decimal=','")
     return shown or "."
@@ -396,16 +392,14 @@ def _parse(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
         )
-    if width > 2 and not is_named and [*map(number, first)] == [*range(width)]:
+    figures = [*map(number, first)]
+    if width > 2 and not is_named and figures == [*range(width)]:
         raise DataError(
             f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
             " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
-    if not first[0].strip() and [*map(number, first[1:])] in (
-        [*range(width - 1)],
-        [*range(1, width)],
-    ):
+    if not first[0].strip() and figures[1:] in ([*range(width - 1)], [*range(1, width)]):
         is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
     if encoding:
@@ -480,9 +474,7 @@ def _parse(
         labels = [table.class_names[int(label)] for label in labels]
     if not is_named:
         names = tuple(str(number) for number in range(1, width + 1))
-    training: Any = slice(None)
-    if rules.split and len(labels) > 1:
-        training = split_indices(len(labels), *rules.split)[0]
+    training = split_indices(len(labels), *rules.split)[0] if rules.split else slice(None)
     result = Cells(
         path,
         lines,
@@ -595,13 +587,7 @@ def to_dataset(
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: number(label, table.mark) for label in table.labels}
-    parts = {label: amount(label) or ("", None) for label in numbers}
-    units = {unit for _, unit in parts.values()}
-    amounts = (
-        {label: number(digits, table.mark) for label, (digits, _) in parts.items()}
-        if len(units) == 1 and None not in units
-        else numbers
-    )
+
     is_numeric = all(
         number(label, table.mark) is not None
         and label.lower() not in BOOLS
@@ -611,10 +597,14 @@ def to_dataset(
     # NaN counts as a fraction, too: nan % 1 is nan, which is true
     fraction = next((label for label, value in numbers.items() if value and value % 1), None)
     if predicts == "quantities" or (predicts == "any" and is_numeric and fraction is not None):
+        values, units = dict(numbers), set[object]()
+        for label in numbers:
+            values[label], unit = amount(label, table.mark) or (None, None)
+            units.add(unit)
+        if None in units or len(units) > 1:
+            values = numbers
         # NumPy converts None to NaN
-        exact = np.array([amounts[label] for label in table.labels], np.float64)
-        with np.errstate(over="ignore"):
-            quantities = exact.astype(np.float32)
+        quantities = np.array([values[label] for label in table.labels], np.float64)
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
@@ -622,8 +612,6 @@ def to_dataset(
                 f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
             )
-        if lost_columns(exact[:, None], quantities):
-            raise DataError(f"{table.source}, the target: {lost(exact)}")
         return Dataset(name, table.features, quantities, 0, table.scale, **table.about)
     if is_numeric and fraction is not None:
         raise DataError(
@@ -667,10 +655,10 @@ def refuse_rules(what: str, rules: TableRules) -> None:
 
 def load_csv(
     path: Path, name: str, predicts: LabelKind = "classes", rules: TableRules = TableRules()
-) -> tuple[Dataset, None]:
-    """Return the data set of a CSV file, and None: it has no test part."""
+) -> Dataset:
+    """Return the data set of a CSV file."""
     table = read_csv(path, rules)
-    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding), None
+    return to_dataset(table, name, rules.class_names, predicts, not rules.encoding)
 
 
 def load_npz(
@@ -685,7 +673,7 @@ def load_npz(
         rules: must be empty; they are here because `load` calls all readers alike.
     """
     refuse_rules(f"data set {path}", rules)
-    arrays = _read(path, PARTS)
+    arrays, has = _read(path, PARTS)
     first, second = (
         next((part for part in parts if {f"x{part}", f"y{part}"} & {*arrays}), "")
         for parts in (TRAIN_PARTS, TEST_PARTS)
@@ -693,17 +681,17 @@ def load_npz(
     needed = {f"{item}{part}" for item in "xy" for part in (first, second or first)}
     if not needed <= {*arrays}:
         raise DataError(
-            f"{path}: holds {_names(path)}; needs x and y, or x_train, y_train, x_test and y_test"
+            f"{path}: holds {has}; needs x and y, or x_train, y_train, x_test and y_test"
         )
     for item, x in arrays.items() if rules.as_bytes else ():
         # whole numbers are bytes, whatever their dtype
         if item[0] == "x" and x.dtype.kind in "iu" and x.size and x.min() >= 0 and x.max() <= 255:
             arrays[item] = x.astype(np.uint8)
     is_other = rules.as_bytes is not None
-    train = _part(path, name, arrays, f"x{first}", f"y{first}", predicts, is_other=is_other)
+    train = _part(path, name, arrays, first, predicts, is_other=is_other)
     if not second:
         return train, None
-    test = _part(path, name, arrays, f"x{second}", f"y{second}", predicts, train.classes)
+    test = _part(path, name, arrays, second, predicts, train.classes)
     kinds = [f"x{part} holds {arrays[f'x{part}'].dtype}" for part in (first, second)]
     if train.scale != test.scale:
         raise DataError(
@@ -722,29 +710,24 @@ def load_npz(
 
 def read_samples(path: Path) -> Array:
     """Return x (or x_test) of an .npz file: integers unchanged, floats as float32."""
-    arrays = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
-    name = next(iter(arrays), None)
-    if name is None:
-        raise DataError(f"{path}: holds {_names(path)}; needs x, the samples")
-    x = arrays[name]
-    return x if x.dtype.kind in "iu" else _samples(path, name, x)
+    arrays, has = _read(path, ["x", *(f"x{part}" for part in TEST_PARTS)])
+    for name, x in arrays.items():
+        return x if x.dtype.kind in "iu" else _samples(path, name, x)
+    raise DataError(f"{path}: holds {has}; needs x, the samples")
 
 
-def _names(path: Path) -> str:
-    """Return the names of a file's arrays, for messages."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-    return shortened(", ".join(names)) or "nothing"
+def _read(path: Path, names: Sequence[str]) -> tuple[dict[str, Array], str]:
+    """Return the file's arrays among `names`, in that order, and the names of all, for messages.
 
-
-def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
-    """Return the file's arrays among `names`, in that order; capitals do not count."""
+    Capitals do not count.
+    """
     what = "not a complete .npz file of arrays without pickled objects"
     with opened(path) as stream, foreign(path, DataError, what):
         if not zipfile.is_zipfile(stream):
             raise ValueError("it is truncated, or another kind of file")
         stream.seek(0)
         with np.load(stream, allow_pickle=False) as archive:
+            has = shortened(", ".join(archive.files)) or "nothing"
             found = {name.lower(): name for name in archive.files}
             present = {name: found[name] for name in names if name in found}
             check_unpacked(
@@ -753,21 +736,20 @@ def _read(path: Path, names: Sequence[str]) -> dict[str, Array]:
             arrays = {name: archive[item] for name, item in present.items()}
         if other := [name for name, result in arrays.items() if not isinstance(result, np.ndarray)]:
             raise ValueError(f"{other[0]} is not an array")
-    return arrays
+    return arrays, has
 
 
 def _part(
     path: Path,
     name: str,
     arrays: dict[str, Array],
-    x_name: str,
-    y_name: str,
+    part: str,
     predicts: LabelKind,
     classes: int = 0,
     is_other: bool = False,
 ) -> Dataset:
     """Return a part of an archive, of other data than a model's if its classes may be some."""
-    notes: tuple[str, ...] = ()
+    x_name, y_name, notes = f"x{part}", f"y{part}", tuple[str, ...]()
     x, y = arrays[x_name], arrays[y_name]
     if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
         raise DataError(
@@ -786,8 +768,8 @@ def _part(
         classes = int(y.max()) + 1
     elif not classes:
         classes, notes = judge_classes(path, y_name, y, HINT)
-    is_tokens = x.dtype in TOKEN_TYPES or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1)
-    if y.dtype.kind == "f" or not is_tokens:
+    are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
+    if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
         x = _samples(path, x_name, x)
     elif x.min() < 0:
         raise DataError(

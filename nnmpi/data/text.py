@@ -211,14 +211,8 @@ class TextSource:
         with raised_as(DataError, f"{self.path}: cannot be read"):
             text = sha256(self.path)
         kind = "".join(self.path.suffixes)
-        parts = [
-            FORMAT,
-            text,
-            kind,
-            self.columns,
-            self.sentences,
-            CHARACTERS if tokenizer is None else tokenizer.identity,
-        ]
+        identity = CHARACTERS if tokenizer is None else tokenizer.identity
+        parts = [FORMAT, text, kind, self.columns, self.sentences, identity]
         return hashed(json_text(parts).encode()).hexdigest()[:32]
 
 
@@ -346,13 +340,9 @@ class Text(Settled, Samples, fixed="name sentences tokenizer classes context"):
         length.
         """
         counts = self._counts[indices]
-        width = (
-            self.context
-            if not self.sentences
-            else int(counts.max(initial=0))
-            if length is None
-            else length
-        )
+        width = self.context
+        if self.sentences:
+            width = int(counts.max(initial=0)) if length is None else length
         positions = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         positions = np.minimum(positions, self._stops[-1] - 1)
         positions += self._offsets[np.searchsorted(self._stops, positions, side="right")]
@@ -392,7 +382,7 @@ def load_text(
         raise DataError(
             f"{folder} is missing or damaged ({error}); remove it, and prepare_tokens makes it again"
         ) from error
-    spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
+    spans = np.stack([np.append(0, ends[:-1]), ends], axis=1)
     parts = [spans[np.sort(part)] for part in split_indices(len(spans), test_fraction, seed)]
     if len(spans) == 1:
         cut = int(ends[0]) - max(1, round(int(ends[0]) * test_fraction))

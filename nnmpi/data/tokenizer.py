@@ -367,16 +367,10 @@ def _library_form(
         pieces: the "pre_tokenizer", which splits a text before the model sees it.
         decoder: joins tokens to a text.
     """
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     form = {
         "version": "1.0",
-        "added_tokens": [{"id": len(vocabulary), "content": ENDS[0], **flags}],
+        "added_tokens": [{"id": len(vocabulary), "content": ENDS[0], **flags, "special": True}],
         "pre_tokenizer": pieces,
         "decoder": decoder,
         "model": {**model, "vocab": vocabulary},

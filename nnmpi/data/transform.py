@@ -271,8 +271,3 @@ AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(
         "cutout": lambda side: Cutout(max(1, side // 4)),
     }
 )
-
-
-def steps_of(transform: Transform) -> list[Transform]:
-    """Return the transforms of a `Compose`, or a list of the one transform."""
-    return list(transform.transforms) if isinstance(transform, Compose) else [transform]

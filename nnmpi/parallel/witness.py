@@ -355,7 +355,8 @@ class Losses(NamedTuple):
         says = not on_host or bool(values.item() if values.size == 1 else values.any())
         if node is None:
             return cls(None, "", False, False, says)
-        return cls(node.summands, type(node).__name__, node.averages, node is loss.node, says)
+        counts = node.summands if says else (0, 0, 0)
+        return cls(counts, type(node).__name__, node.averages, node is loss.node, says)
 
 
 class UpdateSoFar:

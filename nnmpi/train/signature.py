@@ -23,7 +23,7 @@ from nnmpi.base.errors import CheckpointError, DataError, shortened
 from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
 from nnmpi.data.columns import Encoding, plain
-from nnmpi.data.dataset import Dataset, Predicts, Samples
+from nnmpi.data.dataset import Dataset, Predicts, Samples, narrowed
 from nnmpi.data.tables import TableRules
 from nnmpi.data.transform import Normalize
 
@@ -125,17 +125,18 @@ class ModelSignature:
         """Return samples with the targets that the model learns: normalized, if they are."""
         if not self.target_mean or not isinstance(samples, Dataset):
             return samples
-        mean = self.target_mean if samples.target_shape else self.target_mean[0]
-        y = (samples.y.astype(np.float64) - mean) / self.target_std
+        y = (samples.y.astype(np.float64) - self._target_mean) / self.target_std
         return replace(samples, y=y.astype(np.float32))
 
     def in_units(self, outputs: Array) -> Array:
         """Return quantities, (n, *target_shape), in the data's units, from the model's outputs."""
         if not self.target_mean:
             return outputs
-        mean = np.asarray(self.target_mean if self.target_shape else self.target_mean[0])
-        result: Array = (outputs * self.target_std + mean).astype(outputs.dtype)
-        return result
+        return (outputs * self.target_std + self._target_mean).astype(outputs.dtype)
+
+    @property
+    def _target_mean(self) -> Array:
+        return np.reshape(self.target_mean, (-1,) * bool(self.target_shape))
 
     def with_units(
         self, state: Mapping[str, Array], layer: str, back: bool = False
@@ -229,9 +230,8 @@ class ModelSignature:
             DataError: for bytes, if the model's were not, for samples of floats that fit neither
                 scale or both, and for NaN and infinity.
         """
-        with np.errstate(over="ignore"):
-            result = x.astype(dtype)
-        for index in np.argwhere(~np.isfinite(result))[:1].tolist():
+        result, wrong = narrowed(x, dtype)
+        for index in wrong:
             raise DataError(
                 f"{name}{index} is {x[tuple(index)]}, which is no finite {dtype} number; leave the"
                 " sample out, or scale it"
@@ -245,10 +245,9 @@ class ModelSignature:
             return result
         top, each, is_whole = FULL * self.scale, result.reshape(len(x), -1), x.dtype.kind in "iu"
         least, most = each.min(axis=1), each.max(axis=1)
-        is_bytes = (least >= 0) & (most <= FULL)
+        is_bytes = (least >= 0) & (most <= FULL) & (each == np.rint(each)).all(axis=1)
         is_scaled = (least >= -top * ROUNDING) & (most <= top * (1 + ROUNDING)) & (not is_whole)
-        if not is_whole:
-            is_bytes &= (each == np.rint(each)).all(axis=1)
+
         # zeros are black on both scales
         for row in np.flatnonzero((is_bytes == is_scaled) & each.any(axis=1))[:1].tolist():
             both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"

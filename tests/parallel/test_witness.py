@@ -70,7 +70,9 @@ class Loop:
         self.optimizer = make(self.model.storage, lr=0.05)
         self.order, self.rank, self.x, self.extra = np.arange(46), self.group.rank, X, 0
         self.skips = self.leaves = False
-        self.samples = 0
+        self.samples = self.drawn = 0
+        if self.plant == "fewer_rows":
+            self.at, self.batch_size = 3, 17
 
     def batches(self) -> Iterator[tuple[Any, Any, int]]:
         epoch = 0
@@ -92,7 +94,9 @@ class Loop:
                 epoch += 0
             else:
                 for start in range(0, 46, self.batch_size):
-                    rows = self.order[start : start + self.batch_size]
+                    self.drawn += 1
+                    # of several sizes: by a constant a program may divide for a reason
+                    rows = self.order[start : start + self.batch_size - self.drawn**2 % 3]
                     mine = np.array_split(rows, self.group.size)[self.rank]
                     mine = mine[: len(mine) - self.extra] if self.extra else mine
                     yield X[mine].astype(self.model.storage.dtype), Y[mine], len(rows)
