@@ -54,6 +54,7 @@ from nnmpi.data.dataset import (
     LabelKind,
     as_float32,
     judge_classes,
+    narrowed,
     split_indices,
 )
 
@@ -605,7 +606,7 @@ def to_dataset(
             values = numbers
         # NumPy converts None to NaN
         quantities = np.array([values[label] for label in table.labels], np.float64)
-        for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
+        for (row,) in narrowed(quantities)[1]:
             label, is_text = shortened(table.labels[row]), numbers[table.labels[row]] is None
             remedy = f"predict a class, by predicts='classes', or {table.other_target()}"
             raise DataError(
