@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.timeline import Timeline, tracing
 from nnmpi.comm.agreement import decode_json, encode_json
-from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
 from tests.harness.refusals import told
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.files import locked
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.doctor import describe, diagnose, find_faults, inspect_machine
 from nnmpi.train.cli import main
 from tests.harness.job import mpirun, run

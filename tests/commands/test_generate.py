@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError, simulate
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.commands.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train

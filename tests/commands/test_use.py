@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data
-from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError, data, simulate
+from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.errors import HelpAsked, LayoutError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.verify import compare, main, parse, table, tolerance, verdict
 from nnmpi.compose.passes import BatchPass
 from nnmpi.parallel.sequence.attention import RingAttention

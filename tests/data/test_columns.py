@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.catalogue import load
+from nnmpi.data import Dataset, load
 from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE, Encoding
-from nnmpi.data.dataset import Dataset
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError
-from nnmpi.data.catalogue import load
+from nnmpi.data import Dataset, load
 from nnmpi.data.columns import Column
 from nnmpi.data.columns import plain as plain_rules
-from nnmpi.data.dataset import Dataset
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_FOLDER,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.dataset import IGNORED, Dataset
-from nnmpi.data.loader import Loader
+from nnmpi.data import IGNORED, Dataset, Loader
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.catalogue import load
+from nnmpi.data import Dataset, Loader, load
 from nnmpi.data.cells import split_words
-from nnmpi.data.dataset import Dataset, split_indices
-from nnmpi.data.loader import Loader
+from nnmpi.data.dataset import split_indices
 from nnmpi.data.tables import READERS, Table, TableRules, read_csv, to_dataset
 from tests.data.test_items import Frame
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, ops
+from nnmpi import models, nn, no_grad, ops
 from nnmpi.base.errors import CheckpointError
 from nnmpi.models.torch_weights import (
     from_torch,
@@ -18,9 +18,8 @@ from nnmpi.models.torch_weights import (
     torch_weights,
     write_torch,
 )
-from nnmpi.nn.module import Module
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import concatenate
+from nnmpi.nn import Module
+from nnmpi.tensor import concatenate
 
 IMAGES = np.random.default_rng(0).standard_normal((3, 8, 6, 2)).astype(np.float32)
 TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))

@@ -9,13 +9,22 @@ import pytest
 import nnmpi
 from nnmpi import nn, optim
 from nnmpi.base.errors import CheckpointError, GraphError, UsageError
-from nnmpi.nn.activation import ReLU
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.conv import Conv2d, ConvTranspose2d
-from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Constant, Module, Normal, Uniform, fan_in, kaiming
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn import (
+    BatchNorm,
+    Constant,
+    Conv2d,
+    ConvTranspose2d,
+    Embedding,
+    Linear,
+    Module,
+    Normal,
+    ReLU,
+    Sequential,
+    Uniform,
+    fan_in,
+    kaiming,
+    training,
+)
 from tests.device.here import zeros
 
 

@@ -12,21 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, ops, optim
+from nnmpi import (
+    AsynchronousWorker,
+    DataParallel,
+    GradientExchange,
+    Group,
+    Layout,
+    NnmpiError,
+    Numerics,
+    ShardedDataParallel,
+    Sync,
+    Worker,
+    arrange,
+    models,
+    nn,
+    ops,
+    optim,
+    simulate,
+)
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import CommError, LayoutError, NnmpiError, UsageError, name_ranks
+from nnmpi.base.errors import CommError, LayoutError, UsageError, name_ranks
 from nnmpi.base.shard import part
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
+from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.tensor import Function, Tensor
 from tests.equivalence.reference import Setup, run
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, NnmpiError
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import CheckpointError, CommError, LayoutError, NnmpiError
+from nnmpi.base.errors import CheckpointError, CommError, LayoutError
 from nnmpi.base.shard import Region, part
-from nnmpi.comm.group import Group
 from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, shard_maps
 
 SHAPES: dict[str, tuple[int, ...]] = {

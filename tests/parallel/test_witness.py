@@ -11,7 +11,9 @@ import pytest
 from nnmpi import (
     DataParallel,
     GradientExchange,
+    Group,
     Layout,
+    NnmpiError,
     ShardedDataParallel,
     Worker,
     arrange,
@@ -22,10 +24,8 @@ from nnmpi import (
     ops,
     optim,
     save,
+    simulate,
 )
-from nnmpi.base.errors import NnmpiError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.parallel.witness import RowShare
 
 UPDATES = 6

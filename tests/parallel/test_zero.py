@@ -15,23 +15,30 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, models, nn, ops, optim
+from nnmpi import (
+    DataParallel,
+    GradientExchange,
+    Group,
+    Layout,
+    NnmpiError,
+    Tensor,
+    Worker,
+    arrange,
+    models,
+    nn,
+    ops,
+    optim,
+    simulate,
+)
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import DeviceError, DivergenceError, NnmpiError, UsageError
+from nnmpi.base.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm.fit import parse_network
-from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_comm import SimulatedComm
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.world import SharedPages
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
-from nnmpi.nn.module import Module
+from nnmpi.data import Dataset, Loader
+from nnmpi.nn import Module
 from nnmpi.nn.sharding import STAGES
-from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.storage import ShardedStorage, cut_units, predict_bytes, sharded
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics

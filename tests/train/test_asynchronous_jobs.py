@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import simulate
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics, sum_staleness
 from tests.chrome import breaches

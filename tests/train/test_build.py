@@ -5,18 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import GradientExchange, Group, Tensor, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import GradientExchange
-from nnmpi.data.loader import Loader
-from nnmpi.data.transform import Normalize
-from nnmpi.optim.adaptive import Adam, AdamW
-from nnmpi.optim.muon import Muon
-from nnmpi.optim.updates import SGD
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Loader, Normalize
+from nnmpi.optim import SGD, Adam, AdamW, Muon
 from nnmpi.train import build
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.config import (

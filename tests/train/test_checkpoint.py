@@ -10,13 +10,11 @@ from threading import Event
 import numpy as np
 import pytest
 
+from nnmpi import Group, Layout, Worker
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import sha256
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.models.mlp import mlp
+from nnmpi.models import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import NnmpiError, simulate
 from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
-from nnmpi.base.errors import CheckpointError, NnmpiError, ScheduleError, UsageError
+from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
 from nnmpi.base.files import read_json, write_json
 from nnmpi.comm.__main__ import main as comm
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import evaluate, export, predict
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.train.build import build_model

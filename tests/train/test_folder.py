@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 import nnmpi.train.loop as training
+from nnmpi import Group, simulate
 from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.run import count_lines
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble

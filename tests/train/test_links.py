@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import simulate
 from nnmpi.base import files
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import doctor, evaluate, export, report
 from nnmpi.data.tokenizer import ByteTokenizer
 from nnmpi.models.pretrained import save_pretrained

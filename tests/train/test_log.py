@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.command import Console
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.stats import Totals
 from nnmpi.train.cli import main
 from nnmpi.train.log import compare_hosts, percent

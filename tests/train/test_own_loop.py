@@ -9,28 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import (
+    DataParallel,
+    Group,
+    Layout,
+    ShardedDataParallel,
+    Worker,
+    arrange,
+    resume,
+    save,
+    simulate,
+)
 from nnmpi.base.errors import CheckpointError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.catalogue import load
-from nnmpi.data.loader import Loader
-from nnmpi.nn.activation import Dropout, ReLU
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.linear import Linear
-from nnmpi.nn.mode import training
-from nnmpi.nn.norm import BatchNorm
-from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.adaptive import AdamW
-from nnmpi.optim.muon import Muon
-from nnmpi.optim.schedule import ReduceOnPlateau
-from nnmpi.optim.updates import Adam
-from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, resume, save, steps
+from nnmpi.data import Loader, load
+from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding, training
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import Adam, AdamW, Muon, ReduceOnPlateau
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, steps
 
 BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nnmpi import Layout
 from nnmpi.base.errors import DataError, HelpAsked, UsageError
 from nnmpi.base.lines import lines_of
-from nnmpi.compose.layout import Layout
-from nnmpi.data.catalogue import load
+from nnmpi.data import load
 from nnmpi.train.cli import parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock

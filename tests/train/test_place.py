@@ -11,20 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import DataParallel, Group, ShardedDataParallel, Worker, resume, save, simulate
 from nnmpi.base.errors import DivergenceError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Batch, Loader
-from nnmpi.nn.activation import Tanh
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.linear import Linear
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.updates import Adam
-from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.train.checkpoint import resume, save
+from nnmpi.data import Batch, Dataset, Loader
+from nnmpi.nn import Linear, Sequential, Tanh
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import Adam
 
 RNG = np.random.default_rng(0)
 DATA = Dataset("d", RNG.normal(size=(21, 4)).astype("float32"), RNG.integers(0, 3, 21), 3)

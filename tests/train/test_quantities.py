@@ -10,14 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import nnmpi
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError, Tensor, simulate
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.compose.losses import ERRORS, SumError
-from nnmpi.data.loader import Batch
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Batch
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here

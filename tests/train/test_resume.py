@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import simulate
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.slow import ONCE_MORE

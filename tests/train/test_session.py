@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.device import expects_device
 from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.base.files import read_json, sha256
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 from nnmpi.train.cli import main

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics

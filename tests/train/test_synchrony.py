@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.train.jobs import arrays

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.base.errors import DataError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.data.tokenizer import load_tokenizer
+from nnmpi import NnmpiError, simulate
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.data import load_tokenizer
 from nnmpi.train.cli import main
 from tests.train.jobs import train
 
