@@ -92,20 +92,6 @@ def test_images(
             model_.predict(pictures[others].astype("f4"))
 
 
-def test_a_picture_in_a_file_is_its_bytes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], pictures: np.ndarray[Any, Any]
-) -> None:
-    images = pytest.importorskip("PIL.Image")
-    np.savez(tmp_path / "a.npz", x=pictures, y=np.arange(40) % 3)
-    folder, _ = run(tmp_path, f"--dataset {tmp_path}/a.npz --model cnn --hidden 8", capfd)
-    right = nnmpi.load(folder).predict(pictures)
-    for i in (0, 5, 6):
-        images.fromarray(pictures[i]).save(tmp_path / f"{i}.png")
-    names = [tmp_path / f"{i}.png" for i in (6, 0, 5)]
-    np.testing.assert_array_equal(asked(folder, names, capfd), right[[6, 0, 5]])
-    np.testing.assert_array_equal(asked(folder, names[2:], capfd), right[[5]])
-
-
 # ---- tables ----
 
 

@@ -264,42 +264,6 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     simulate(main, 2)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
-    """By the documented call, whose norm is that of all ranks' parts."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(12, 5)), rng.integers(0, 4, 12)
-
-    def main(
-        group: Group, parallel: Callable[..., DataParallel]
-    ) -> tuple[list[float], dict[str, Array]]:
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).initialize(
-            seed=0, dtype="float64"
-        )
-        result, norms = parallel(model, group), []
-        optimizer, mine = optim.SGD(model.storage, lr=0.5), part(12, group.size, group.rank)
-        for _ in range(3):
-            model.zero_grad()
-            loss = ops.cross_entropy(
-                model(x[mine.start : mine.stop]), y[mine.start : mine.stop], reduction="sum"
-            )
-            result.backward(loss, samples=12)
-            norms.append(optim.clip_by_global_norm(model.storage.grads, 0.1))
-            optimizer.step()
-        if isinstance(result, nnmpi.ShardedDataParallel):
-            result.gather_model()
-            result.release()  # which does nothing any more
-        return norms, model.state()
-
-    ((norms, weights),) = simulate(lambda group: main(group, nnmpi.DataParallel), 1)
-    for theirs, state in simulate(
-        lambda group: main(group, partial(nnmpi.ShardedDataParallel, stage=stage)), 3
-    ):
-        np.testing.assert_allclose(theirs, norms, rtol=1e-12)
-        for name, array in weights.items():
-            np.testing.assert_allclose(state[name], array, rtol=1e-12, atol=1e-14)
-
-
 class Plain(nn.Module):
     """No chain of layers."""
 

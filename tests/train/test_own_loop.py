@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -194,61 +193,6 @@ def test_the_rate_and_the_losses_behind_it_are_restored(group: Group, tmp_path: 
     with pytest.raises(CheckpointError, match="saved with plateau besides .* resume got nothing"):
         resume(folder, (model, optimizer, group))
     assert optimizer.steps == 0
-
-
-@pytest.mark.simulated(max_size=2)
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("at", [2, BATCHES - 1])
-def test_a_loader_goes_on_where_it_was(
-    group: Group, tmp_path: Path, at: int, by_hand: bool
-) -> None:
-    """`for batch in loader`: in an epoch, and at its end; one that begins anew is refused, and one
-    whose batches were others. What is evaluated does not count.
-    """
-    folder = group.share(str(tmp_path / "checkpoints"))
-
-    def run(seed: int, epochs: int, stop: int = -1, **given: Any) -> Any:
-        model, optimizer, loader = make(group, seed)
-        local: Any = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
-        loop = (model, optimizer, group) if by_hand else local
-        loader.batch_size -= given.get("fewer", 0)
-        objects = {"loader": loader} if given.get("gives", True) else {}
-        if seed:
-            resume(folder, loop, **objects)
-        try:
-            for _ in range(epochs):
-                for batch in loader:
-                    if by_hand:
-                        with training(step=optimizer.steps, first_row=batch.first_row):
-                            loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
-                        model.zero_grad()
-                        local.backward(loss, batch.global_targets)
-                        optimizer.step()
-                    else:
-                        local.step(batch)
-                    for _ in chain(loader.epoch(7), make(group, 0)[2]):
-                        pass  # no place of the training
-                    if (batch.epoch, batch.number) == (1, stop):
-                        save(folder, loop, **objects)
-                        return None
-        finally:
-            local.release()
-        return model.state()
-
-    whole = run(0, 4)
-    run(0, 2, at)
-    result = run(1, 2 + (at < BATCHES - 1))
-    assert all(values.tobytes() == result[name].tobytes() for name, values in whole.items())
-    if at < BATCHES - 1:
-        with pytest.raises(UsageError, match="within an epoch, with batch_size .*; give it batch_"):
-            run(1, 2, fewer=1)
-    folder = group.share(str(tmp_path / "without"))
-    run(0, 2, at, gives=False)
-    following = f"batch {at + 1} of epoch 1" if at < BATCHES - 1 else "batch 0 of epoch 2"
-    with pytest.raises(
-        UsageError, match=f"epoch 0 again, but the resumed run goes on with {following}"
-    ):
-        run(1, 2, gives=False)
 
 
 LAYOUTS = Layout(), Layout(tp=2), Layout(zero=3, unit_bytes=1)
