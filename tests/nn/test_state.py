@@ -230,19 +230,6 @@ def test_a_part_that_was_loaded_alone_keeps_its_values_in_a_model(later):
     assert not (model.layers[0].layers[0].weight.data == 2).all()
 
 
-def test_a_layer_replaced_or_added_under_a_worker_is_refused():
-    def program(group):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).initialize()
-        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
-        x, y = np.ones((4, 3), "float32"), np.zeros(4, int)
-        worker.step(x, y)
-        model.layers[1] = nn.Linear(4, 2).initialize()
-        with pytest.raises(UsageError, match="'1.weight' is not in the model's storage"):
-            worker.step(x, y)
-
-    nnmpi.simulate(program, 1)
-
-
 def test_a_loaded_part_stays_in_the_model():
     model = _tree()
     part = model.layers[0]

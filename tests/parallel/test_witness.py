@@ -1,7 +1,7 @@
 """What one rank does differently in a loop of one's own is found at that update or the next."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nnmpi import (
     simulate,
 )
 from nnmpi.parallel.witness import RowShare
+from tests.harness.refusals import told_on_all
 
 UPDATES = 6
 DRAW = np.random.default_rng(5)
@@ -216,19 +217,6 @@ def test_no_rank_is_refused_without_a_difference() -> None:
         assert {len(loop.done) for loop in loops} == {UPDATES}
 
 
-def refused(group: Group, action: Callable[[], object]) -> str:
-    """Return the sentence that all ranks raise alike."""
-    text = ""
-    try:
-        action()
-    except NnmpiError as error:
-        text = str(error)
-    first, *others = group.gather(text)
-    assert all(other == first for other in others), (first, others)
-    assert first, "nothing was raised"
-    return first
-
-
 def worker_of(group: Group, model: nn.Module | None = None) -> Worker:
     model = nn.Linear(4, 3).initialize(seed=0) if model is None else model
     return Worker(model, optim.SGD(model.storage, lr=0.1), group)
@@ -251,7 +239,7 @@ def test_an_evaluation_sees_what_a_step_sees(group: Group, kind: str) -> None:
     if kind == "right":
         assert worker.evaluate(batches).samples == 46
         return
-    text = refused(group, lambda: worker.evaluate(batches))
+    text = told_on_all(group, lambda: worker.evaluate(batches), NnmpiError)
     assert {
         "seed": "the ranks differ in batch: rank 0 has seed 0",
         "length": f"46 samples; rank {size - 1} has 43 samples",
@@ -269,7 +257,7 @@ def test_uneven_batches_where_layers_communicate(group: Group, layout: Layout) -
     sgd = optim.SGD(model.storage, lr=0.1)
     worker = Worker(model, sgd, group, arrangement=where)
     batches = [*data.Loader(TRAIN, 10, where).epoch(0)][: 4 + (group.rank == 0)]
-    text = refused(group, lambda: worker.evaluate(batches))
+    text = told_on_all(group, lambda: worker.evaluate(batches), NnmpiError)
     assert text.startswith("the ranks give evaluate different numbers of batches, ranks 1-3 fewer")
 
 
@@ -279,13 +267,13 @@ def test_models_with_other_settings(group: Group, way: str) -> None:
     """They have the same parameters."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1 + 0.4 * (group.rank == 1)))
     if way == "arrange":
-        text = refused(group, lambda: arrange(model, group, Layout(tp=group.size)))
+        text = told_on_all(group, lambda: arrange(model, group, Layout(tp=group.size)), NnmpiError)
     elif way == "Worker":
         worker = worker_of(group, model.initialize(seed=0))
-        text = refused(group, lambda: worker.step(X[:4], Y[:4]))
+        text = told_on_all(group, lambda: worker.step(X[:4], Y[:4]), NnmpiError)
     else:
         make = DataParallel if way == "DataParallel" else ShardedDataParallel
-        text = refused(group, lambda: make(model.initialize(seed=0), group))
+        text = told_on_all(group, lambda: make(model.initialize(seed=0), group), NnmpiError)
     assert "have 1 Dropout(p=0.1)" in text or "rank 0 has 1 Dropout(p=0.1)" in text
     assert "rank 1 has 1 Dropout(p=0.5)" in text
 
@@ -316,7 +304,7 @@ def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
         ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
     )
     if stage > 1:
-        text = refused(group, lambda: train(parallel, model, rows))
+        text = told_on_all(group, lambda: train(parallel, model, rows), NnmpiError)
         assert "each rank keeps only its part: change model.storage.grads" in text
         return
     alone = make()
@@ -340,10 +328,10 @@ def test_a_window_of_accumulation_ends_or_is_refused(
 
     backward(False)
     if saves:
-        text = refused(group, lambda: save(tmp_path, (model, optimizer, group)))
+        text = told_on_all(group, lambda: save(tmp_path, (model, optimizer, group)), NnmpiError)
         assert "the model has some that no update has used" in text
     elif group.size > 1:
-        assert "was not the last of its update" in refused(group, optimizer.step)
+        assert "was not the last of its update" in told_on_all(group, optimizer.step, NnmpiError)
     backward(True)
     optimizer.step()
     save(tmp_path, (model, optimizer, group))

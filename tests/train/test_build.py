@@ -7,7 +7,6 @@ import pytest
 
 from nnmpi import GradientExchange, Group, Tensor, simulate
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.base.errors import UsageError
 from nnmpi.comm.mesh import Mesh
 from nnmpi.data import Loader, Normalize
 from nnmpi.optim import SGD, Adam, AdamW, Muon
@@ -39,12 +38,6 @@ def test_hidden_widths_make_the_layers() -> None:
     assert shapes(ModelConfig(), (28, 28, 1)) == cnn
     assert shapes(ModelConfig(hidden=(7,)), (28, 28, 1)) == [*cnn[:2], (3136, 7), (7, 10)]
     assert len(shapes(ModelConfig(model="resnet"), (8, 8, 3))) > 7
-
-
-@pytest.mark.parametrize("model", ["cnn", "resnet"])
-def test_networks_for_images_refuse_flat_data(model: Any) -> None:
-    with pytest.raises(UsageError, match=f"{model} needs images"):
-        build.build_model(ModelConfig(model=model), (4,), 3)
 
 
 def test_optimizers_get_their_options() -> None:

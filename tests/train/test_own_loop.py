@@ -13,7 +13,6 @@ from nnmpi import (
     Group,
     Layout,
     ShardedDataParallel,
-    Worker,
     arrange,
     resume,
     save,
@@ -21,12 +20,10 @@ from nnmpi import (
 )
 from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.data import Loader, load
-from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding, training
+from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam, AdamW, Muon, ReduceOnPlateau
 from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, steps
-
-BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
 
 
 def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
@@ -35,44 +32,6 @@ def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
         seed=seed
     )
     return model, Adam(model.storage, lr=0.02), Loader(train, 16, group)
-
-
-@pytest.mark.simulated(max_size=4)
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool) -> None:
-    """In the middle of an epoch, in other memory, with dropout; by a Worker, and by a loop of
-    DataParallel's.
-    """
-    folder = group.share(str(tmp_path / "checkpoints"))
-
-    def run(seed: int, stop: int | None) -> dict[str, np.ndarray]:
-        model, optimizer, loader = make(group, seed)
-        local = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
-        loop: Any = (model, optimizer, group) if by_hand else local
-        place = resume(folder, loop)
-        assert place == ({"epoch": 1, "batch": STOP} if seed else {})
-        for epoch in range(place.get("epoch", 0), 3):
-            for batch in loader.epoch(epoch, start=place.pop("batch", 0)):
-                if by_hand:
-                    with training(step=optimizer.steps, first_row=batch.first_row):
-                        loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
-                    model.zero_grad()
-                    local.backward(loss, samples=batch.global_targets)
-                    optimizer.step()
-                else:
-                    local.step(batch)
-                if (epoch, batch.number + 1) == (1, stop):
-                    save(folder, loop, epoch=epoch, batch=batch.number + 1)
-                    local.release()
-                    return {}
-        local.release()
-        return model.state()
-
-    expected = run(0, None)
-    run(0, STOP)
-    result = run(1, None)
-    for name, value in expected.items():
-        assert value.tobytes() == result[name].tobytes(), name
 
 
 @pytest.mark.simulated(max_size=2)

@@ -14,7 +14,7 @@ import pytest
 from nnmpi import DataParallel, Group, ShardedDataParallel, Worker, resume, save, simulate
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.data import Batch, Dataset, Loader
-from nnmpi.nn import Linear, Sequential, Tanh
+from nnmpi.nn import BatchNorm, Dropout, Linear, Sequential, Tanh, training
 from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam
 
@@ -48,7 +48,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.trained: list[tuple[int, int]] = []
         make: Any = STRATEGIES[self.kind]
-        self.model = Sequential(Linear(4, 8), Tanh(), Linear(8, 3)).initialize(seed=self.seed)
+        layers = Linear(4, 8), BatchNorm(8), Tanh(), Dropout(0.5), Linear(8, 3)
+        self.model = Sequential(*layers).initialize(seed=self.seed)
         self.parallel: Any = make and make(self.model, self.group)
         self.optimizer = Adam(self.model.storage, lr=0.05)
         self.worker = None if make else Worker(self.model, self.optimizer, self.group)
@@ -66,7 +67,8 @@ class Loop:
             self.worker.step(batch)
         else:
             self.model.zero_grad()
-            loss = cross_entropy(self.model(batch.x), batch.y, reduction="sum")
+            with training(step=self.optimizer.steps, first_row=batch.first_row):
+                loss = cross_entropy(self.model(batch.x), batch.y, reduction="sum")
             self.parallel.backward(loss, batch.global_targets)
             self.optimizer.step()
         self.trained.append((batch.epoch, batch.number))
@@ -181,6 +183,21 @@ def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, ki
         until(rest, one_by_one(rest), None)
         assert first.trained + rest.trained == ORDER, way
         assert rest.end() == expected, way
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+def test_a_place_that_the_program_keeps(group: Group, tmp_path: Path, kind: str) -> None:
+    folder = group.share(str(tmp_path))
+    whole, first, rest = (Loop(group, kind, seed) for seed in (0, 0, 1))
+    for loop, at in ((whole, None), (first, (1, 2))):
+        until(loop, chain.from_iterable(map(loop.loader.epoch, range(EPOCHS))), at)
+    assert resume(folder, first.whole) == {}
+    save(folder, first.whole, epoch=1, batch=3)
+    assert resume(folder, rest.whole) == {"epoch": 1, "batch": 3}
+    until(rest, chain(rest.loader.epoch(1, start=3), rest.loader.epoch(2)), None)
+    first.end()
+    assert rest.end() == whole.end()
 
 
 @pytest.mark.simulated(max_size=2)

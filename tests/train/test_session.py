@@ -307,10 +307,6 @@ def test_progress_is_printed_inside_an_epoch(
             "--split 2,2",
             "--split is for a pipeline, but dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
         ),
-        (
-            "--virtual-stages 2",
-            "--virtual-stages 2 is for --pipeline interleaved; 1f1b has one per rank",
-        ),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (
             "--model cnn --dataset mnist --data-dir absent",
