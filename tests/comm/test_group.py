@@ -109,7 +109,7 @@ DIFFERENT: dict[str, Callable[[Group, str, int], Any]] = {
         np.zeros((2 + odd, 3 - odd))
     ),
     "broadcast from rank 1": lambda group, _, odd: group.broadcast(np.zeros(3), odd),
-    "1 elements of int64": lambda group, dtype, odd: group.all_gather_v(
+    "1] elements of int64": lambda group, dtype, odd: group.all_gather_v(
         np.zeros(1, dtype), [1] * group.size
     ),
     "rank 1 has [2, 2": lambda group, _, odd: group.all_gather_v(

@@ -205,14 +205,14 @@ def test_misuse_is_refused(ranks: int) -> None:
         model = mlp().initialize()
         early = optim.SGD(model.storage, lr=0.1)
         parallel = nnmpi.ShardedDataParallel(model, group, 3, unit_bytes=1)
-        with pytest.raises(UsageError, match="make a new optimizer"):
-            early.step()
-        with pytest.raises(UsageError, match="gather_model"):
-            model.state()
-        with pytest.raises(UsageError, match="gather_model"):
-            model[1].state()
-        with pytest.raises(UsageError, match=r"call parallel.backward"):
-            loss_of(model).backward()
+        for call, words in (
+            (early.step, "make a new optimizer"),
+            (model.state, "gather_model"),
+            (model[1].state, "gather_model"),
+            (lambda: loss_of(model).backward(), "call parallel.backward"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                call()
         parallel.backward(loss_of(model), 1)
         with pytest.raises(UsageError, match="call model.zero_grad"):
             parallel.backward(loss_of(model), 1)

@@ -19,7 +19,7 @@ from nnmpi.ops import cross_entropy
 from nnmpi.optim import Adam
 
 RNG = np.random.default_rng(0)
-DATA = Dataset("d", RNG.normal(size=(21, 4)).astype("float32"), RNG.integers(0, 3, 21), 3)
+DATA = Dataset("d", RNG.normal(size=(22, 4)).astype("float32"), RNG.integers(0, 3, 22), 3)
 BATCHES = 5  # of an epoch, the last one short
 EPOCHS = 3
 STRATEGIES = {
