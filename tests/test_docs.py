@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import Group, simulate
 from nnmpi.commands.table import COMMANDS, PACKAGES
-from nnmpi.data.dataset import Dataset
+from nnmpi.data import Dataset
 from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
 from tests.harness.slow import PAGES_WRITTEN

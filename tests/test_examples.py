@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nnmpi
-from nnmpi.comm.group import Group
+from nnmpi import Group
 
 FOLDER = Path(__file__).parents[1] / "examples"
 LESSONS = sorted((FOLDER / "lessons").glob("*.py"), key=lambda file: int(file.stem.split("_")[0]))

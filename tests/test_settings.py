@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, memory, models, nn, ops, optim
+from nnmpi import Group, data, memory, models, nn, ops, optim
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
 from nnmpi.optim.clip import LossScale

@@ -4,13 +4,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
-from nnmpi.compose.worker import Worker
-from nnmpi.nn.module import Module
-from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.updates import SGD
+from nnmpi import GradientExchange, Group, Layout, Numerics, Worker, arrange
+from nnmpi.nn import Module
+from nnmpi.optim import SGD, Optimizer
 
 
 def arranged(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import Tensor
 from nnmpi.backend.program import tile
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor import Function
 
 pytestmark = pytest.mark.host_only("a device records by itself")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, data, models, nn, ops, optim, tensor
+from nnmpi import Tensor, data, nn, ops, optim, tensor
 from nnmpi.base.command import suggest
 from nnmpi.base.words import TABLE
 from nnmpi.commands.table import COMMANDS
@@ -189,17 +189,6 @@ def test_arguments_that_nobody_has_are_pythons_error() -> None:
     assert not hasattr(X, "unsqueeze") and X.size * 2 == 12
 
 
-def test_outputs_are_not_unpacked_as_outputs_and_state() -> None:
-    """With a batch of two, they would be the rows."""
-    x = np.ones((2, 5, 3), np.float32)
-    for layer in (nn.LSTM(3, 4), nn.LSTM(3, 4, num_layers=2), nn.GRU(3, 4)):
-        with pytest.raises(
-            nnmpi.NnmpiError,
-            match=r"would be unpacked here; for the last state, too, call .*with_state",
-        ):
-            _, _ = layer.initialize(seed=0)(x)
-
-
 def test_a_state_is_given_to_with_state() -> None:
     """PyTorch's layers take it as their second argument, where an LSTM's lengths are here."""
     x, h = np.ones((2, 5, 3), np.float32), np.zeros((1, 2, 4), np.float32)
@@ -216,14 +205,6 @@ def test_bytes_are_not_told_to_be_converted() -> None:
         nnmpi.NnmpiError, match=r"Loader's batches or dataset.rows\(indices\), which"
     ):
         MODEL(np.ones((1, 3), np.uint8))
-
-
-def test_images_with_channels_first_are_to_be_turned() -> None:
-    for shape in ((3, 32, 32), (1, 28, 28)):
-        with pytest.raises(nnmpi.NnmpiError, match=r"turn them: x.transpose\(0, 2, 3, 1\)"):
-            models.cnn(shape, 10)
-    with pytest.raises(nnmpi.NnmpiError, match="try model mlp"):
-        models.cnn((5,), 10)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ written.
 
 from collections.abc import Sequence
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from nnmpi.comm.node import SharedMemory
 
 

@@ -4,14 +4,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.base.errors import (
-    CheckpointError,
-    CommError,
-    DataError,
-    LayoutError,
-    NnmpiError,
-    UsageError,
-)
+from nnmpi import Group, NnmpiError, simulate
+from nnmpi.base.errors import CheckpointError, CommError, DataError, LayoutError, UsageError
 from nnmpi.comm.agreement import (
     CollectivePhase,
     agree,
@@ -20,8 +14,6 @@ from nnmpi.comm.agreement import (
     refuse_different,
     require_equal,
 )
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from tests.harness.refusals import told
 
 

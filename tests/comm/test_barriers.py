@@ -5,7 +5,7 @@ has an end.
 import numpy as np
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from tests.comm.memory import shared_memory
 
 ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "collectives"])

@@ -11,7 +11,8 @@ import zlib
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
+from nnmpi import Group, NnmpiError
+from nnmpi.base.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.hierarchical import hierarchical
@@ -29,7 +30,6 @@ from nnmpi.comm.collective import (
     Step,
 )
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
-from nnmpi.comm.group import Group
 from tests.harness.refusals import told
 
 NATIVES = (ALL_REDUCE.name, REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi import simulate
 from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.base.units import format_seconds
@@ -15,7 +16,6 @@ from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fit import find_network_fit, save_fit
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import compare, render
-from nnmpi.comm.simulated.simulated_world import simulate
 from tests.comm.test_fit import make as make_fit
 
 

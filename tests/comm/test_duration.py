@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 import nnmpi.base.clock as clock
+from nnmpi import Group, simulate
 from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.comm import duration
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_collective
 from nnmpi.comm.collective import BROADCAST, Collective, Step
 from nnmpi.comm.duration import coefficients, price, simulate_collective
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Links, Machine, blocks
-from nnmpi.comm.simulated.simulated_world import simulate
 from tests.comm.formulas import formulas
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import nnmpi.comm.fit
+from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, draw_fit, load_fit, save_fit
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.measure import facts, find_fit, measure, measure_sums, time_calls
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nnmpi.comm.fixed_order
-from nnmpi.base.errors import CommError, NnmpiError, UsageError
+from nnmpi import Group, NnmpiError
+from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.fixed_order import SumTree, covered, sum_in_fixed_order
-from nnmpi.comm.group import Group
 
 
 def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.errors import CommError, DtypeError, UsageError
 from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.gradients import BucketExchange, GradientRange, plan_buckets
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.world import Traffic
 from tests.device.library import load
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnmpi import Group
 from nnmpi.base.errors import LayoutError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, Coordinates, Mesh, fitting
 from tests.harness.refusals import told
 

@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import ShapeError
 from nnmpi.comm import buffers
 from nnmpi.comm.execution import MessageRequest
-from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 
 ARRAYS: list[Array] = [

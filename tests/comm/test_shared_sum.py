@@ -11,8 +11,8 @@ import pytest
 from mpi4py import MPI
 
 import nnmpi.comm.node_sum as node_sum
+from nnmpi import Group
 from nnmpi.base.errors import CommError, DeviceError, ShapeError, UsageError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum, own_slice

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base import clock
 from nnmpi.base.lines import PACKAGE
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world as mpi_world_module
 from nnmpi.comm.mpi import watchdog
 from nnmpi.comm.mpi.mpi_world import LONGEST_S, mpi_world

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import DeviceError, ShapeError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES

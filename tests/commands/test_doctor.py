@@ -6,18 +6,17 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.files import locked
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.doctor import describe, diagnose, find_faults, inspect_machine
 from nnmpi.train.cli import main
+from tests.harness.commands import on_ranks
 from tests.harness.job import mpirun, run
 
 STALLED = (
@@ -34,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--model mlp --hidden 4 --dataset iris --batch-size 50 --max-steps 9 --save-every 1"
         " --log-every 1 --quiet"
     )
-    simulate(partial(main, [*words.split(), "--backend", "numpy", "--out", str(folder)]), 2)
+    on_ranks(main, [*words.split(), "--backend", "numpy", "--out", str(folder)], 2)
     return folder
 
 
@@ -200,7 +199,7 @@ def test_a_run_that_diverged_says_so_afterwards(tmp_path: Path) -> None:
     words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet --out"
     out = tmp_path / "diverged"
     with pytest.raises(DivergenceError, match="the loss is") as error:
-        simulate(lambda group: main([*words.split(), str(out), "--lr", "1e30"], group), 2)
+        on_ranks(main, [*words.split(), str(out), "--lr", "1e30"], 2)
     result = diagnose(out)
     assert f"its last words were: {str(error.value)[:40]}" in result.happened
     assert result.advice.startswith("mend that, and continue with: nnmpi run -n 2")

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError
+from nnmpi.base.errors import CheckpointError, UsageError
 from nnmpi.commands.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
+from tests.harness.commands import on_ranks
 
 TOKENS, CONTEXT = 17, 12
 
@@ -33,7 +34,7 @@ def run(folder: Path, model: str, *more: str) -> Path:
         f"--model {model} --dataset {text(folder)} --epochs 1 --features 12 --dtype float64 --out"
         f" {out}".split()
     )
-    simulate(lambda group: train([*words, *more], group), 1)
+    on_ranks(train, [*words, *more])
     return out
 
 
@@ -41,7 +42,7 @@ def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: 
     """Return the first line that the command prints."""
     capfd.readouterr()
     more = ["--prompt", *prompt] if prompt else []
-    simulate(lambda group: main([*words.split(), *more], group), ranks)
+    on_ranks(main, [*words.split(), *more], ranks)
     return capfd.readouterr().out.splitlines()[0]
 
 
@@ -80,7 +81,7 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
         f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64"
         f" --out {out}"
     )
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
 
     def first(run_folder: Path) -> float:
         lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
@@ -89,7 +90,7 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(
     assert first(out) < first(folder)
     shutil.rmtree(folder / "model")
     with pytest.raises(UsageError, match=f"--pretrained {folder} is a run without a model"):
-        simulate(lambda group: train([*words.split()[:-1], str(tmp_path / "other")], group), 1)
+        on_ranks(train, [*words.split()[:-1], str(tmp_path / "other")])
     with pytest.raises(
         UsageError, match="a model in Hugging Face's files has no best weights; leave --best out"
     ):
@@ -126,12 +127,12 @@ def test_what_cannot_be_written(
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
         with pytest.raises(NnmpiError, match="could not be written: No space left"):
-            simulate(lambda group: main([str(folder), "--prompt", "1"], group), 1)
+            on_ranks(main, [str(folder), "--prompt", "1"])
     (folder / "checkpoints").rename(folder / "gone")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         written(f"{folder} --prompt 1", 1, capfd)
     words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
     with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can generate"):
         written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
 
@@ -149,7 +150,7 @@ def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[s
         f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr"
         f" 0.01 --out {out}"
     )
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
     line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
     assert line.startswith("to be")
     assert set(line) <= set("to be or not to be")

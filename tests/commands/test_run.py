@@ -19,8 +19,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from nnmpi import simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import launching
 from nnmpi.commands import run as supervisor
 from nnmpi.commands.launching import Launcher, find_launcher, given_hosts

@@ -16,17 +16,14 @@ from nnmpi.base.errors import DataError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.predict import main as predict
 from nnmpi.train.run import Run
-from tests.commands.test_use import run, said
 
 Draw = np.random.Generator
 
 
-def asked(
-    folder: Path, files: Any, capfd: pytest.CaptureFixture[str], ranks: int = 1
-) -> np.ndarray[Any, Any]:
+def asked(said: Any, folder: Path, files: Any, ranks: int = 1) -> np.ndarray[Any, Any]:
     """Return the probabilities that the command prints for files, in float32."""
     words = " ".join(map(str, files))
-    answer = json.loads(said(predict, f"{folder} {words} --format json", ranks, capfd))
+    answer = json.loads(said(predict, f"{folder} {words} --format json", ranks))
     return np.array([sample["probabilities"] for sample in answer["samples"]], "f4")
 
 
@@ -60,13 +57,14 @@ def pictures() -> np.ndarray[Any, Any]:
 )
 def test_images(
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    run: Any,
+    said: Any,
     pictures: np.ndarray[Any, Any],
     model: str,
 ) -> None:
     draw, y = np.random.default_rng(0), np.arange(40) % 3
     np.savez(tmp_path / "a.npz", x=pictures, y=y)
-    folder, _ = run(tmp_path, f"--dataset {tmp_path}/a.npz --model {model}", capfd)
+    folder, _ = run(f"--dataset {tmp_path}/a.npz --model {model}")
     model_ = nnmpi.load(folder)
     right = model_.predict(pictures)
     for kind in ("u1", "i2", "i8", "u4"):
@@ -76,10 +74,10 @@ def test_images(
     for kind in ("u1", "i8"):
         np.savez(tmp_path / "b.npz", x=pictures.astype(kind), y=y)
         words = f"{folder} --dataset {tmp_path}/b.npz --part train --json"
-        matrices.append(json.loads(said(evaluate, words, 1, capfd))["confusion"])
+        matrices.append(json.loads(said(evaluate, words))["confusion"])
         for some in ([3], [5], [10, 9, 8, 5, 0]):
             np.savez(tmp_path / "c.npz", x=pictures[some].astype(kind))
-            found = asked(folder, [tmp_path / "c.npz"], capfd)
+            found = asked(said, folder, [tmp_path / "c.npz"])
             np.testing.assert_array_equal(found, right[some].astype("f4"))
     assert matrices[0] == matrices[1]
     # floats: by their own values alone, or refused
@@ -90,20 +88,6 @@ def test_images(
     for others in ([5], [5, 1, 2]):
         with pytest.raises(DataError, match=r"samples\[0\] is from 0 to 1.*give bytes as integers"):
             model_.predict(pictures[others].astype("f4"))
-
-
-def test_a_picture_in_a_file_is_its_bytes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], pictures: np.ndarray[Any, Any]
-) -> None:
-    images = pytest.importorskip("PIL.Image")
-    np.savez(tmp_path / "a.npz", x=pictures, y=np.arange(40) % 3)
-    folder, _ = run(tmp_path, f"--dataset {tmp_path}/a.npz --model cnn --hidden 8", capfd)
-    right = nnmpi.load(folder).predict(pictures)
-    for i in (0, 5, 6):
-        images.fromarray(pictures[i]).save(tmp_path / f"{i}.png")
-    names = [tmp_path / f"{i}.png" for i in (6, 0, 5)]
-    np.testing.assert_array_equal(asked(folder, names, capfd), right[[6, 0, 5]])
-    np.testing.assert_array_equal(asked(folder, names[2:], capfd), right[[5]])
 
 
 # ---- tables ----
@@ -134,16 +118,16 @@ def write(file: Path, lines: list[list[str]]) -> Path:
     return file
 
 
-def test_tables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tables(tmp_path: Path, run: Any, said: Any) -> None:
     draw = np.random.default_rng(2)
     header, table = rows(draw, 80)
     labelled = [[*header, "Ziel"], *([*row, "ny"[i % 2]] for i, row in enumerate(table))]
     write(tmp_path / "a.csv", labelled)
     words = f"--dataset {tmp_path}/a.csv --model mlp --hidden 8 --target Ziel --text-columns Notiz"
-    folder, _ = run(tmp_path, words, capfd)
+    folder, _ = run(words)
     model = nnmpi.load(folder)
     table = table[:40]
-    right = asked(folder, [write(tmp_path / "b.csv", [header, *table])], capfd, 2)
+    right = asked(said, folder, [write(tmp_path / "b.csv", [header, *table])], 2)
     assert len({*map(bytes, right)}) > 30, "different rows"
 
     def columns(some: list[int], order: Any = range(7)) -> dict[str, list[str]]:
@@ -157,17 +141,15 @@ def test_tables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for some in companies(draw, 40)[-4:]:
         order = draw.permutation(7).tolist()
         lines = [[row[k] for k in order] for row in [header, *(table[i] for i in some)]]
-        found = asked(folder, [write(tmp_path / "c.csv", lines)], capfd)
+        found = asked(said, folder, [write(tmp_path / "c.csv", lines)])
         np.testing.assert_array_equal(found, right[some])
-        found = asked(folder, [write(tmp_path / "c.csv", [table[i] for i in some])], capfd)
+        found = asked(said, folder, [write(tmp_path / "c.csv", [table[i] for i in some])])
         np.testing.assert_array_equal(found, right[some])
     with pytest.raises(DataError, match="subtracts an offset from Id"):
         model.predict(np.zeros((2, len(model.signature.columns))))
 
 
-def test_numbers_of_python_are_those_of_the_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_of_python_are_those_of_the_file(tmp_path: Path, run: Any, said: Any) -> None:
     """Also of pandas, where it is installed; and in a table without names."""
     draw = np.random.default_rng(3)
     x = np.round(draw.normal(size=(60, 3)) * [1, 1e5, 1e-3], 6)
@@ -175,9 +157,9 @@ def test_numbers_of_python_are_those_of_the_file(
     for name, header in (("named", ["u,v,w,k"]), ("bare", [])):
         file = tmp_path / f"{name}.csv"
         file.write_text("\n".join([*header, *lines]) + "\n")
-        folder, _ = run(tmp_path / name, f"--dataset {file} --model mlp --hidden 8", capfd)
+        folder, _ = run(f"--dataset {file} --model mlp --hidden 8", tmp_path / name)
         model = nnmpi.load(folder)
-        right = asked(folder, [file], capfd)
+        right = asked(said, folder, [file])
         check(draw, 60, right, lambda some, model=model: model.predict(x[some]))
         check(draw, 60, right, lambda some, model=model: model.predict(x[some].tolist()))
         if header:
@@ -189,7 +171,7 @@ def test_numbers_of_python_are_those_of_the_file(
 # ---- texts ----
 
 
-def test_tokens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokens(tmp_path: Path, run: Any, said: Any) -> None:
     """Of a model of one's own that classifies sequences."""
     draw = np.random.default_rng(4)
     (tmp_path / "m.py").write_text(
@@ -201,15 +183,13 @@ def test_tokens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     x = draw.integers(0, 11, (40, 9)).astype("u2")
     np.savez(tmp_path / "a.npz", x=x, y=np.arange(40) % 3)
     words = f"--dataset {tmp_path}/a.npz --model {tmp_path}/m.py:model"
-    folder, _ = run(tmp_path, words, capfd)
+    folder, _ = run(words)
     model: Run = nnmpi.load(folder, trust=True)
     right = model.predict(x)
     for kind in ("u2", "i8", "u1"):
         check(draw, 40, right, lambda some, kind=kind: model.predict(x[some].astype(kind)))
     np.savez(tmp_path / "b.npz", x=x[[7, 3]].astype("i4"))
-    (found,) = [
-        json.loads(said(predict, f"{folder} {tmp_path}/b.npz --trust --format json", 1, capfd))
-    ]
+    (found,) = [json.loads(said(predict, f"{folder} {tmp_path}/b.npz --trust --format json"))]
     np.testing.assert_array_equal(
         np.array([sample["probabilities"] for sample in found["samples"]], "f4"), right[[7, 3]]
     )

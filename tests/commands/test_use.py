@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data
-from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError, data, simulate
+from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.commands.report import main as report
 from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
+from tests.harness.commands import on_ranks
 
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
@@ -41,23 +41,6 @@ def files(folder: Path) -> dict[str, Path]:
     return result
 
 
-def run(folder: Path, words: str, capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
-    """Return the folder of a short run, and its test accuracy and loss as they were printed."""
-    simulate(
-        lambda group: train([*words.split(), "--epochs", "1", "--out", str(folder / "run")], group),
-        2,
-    )
-    (printed,) = re.findall(r"^test ((?:accuracy|RMSE).*?\))", capfd.readouterr().out, re.MULTILINE)
-    return folder / "run", printed
-
-
-def said(main: Any, words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
-    """Return what a command prints."""
-    capfd.readouterr()
-    simulate(lambda group: main(words.split(), group), ranks)
-    return str(capfd.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -68,39 +51,33 @@ def said(main: Any, words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -
     ],
 )
 def test_evaluate_says_what_training_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: str
+    tmp_path: Path, run: Any, said: Any, name: str, options: str
 ) -> None:
     """On one rank and several, by their replicas, pipelines and shards."""
-    folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
+    folder, printed = run(f"--dataset {files(tmp_path)[name]} {options}")
     layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2")]
     for ranks, layout in layouts[: 3 if "lstm" in options else 6 if "gpt" in options else 4]:
-        result = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
+        result = said(evaluate, f"{folder} --backend numpy {layout}", ranks)
         assert printed.partition(" (")[0] in result, layout
         losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, result)]
         # float32's rounding may show in the last digit
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout
 
 
-def test_bytes_are_scaled_as_the_runs_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_are_scaled_as_the_runs_own(tmp_path: Path, run: Any, said: Any) -> None:
     """Digits are multiplied by 1/16, and those of a file of bytes by 1/255."""
-    folder, printed = run(tmp_path, "--dataset digits --model mlp --hidden 8", capfd)
+    folder, printed = run("--dataset digits --model mlp --hidden 8")
     _, test = data.load("digits")
     np.savez(tmp_path / "same.npz", x_train=test.x, y_train=test.y, x_test=test.x, y_test=test.y)
-    assert printed in said(
-        evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy", 1, capfd
-    )
+    assert printed in said(evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy")
 
 
-def test_pixels_have_one_scale_in_every_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_pixels_have_one_scale_in_every_command(tmp_path: Path, run: Any, said: Any) -> None:
     """Bytes as whole numbers of another dtype, and scaled ones, are the same samples; others are
     refused. A model of other numbers takes no bytes.
     """
     bytes_ = files(tmp_path)["images.npz"]
-    folder, _ = run(tmp_path, f"--dataset {bytes_} --model mlp --hidden 8", capfd)
+    folder, _ = run(f"--dataset {bytes_} --model mlp --hidden 8")
     x, y = np.load(bytes_)["x"], np.load(bytes_)["y"]
     evaluated = "loss \\d[0-9.]*"
     forms = {"whole": x.astype("int64"), "float": x.astype("float64"), "scaled": x / 255}
@@ -109,8 +86,8 @@ def test_pixels_have_one_scale_in_every_command(
         file = tmp_path / f"{name}.npz"
         np.savez(file, x_train=values, y_train=y, x_test=values, y_test=y)
         np.savez(tmp_path / "only.npz", x=values)
-        results.append(said(predict, f"{folder} {tmp_path}/only.npz", 1, capfd))
-        text = said(evaluate, f"{folder} --dataset {file} --backend numpy", 1, capfd)
+        results.append(said(predict, f"{folder} {tmp_path}/only.npz"))
+        text = said(evaluate, f"{folder} --dataset {file} --backend numpy")
         losses += re.findall(evaluated, text)
     assert len(set(losses)) == 1 and len(losses) == 4
     numbers = [
@@ -121,17 +98,17 @@ def test_pixels_have_one_scale_in_every_command(
         np.savez(tmp_path / "other.npz", x=values, y=y)
         for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
             with pytest.raises(DataError, match="but the model's were bytes, and then from 0 to 1"):
-                said(command, f"{folder} {words} {tmp_path}/other.npz", 1, capfd)
+                said(command, f"{folder} {words} {tmp_path}/other.npz")
     learned = tmp_path / "learned.npz"
     np.savez(learned, x=x / 255, y=y)
-    folder, _ = run(tmp_path / "floats", f"--dataset {learned} --model mlp --hidden 8", capfd)
+    folder, _ = run(f"--dataset {learned} --model mlp --hidden 8", tmp_path / "floats")
     for command, words in ((predict, ""), (evaluate, "--backend numpy --dataset")):
         with pytest.raises(DataError, match="are bytes, but learned had float32 ones"):
-            said(command, f"{folder} {words} {bytes_}", 1, capfd)
+            said(command, f"{folder} {words} {bytes_}")
 
 
 def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Any, said: Any
 ) -> None:
     """By the run and by the files that it leaves for others, which know of no steps."""
     text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
@@ -142,9 +119,9 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
         "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
         " --text-columns"
     )
-    folder, _ = run(tmp_path, f"--dataset {table} {words} problem,solution", capfd)
+    folder, _ = run(f"--dataset {table} {words} problem,solution")
     result = [
-        said(evaluate, f"{item} --dataset {text} --backend numpy", 1, capfd)
+        said(evaluate, f"{item} --dataset {text} --backend numpy")
         for item in (folder, folder / "model")
     ]
     assert " on text, with the weights after step 2 of " in result[0]
@@ -152,7 +129,7 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
 
 
 def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Any, said: Any
 ) -> None:
     """By columns of its own, as the run had none; or other ones than the run's."""
     text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
@@ -164,29 +141,22 @@ def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
         "".join(json.dumps({"problem": f"what is {i} and {i}?"}) + "\n" for i in range(30))
     )
     words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
-    folder, _ = run(tmp_path, f"--dataset {text} {words}", capfd)
+    folder, _ = run(f"--dataset {text} {words}")
     with pytest.raises(UsageError, match="name its columns with --text-columns"):
-        said(evaluate, f"{folder} --dataset {table} --backend numpy", 1, capfd)
+        said(evaluate, f"{folder} --dataset {table} --backend numpy")
     result = [
-        said(
-            evaluate,
-            f"{folder} --dataset {file} --text-columns problem --backend numpy",
-            ranks,
-            capfd,
-        )
+        said(evaluate, f"{folder} --dataset {file} --text-columns problem --backend numpy", ranks)
         for file, ranks in ((table, 1), (same, 2))
     ]
     assert result[0].replace(" sums, ", " problems, ") == result[1]
     with pytest.raises(UsageError, match="has no columns"):
-        said(evaluate, f"{folder} --text-columns problem --backend numpy", 1, capfd)
+        said(evaluate, f"{folder} --text-columns problem --backend numpy")
 
 
-def test_a_loaded_run_predicts_what_the_command_says(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, run: Any, said: Any) -> None:
     """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
     data = files(tmp_path)["table.csv"]
-    folder, printed = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    folder, printed = run(f"--dataset {data} --model mlp --hidden 6")
     result = nnmpi.load(folder)
     assert result.class_names == ("ash", "elm", "oak")
     x = np.array(TABLE, np.float32)
@@ -197,12 +167,12 @@ def test_a_loaded_run_predicts_what_the_command_says(
     assert (probabilities.argmax(1) == logits.argmax(1)).all()
     with pytest.raises(UsageError, match="a masked array"):
         result.predict(np.ma.asarray(x))
-    lines = said(predict, f"{folder} {data}", 1, capfd).splitlines()
+    lines = said(predict, f"{folder} {data}").splitlines()
     assert lines[0] == "class,ash,elm,oak" and len(lines) == 61
     assert [line.partition(",")[0] for line in lines[1:]] == [
         result.class_names[i] for i in logits.argmax(1)
     ]
-    values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2, capfd))
+    values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2))
     assert np.allclose(
         [row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6
     )
@@ -210,10 +180,10 @@ def test_a_loaded_run_predicts_what_the_command_says(
 
 
 def test_results_that_a_full_disk_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = files(tmp_path)["table.csv"]
-    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    folder, _ = run(f"--dataset {data} --model mlp --hidden 6")
     for program, words in ((predict, [str(data)]), (evaluate, []), (export, [])):
         with open("/dev/full", "w") as full:
             monkeypatch.setattr("sys.stdout", full)
@@ -221,34 +191,34 @@ def test_results_that_a_full_disk_lost(
                 simulate(partial(program, [str(folder), *words]), 2)
 
 
-def test_an_image_file_is_read_as_the_data_was(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, run: Any, said: Any) -> None:
     """A picture of a sample's bytes gives what the sample gives; a larger one is resized, and what
     is none is named.
     """
     images = pytest.importorskip("PIL.Image")
     data = files(tmp_path)["images.npz"]
-    folder, _ = run(tmp_path, f"--dataset {data} --model cnn --hidden 8", capfd)
+    folder, _ = run(f"--dataset {data} --model cnn --hidden 8")
     x = np.load(data)["x"]
-    images.fromarray(x[0]).save(tmp_path / "one.png")
-    images.fromarray(255 - x[0]).convert("RGB").save(tmp_path / "dark.png")
-    np.savez(tmp_path / "one.npz", x=x[:1])
-    first = said(predict, f"{folder} {tmp_path}/one.npz", 1, capfd)
-    assert said(predict, f"{folder} {tmp_path}/one.png", 2, capfd) == first
-    assert said(predict, f"{folder} {tmp_path}/dark.png --invert", 1, capfd) == first
+    x[1] = x[1] > 50  # nearly black ones are bytes, too
+    for name, shown in (("one", x[0]), ("black", x[1])):
+        images.fromarray(shown).save(tmp_path / f"{name}.png")
+        np.savez(tmp_path / "one.npz", x=shown[None])
+        first = said(predict, f"{folder} {tmp_path}/one.npz")
+        assert said(predict, f"{folder} {tmp_path}/{name}.png", 2) == first
+    images.fromarray(255 - x[1]).convert("RGB").save(tmp_path / "dark.png")
+    assert said(predict, f"{folder} {tmp_path}/dark.png --invert") == first
     (tmp_path / "no.png").write_text("no image")
     (tmp_path / "half.ppm").write_bytes(b"P6 8 6 255 x")
     # more pixels than Pillow takes, in 50 KB
     images.new("1", (20000, 20000)).save(tmp_path / "huge.png")
     for name in ("no.png", "half.ppm", "huge.png"):
         with pytest.raises(DataError, match=f"{name}: cannot be read as an image"):
-            said(predict, f"{folder} {tmp_path}/{name}", 1, capfd)
+            said(predict, f"{folder} {tmp_path}/{name}")
     with pytest.raises(DataError, match="do not fit a model that takes"):
-        said(predict, f"{folder} {files(tmp_path)['table.csv']}", 1, capfd)
+        said(predict, f"{folder} {files(tmp_path)['table.csv']}")
 
 
-def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_best_weights_stay(tmp_path: Path, said: Any) -> None:
     """With --keep-best, whichever is the last; and the metadata says what they are."""
     data = files(tmp_path)["table.csv"]
     out = tmp_path / "run"
@@ -256,62 +226,57 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         f"--dataset {data} --model mlp --hidden 6 --epochs 6 --lr 0.3 --save-every 3 --keep-best"
         f" --out {out}"
     )
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     scores = {
         record["global_step"]: record["accuracy"] for record in records if record["kind"] == "eval"
     }
     best = max(scores, key=lambda step: (scores[step], -step))
     assert (out / "checkpoints" / "best").read_text().strip() == f"step-{best:08d}"
-    result = json.loads(said(evaluate, f"{out} --best --json", 1, capfd))
+    result = json.loads(said(evaluate, f"{out} --best --json"))
     assert (result["step"], result["accuracy"]) == (best, scores[best])
 
 
-def test_a_tables_columns_are_found_by_their_names(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tables_columns_are_found_by_their_names(tmp_path: Path, run: Any, said: Any) -> None:
     """In another order they mean the same, the label's, too; a missing one is named; without a
     header, the order counts.
     """
     data = files(tmp_path)["table.csv"]
     moved, other, bare = (tmp_path / f"{name}.csv" for name in ("moved", "other", "bare"))
-    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    folder, _ = run(f"--dataset {data} --model mlp --hidden 6")
     a, b, c, tree = zip(*(line.split(",") for line in data.read_text().splitlines()), strict=True)
     moved.write_text("".join(",".join(cells) + "\n" for cells in zip(tree, c, a, b, strict=True)))
     other.write_text(
         "".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True))
     )
-    for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
-        right, result = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
-        assert re.sub("table|moved", "", result) == re.sub("table|moved", "", right)
-        bare.write_text("\n".join(data.read_text().splitlines()[1:]))
-        result = said(main, f"{folder} {words} {bare}", 1, capfd)
-        assert result.replace("bare", "table") == right
-        with pytest.raises(
-            DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"
-        ):
-            said(main, f"{folder} {words} {other}", 1, capfd)
+    words = f"{folder} --part train --dataset"
+    right, result = (said(evaluate, f"{words} {file}") for file in (data, moved))
+    assert result.replace("moved", "table") == right
+    bare.write_text("\n".join(data.read_text().splitlines()[1:]))
+    assert said(evaluate, f"{words} {bare}").replace("bare", "table") == right
+    with pytest.raises(DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"):
+        said(evaluate, f"{words} {other}")
     of_one_class = [
         line for line in moved.read_text().splitlines() if line.startswith((tree[0], tree[1]))
     ]
     other.write_text("\n".join(of_one_class))
-    text = said(evaluate, f"{folder} --dataset {other} --json", 1, capfd)
+    text = said(evaluate, f"{folder} --dataset {other} --json")
     assert [bool(sum(row)) for row in json.loads(text)["confusion"]].count(True) == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_predictions_that_are_not_finite_are_no_predictions(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], value: float, ranks: int
+    tmp_path: Path, run: Any, said: Any, value: float, ranks: int
 ) -> None:
     """NaN in the samples or the weights has no class; ReLU would hide that of infinity."""
     table = files(tmp_path)["table.csv"]
-    folder, _ = run(tmp_path, f"--dataset {table} --model mlp --hidden 6", capfd)
+    folder, _ = run(f"--dataset {table} --model mlp --hidden 6")
     np.savez(tmp_path / "p.npz", x=np.array([[1, 2, 3], [1, value, 3]], "f4"))
     with pytest.raises(
         DataError, match=r"p.npz: samples\[1, 1\] is -?(nan|inf), which is no finite"
     ):
-        said(predict, f"{folder} {tmp_path}/p.npz", ranks, capfd)
+        said(predict, f"{folder} {tmp_path}/p.npz", ranks)
     arrays = to_torch(nnmpi.load(folder).model, np.zeros((1, 3), "f4"))
     first, *_ = arrays
     arrays[first] = np.full_like(arrays[first], np.nan)
@@ -319,20 +284,18 @@ def test_predictions_that_are_not_finite_are_no_predictions(
     save_arrays(weights, arrays)
     for main, words in ((evaluate, ""), (predict, f"{table} --format json"), (predict, f"{table}")):
         with pytest.raises(DivergenceError, match=r"outputs for \d+ of \d+ samples are not finite"):
-            said(main, f"{folder} {words} --weights {weights}", ranks, capfd)
+            said(main, f"{folder} {words} --weights {weights}", ranks)
     assert not (folder / "evaluation.json").exists()
 
 
-def test_a_loss_that_overflows_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_overflows_is_said(tmp_path: Path, run: Any, said: Any) -> None:
     """The report stays as good as it was."""
     for name, factor in (("n", 1), ("big", 1e30)):
         rows = "".join(f"{i},{i * factor}\n" for i in range(1, 31))
         (tmp_path / f"{name}.csv").write_text(f"a,y\n{rows}")
-    folder, _ = run(
-        tmp_path, f"--dataset {tmp_path}/n.csv --loss mse --model mlp --hidden 4", capfd
-    )
+    folder, _ = run(f"--dataset {tmp_path}/n.csv --loss mse --model mlp --hidden 4")
     with pytest.raises(DivergenceError, match="the loss on big is inf: its targets are too far"):
-        said(evaluate, f"{folder} --dataset {tmp_path}/big.csv", 2, capfd)
+        said(evaluate, f"{folder} --dataset {tmp_path}/big.csv", 2)
     report([str(folder)])
 
 
@@ -344,42 +307,39 @@ MIXED = "id,kind,size,when,note,leaf,price\n" + "".join(
 )
 
 
-def test_a_run_keeps_the_rules_of_its_table(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_the_rules_of_its_table(tmp_path: Path, run: Any, said: Any) -> None:
     """For evaluate, predict and export: of a file in another order, without what nobody needs."""
     data, other = tmp_path / "mixed.csv", tmp_path / "other.csv"
     data.write_text(MIXED)
     words = f"--dataset {data} --model mlp --hidden 6 --text-columns note --target price"
-    folder, printed = run(tmp_path, words, capfd)
-    assert printed.partition(" (")[0] in said(evaluate, str(folder), 2, capfd)
+    folder, printed = run(words)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder), 2)
     rows = [line.split(",") for line in MIXED.splitlines()]
     other.write_text(
         "".join(",".join(row[place] for place in (4, 6, 3, 2, 1, 5)) + "\n" for row in rows)
     )
     right, moved = (
-        said(evaluate, f"{folder} --part train --dataset {file}", 1, capfd)
-        for file in (data, other)
+        said(evaluate, f"{folder} --part train --dataset {file}") for file in (data, other)
     )
     assert moved == right.replace("mixed", "other")
     elms = [line for line in MIXED.splitlines() if ",oak," not in line and "NA" not in line]
     other.write_text("\n".join(elms))  # of which no rules with oaks could be made
-    assert " right on other" in said(evaluate, f"{folder} --dataset {other}", 1, capfd)
-    right = said(predict, f"{folder} {data}", 1, capfd)
+    assert " right on other" in said(evaluate, f"{folder} --dataset {other}")
+    right = said(predict, f"{folder} {data}")
     other.write_text("".join(",".join(row[1:6]) + "\n" for row in rows))
-    assert said(predict, f"{folder} {other}", 2, capfd) == right, "a target is not needed"
+    assert said(predict, f"{folder} {other}", 2) == right, "a target is not needed"
     other.write_text("kind,size,when,note,leaf\nash,1,2024-03-01,green,TRUE\n")
-    said(predict, f"{folder} {other}", 1, capfd)
+    said(predict, f"{folder} {other}")
     header, first, *_ = right.splitlines()
-    both = said(predict, f"{folder} {data} {other}", 1, capfd).splitlines()
+    both = said(predict, f"{folder} {data} {other}").splitlines()
     assert both[:2] == [f"file,{header}", f"{data},{first}"] and both[-1].startswith(str(other))
     assert len(both) == 62
     other.write_text("kind,size,note,leaf\nash,1,green,TRUE\n")
     with pytest.raises(DataError, match=r"other\.csv has no column 'when'"):
-        said(predict, f"{folder} {other}", 1, capfd)
+        said(predict, f"{folder} {other}")
 
 
-def test_a_table_of_pixels_is_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_pixels_is_images(tmp_path: Path, run: Any, said: Any) -> None:
     """Bytes, as in training, and images themselves may be predicted, a folder of them, too."""
     from PIL import Image
 
@@ -388,22 +348,22 @@ def test_a_table_of_pixels_is_images(tmp_path: Path, capfd: pytest.CaptureFixtur
     data = tmp_path / "pixels.csv"
     data.write_text("\n".join([",".join([*(f"p{i}" for i in range(16)), "k"]), *rows]) + "\n")
     words = f"--dataset {data} --model cnn --hidden 8 --sample-shape 4,4,1"
-    folder, printed = run(tmp_path, words, capfd)
-    assert printed.partition(" (")[0] in said(evaluate, str(folder), 1, capfd)
+    folder, printed = run(words)
+    assert printed.partition(" (")[0] in said(evaluate, str(folder))
     for number in (3, 5):
         (tmp_path / "digits" / "a").mkdir(parents=True, exist_ok=True)
         Image.fromarray(x[number].reshape(4, 4)).save(tmp_path / "digits" / "a" / f"{number}.png")
-    table = said(predict, f"{folder} {data}", 1, capfd).splitlines()
-    images = said(predict, f"{folder} {tmp_path / 'digits'}", 1, capfd).splitlines()
+    table = said(predict, f"{folder} {data}").splitlines()
+    images = said(predict, f"{folder} {tmp_path / 'digits'}").splitlines()
     assert [line.partition(",")[2] for line in images[1:]] == [table[4], table[6]]
     with pytest.raises(UsageError, match="has neither tables nor images"):
-        said(predict, f"{folder} {folder / 'checkpoints'}", 1, capfd)
+        said(predict, f"{folder} {folder / 'checkpoints'}")
 
 
-def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_used(tmp_path: Path, run: Any, said: Any) -> None:
     """A sentence each, on all ranks."""
     data = files(tmp_path)
-    folder, _ = run(tmp_path, f"--dataset {data['table.csv']} --model mlp --hidden 6", capfd)
+    folder, _ = run(f"--dataset {data['table.csv']} --model mlp --hidden 6")
     for main, words, kind, sentence in (
         (
             evaluate,
@@ -423,40 +383,36 @@ def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         (evaluate, f"{tmp_path}", UsageError, "there is no run"),
     ):
         with pytest.raises(kind, match=sentence):
-            said(main, words, 2, capfd)
+            said(main, words, 2)
 
 
-def test_weights_go_to_pytorch_and_come_back(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_go_to_pytorch_and_come_back(tmp_path: Path, run: Any, said: Any) -> None:
     """As a file, from which every layout reads; of another model it is refused."""
-    folder, printed = run(
-        tmp_path, f"--dataset {files(tmp_path)['images.npz']} --model cnn --hidden 8", capfd
-    )
-    assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2, capfd)
+    folder, printed = run(f"--dataset {files(tmp_path)['images.npz']} --model cnn --hidden 8")
+    assert "8 arrays" in said(export, f"{folder} --out {tmp_path}/there.safetensors", 2)
     for ranks, layout in ((1, ""), (2, "--pp 2"), (2, "--tp 2")):
         words = f"{folder} --weights {tmp_path}/there.safetensors --backend numpy {layout}"
-        result = said(evaluate, words, ranks, capfd)
+        result = said(evaluate, words, ranks)
         assert printed.partition(" (")[0] in result
         assert result.rstrip().endswith(f", with the weights of {tmp_path}/there.safetensors")
-        assert f'"weights": "{tmp_path}/there' in said(evaluate, f"{words} --json", ranks, capfd)
+        assert f'"weights": "{tmp_path}/there' in said(evaluate, f"{words} --json", ranks)
     assert not (Path(folder) / "evaluation.json").exists()  # the page shows it as the run's own
     again = f"{folder} --weights {tmp_path}/there.safetensors --out {tmp_path}/again.safetensors"
-    said(export, again, 1, capfd)
+    said(export, again)
     there, back = (read_torch(tmp_path / f"{name}.safetensors") for name in ("there", "again"))
     assert there.keys() == back.keys() and all((there[name] == back[name]).all() for name in there)
     with pytest.raises(
         UsageError, match=r"missing/there cannot be written \(No such file or directory\)"
     ):
-        said(export, f"{folder} --out {tmp_path}/missing/there", 1, capfd)
+        said(export, f"{folder} --out {tmp_path}/missing/there")
     with pytest.raises(UsageError, match=r"net\.pt must end in \.safetensors"):
-        said(export, f"{folder} --out {tmp_path}/net.pt", 1, capfd)
+        said(export, f"{folder} --out {tmp_path}/net.pt")
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        said(evaluate, f"{folder} --weights {folder}/config.json", 2, capfd)
+        said(evaluate, f"{folder} --weights {folder}/config.json", 2)
 
 
 def test_the_folder_says_how_it_came_about(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commands, what was printed, and where the newest run is; one that is finished says what
     would go on.
@@ -464,10 +420,10 @@ def test_the_folder_says_how_it_came_about(
     data = files(tmp_path)["table.csv"]
     monkeypatch.chdir(tmp_path)
     words = f"--dataset {data} --model mlp --hidden 6 --epochs 1"
-    printed = said(train, words, 2, capfd)
+    printed = said(train, words, 2)
     latest = Path("runs/latest")
     assert (latest / "console.txt").read_text() == printed
-    assert said(train, f"--resume {latest} --quiet", 1, capfd) == ""
+    assert said(train, f"--resume {latest} --quiet") == ""
     assert (
         "finished, all 1 epochs are done; give more, such as --epochs 2"
         in (latest / "console.txt").read_text()
@@ -477,4 +433,4 @@ def test_the_folder_says_how_it_came_about(
         (2, words.split()),
         (1, ["--resume", "runs/latest", "--quiet"]),
     ]
-    assert re.search("test accuracy", said(evaluate, "runs/latest", 1, capfd))
+    assert re.search("test accuracy", said(evaluate, "runs/latest"))

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import HelpAsked, LayoutError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.verify import compare, main, parse, table, tolerance, verdict
 from nnmpi.compose.passes import BatchPass
 from nnmpi.parallel.sequence.attention import RingAttention
+from tests.harness.commands import on_ranks
 
 # ---- words ----
 
@@ -292,7 +292,7 @@ GPT = (
 
 
 def verify(words: str, ranks: int) -> list[bool]:
-    return simulate(lambda group: main(words.split(), group), ranks)
+    return on_ranks(main, words, ranks)
 
 
 def test_normalizing_few_rows_may_round_more() -> None:

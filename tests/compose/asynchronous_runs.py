@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import AsynchronousWorker, Group, Numerics, Sync, Worker
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Numerics
 from nnmpi.compose.trainer import SegmentReport
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
-from nnmpi.nn.module import Module
+from nnmpi.data import Loader
+from nnmpi.nn import Module
 from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, dataset, optimizer_of, weights
 from tests.worker_options import grouped
 

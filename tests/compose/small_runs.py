@@ -5,9 +5,9 @@ import numpy as np
 from nnmpi import nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.data.dataset import Dataset
-from nnmpi.nn.module import Module
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.data import Dataset
+from nnmpi.nn import Module
+from nnmpi.optim import Optimizer
 
 ROWS, BATCH = 62, 12  # five batches of 12 rows and one of 2, which is less than there are workers
 BATCHES = -(-ROWS // BATCH)

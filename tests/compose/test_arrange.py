@@ -6,19 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import GradientExchange, Group, Layout, Tensor, Worker, arrange, models, nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import DeviceError, LayoutError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
+from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.memory.layers import LayerCost, measure, of_chain
+from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
-from nnmpi.nn.module import Module
-from nnmpi.optim.updates import SGD
+from nnmpi.optim import SGD
 from nnmpi.parallel.zero.storage import predict_bytes
-from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.own import skipping
 from tests.worker_options import arranged
 

@@ -5,12 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import AsynchronousWorker, Group, Sync
 from nnmpi.base.errors import CommError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
+from nnmpi.nn import Module
+from nnmpi.ops import cross_entropy
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     SEGMENTS,

@@ -8,14 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import AsynchronousWorker, Group, Sync, Tensor, nn
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker, average_buffers
+from nnmpi.compose.asynchronous import average_buffers
 from nnmpi.compose.losses import SumCrossEntropy
-from nnmpi.tensor.tensor import Tensor
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     equal_on_all,

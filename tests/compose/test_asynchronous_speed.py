@@ -4,9 +4,8 @@ tell of it.
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group, Sync
 from nnmpi.comm.synchrony.consistency import Staleness
-from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.asynchronous import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport

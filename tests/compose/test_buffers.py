@@ -6,12 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Group, Layout, Tensor, nn, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
-from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import Setup, batches, build, release
 from tests.equivalence.rows import MOMENTUM
 

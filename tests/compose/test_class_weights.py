@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Layout, Worker, data, models, nn, ops, optim
-from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi import (
+    AsynchronousWorker,
+    Group,
+    Layout,
+    NnmpiError,
+    Sync,
+    Worker,
+    data,
+    models,
+    nn,
+    ops,
+    optim,
+)
+from nnmpi.base.errors import UsageError
 from nnmpi.base.shard import split
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
 from tests.worker_options import arranged
 
 WEIGHT = np.array([0.2, 3.0, 0.0, 1.5])

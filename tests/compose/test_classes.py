@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops, optim
+from nnmpi import Group, Layout, Worker, arrange, nn, ops, optim
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, tracing
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import Inference
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.nn.sharding import Sharding
-from nnmpi.tensor.sharded import gather_shards
+from nnmpi.nn import Sharding
+from nnmpi.tensor import gather_shards
 from tests.compose.small_runs import dataset
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, batches, build, evaluate, release, run

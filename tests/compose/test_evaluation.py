@@ -5,16 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, ops
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Layout
+from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, models, no_grad, ops
 from nnmpi.compose.losses import LabelLoss, squared_errors
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Loader
 from tests.compose.small_runs import build, dataset, optimizer_of
 from tests.worker_options import arranged
 

@@ -8,15 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Tensor, models, nn
+from nnmpi import Group, Layout, Tensor, arrange, models, nn, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import TokenGenerator
-from nnmpi.compose.layout import Layout
-from nnmpi.nn.module import Module
+from nnmpi.nn import Module
 from tests.device.here import on_device
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, optim
+from nnmpi import Group, Worker, models, optim
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.base.shard import part
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import OPERATIONS
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
+from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
 from tests.harness.slow import GROWTH
 from tests.worker_options import grouped

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Layout, nn, ops, optim
+from nnmpi import Group, Layout, nn, ops, optim
 from nnmpi.base.shard import split
-from nnmpi.comm.group import Group
-from nnmpi.tensor.tensor import stack
+from nnmpi.tensor import stack
 from tests.worker_options import arranged
 
 STEPS, ROWS = 5, 7

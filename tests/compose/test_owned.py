@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import AsynchronousWorker, Group, Sync, Worker
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.data import Loader
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
 
 pytestmark = pytest.mark.mpi

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim
+from nnmpi import Group, Layout, Numerics, Tensor, Worker, arrange, models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout, Numerics
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
-from nnmpi.nn.module import Module
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Batch
+from nnmpi.nn import Module
+from nnmpi.tensor import Function
 from tests.equivalence.reference import Setup, batches, build
 from tests.harness.refusals import told
 from tests.worker_options import grouped

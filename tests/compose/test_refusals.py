@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from nnmpi import models
+from nnmpi import GradientExchange, Group, Layout, Numerics, models, simulate
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.algorithms.ring import ring
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
+from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
-from nnmpi.nn.module import Module
 from tests.worker_options import arranged
 
 GIVEN: dict[str, dict[str, Any]] = {

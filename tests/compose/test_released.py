@@ -9,13 +9,19 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, optim
-from nnmpi.base.errors import NnmpiError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
+from nnmpi import (
+    GradientExchange,
+    Group,
+    Layout,
+    NnmpiError,
+    Sync,
+    Worker,
+    arrange,
+    models,
+    nn,
+    optim,
+)
+from nnmpi.base.errors import UsageError
 from tests.compose.asynchronous_runs import (
     EVERY_MODE,
     all_reduced,

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models
+from nnmpi import Group, Layout, data, models
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
 from tests.worker_options import arranged
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

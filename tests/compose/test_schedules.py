@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models
+from nnmpi import Group, Layout, data, models
 from nnmpi.base.errors import ScheduleError, UsageError
-from nnmpi.comm.group import Group
 from nnmpi.commands.verify import main as verify
-from nnmpi.compose.layout import Layout
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.comm.synchrony.sync import Sync
+from nnmpi import Group, Sync, simulate
 from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, everything, make, name_of, train
 from tests.compose.small_runs import ROWS
 from tests.harness.slow import MORE_SEEDS, once_more

@@ -5,19 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from nnmpi import AsynchronousWorker, GradientExchange, Group, Sync, Worker, simulate
 from nnmpi.base import clock
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.data import Loader
 from tests.compose.small_runs import BATCH, build, dataset, optimizer_of
 
 # short, so that ranks do not ask one another for signals: they do so ten times a second at most

@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import data, models, nn
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import GradientExchange, Layout
+from nnmpi import GradientExchange, Group, Layout, data, models, nn
 from nnmpi.nn.chain import open_chain
 from tests.worker_options import arranged
 

@@ -5,14 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import AsynchronousWorker, Group, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Numerics
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, Trainer
-from nnmpi.compose.worker import Worker
 from tests.compose.asynchronous_runs import all_reduced, loader_of, rate
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 

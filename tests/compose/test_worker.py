@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import data, models, nn, ops, optim
+from nnmpi import GradientExchange, Group, Layout, Worker, data, models, nn, ops, optim
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.data import Loader
 from tests.compose.small_runs import dataset
 from tests.equivalence.reference import Setup, build
 from tests.harness.refusals import told

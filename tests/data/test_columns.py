@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.catalogue import load
+from nnmpi.data import Dataset
 from nnmpi.data.columns import SURE_INDEX, TEXTS_SHARE, Encoding
-from nnmpi.data.dataset import Dataset
 from nnmpi.data.tables import TableRules, read_csv, to_dataset
 
 
@@ -69,14 +68,6 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
     other.write_text("age,sex,member,seen,income\n1,f,1,soon,2\n")
     with pytest.raises(DataError, match=r"column 4 \(seen\): 'soon' is no date as the others are$"):
         read_csv(other, TableRules(encoding=encoding), labelled=False)
-
-
-def test_the_parts_of_a_folder_have_the_same_rules(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("c,v,y\nred,1,a\nblue,2,b\nred,,a\n")
-    (tmp_path / "test.csv").write_text("y,v,c\nb,,red\n")
-    train, test = load(str(tmp_path))
-    assert train.columns == test.columns == ("c=blue", "c=red", "v")
-    assert test.x.tolist() == [[0, 1, 1.5]]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +148,8 @@ def test_advice_of_another_target(tmp_path: Path) -> None:
         table(tmp_path, f"mpg,make,name\n{rows}")
     with pytest.raises(DataError, match="'car 0' is not a finite number; .*predicts='classes'"):
         table(tmp_path, f"mpg,make,name\n{rows}", predicts="quantities")
+    few = "".join(f"{i / 7},car {i % 20}\n" for i in range(50))
+    assert table(tmp_path, f"mpg,name\n{few}").classes == 20
 
 
 def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -202,9 +195,3 @@ def test_a_table_of_windows(tmp_path: Path) -> None:
     )
     data = to_dataset(read_csv(tmp_path / "w.csv.gz"), "t")
     assert data.columns == ("s=Köln", "s=München", "v") and data.class_names == ("b", "ä")
-
-
-def test_dates_of_month_and_day(tmp_path: Path) -> None:
-    for dates in ("3/1/2024,3/31/2024", "1.3.2024,31.3.2024", "Mar 1 2024,Mar 31 2024"):
-        first, second = dates.split(",")
-        assert table(tmp_path, f"d,k\n{first},x\n{second},y\n").x.tolist() == [[19783], [19813]]

@@ -38,47 +38,48 @@ Y = np.zeros(3, np.int64)
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "classes", "names", "sentence"),
+    ("x", "y", "classes", "sentence"),
     [
         (
             np.array([["red", 1.0]], object),
             Y[:1],
             1,
-            (),
             "'red' is not a finite float32 number.*data.load encodes",
         ),
-        (np.array([[None, 1.0]], object), Y[:1], 1, (), "the value is missing"),
+        (np.array([[None, 1.0]], object), Y[:1], 1, "the value is missing"),
         (
             X.astype("float64") + 1e300,
             Y,
             1,
-            (),
             "sample.0, 0.: .*1e[+]300.* is not a finite float32 number",
         ),
-        (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*number classes .*numpy.unique.labels"),
-        (X, Y[:2], 1, (), "as many labels"),
-        (np.zeros((3, 8, 8), "uint16"), Y, 3, (), "are tokens, .* of 16 bits as .x / 65535."),
-        (X[:, 0], Y, 1, (), "of shape"),
-        (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),
-        (X, np.array([0, 1, -1]), 3, (), "label -1 of sample 2 is not in 0..2"),
-        (X, np.array([[0], [0], [-2]]), 4, (), "label -2 of sample 2 is not in 0..3"),
-        (X, Y, 2, ("one",), "1 class names for 2 classes"),
-        (X, Y.astype("float32"), 3, (), "quantities are predicted in 3 classes"),
+        (X, ["a", "b", "c"], 3, "'a' is not a finite.*number classes .*numpy.unique.labels"),
+        (X, Y[:2], 1, "as many labels"),
+        (np.zeros((3, 8, 8), "uint16"), Y, 3, "are tokens, .* of 16 bits as .x / 65535."),
+        (X[:, 0], Y, 1, "of shape"),
+        (X, np.array([0, 1, 3]), 3, "label 3 of sample 2 is not in 0..2"),
+        (X, np.array([0, 1, -1]), 3, "label -1 of sample 2 is not in 0..2"),
+        (X, np.array([[0], [0], [-2]]), 4, "label -2 of sample 2 is not in 0..3"),
+        (X, Y.astype("float32"), 3, "quantities are predicted in 3 classes"),
         (
             X,
             np.array([0, np.inf, 1], "float32"),
             0,
-            (),
             "target inf of sample 1 is not a finite number",
         ),
-        (X, np.array([0, 1.5, 1], "float32"), 2, (), "target 1.5 of sample 1 is not from 0 to 1"),
+        (X, np.array([0, 1.5, 1], "float32"), 2, "target 1.5 of sample 1 is not from 0 to 1"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
-    x: np.ndarray, y: np.ndarray, classes: int, names: tuple[str, ...], sentence: str
+    x: np.ndarray, y: np.ndarray, classes: int, sentence: str
 ) -> None:
     with pytest.raises(DataError, match=f"made up.*: .*{sentence}"):
-        Dataset("made up", x, y, classes, class_names=names)
+        Dataset("made up", x, y, classes)
+
+
+def test_each_class_has_a_name() -> None:
+    with pytest.raises(DataError, match="1 class names for 2 classes"):
+        Dataset("made up", X, Y, 2, class_names=("one",))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import CheckpointError, DataError, NnmpiError, translated
+from nnmpi import NnmpiError
+from nnmpi.base.errors import CheckpointError, DataError, translated
 from nnmpi.base.files import foreign, read_json
-from nnmpi.data.catalogue import load
+from nnmpi.data import load, load_tokenizer
 from nnmpi.data.images import read_idx
-from nnmpi.data.tokenizer import CharacterTokenizer, load_tokenizer
-from nnmpi.models.gpt import gpt
+from nnmpi.data.tokenizer import CharacterTokenizer
+from nnmpi.models import gpt
 from nnmpi.models.pretrained import CONFIG, WEIGHTS, read_dropout, read_size, save_pretrained
 from nnmpi.train.checkpoint import TensorFile
 from nnmpi.train.metrics import read_metrics

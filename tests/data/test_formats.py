@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError
-from nnmpi.data.catalogue import load
+from nnmpi.data import Dataset, load
 from nnmpi.data.columns import Column
 from nnmpi.data.columns import plain as plain_rules
-from nnmpi.data.dataset import Dataset
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_FOLDER,
@@ -196,16 +195,13 @@ class Trap:
         ({"x": X}, "needs x and y"),
         ({"x_train": X, "y_train": Y, "x_test": X}, "needs x and y"),
         ({"x": X, "y": Y[:-1]}, r"x \(20, 2\) and y \(19,\)"),
-        ({"x": X[:, 0], "y": Y}, r"x \(20,\) and y"),
         ({"x": X[:0], "y": Y[:0]}, r"x \(0, 2\)"),
         ({"x": X[:, :0], "y": Y}, r"x \(20, 0\)"),
         ({"x": X, "y": Y + 0.0}, "y is float64; save labels as whole numbers"),
-        ({"x": X, "y": Y - 1}, "label -1 of sample 0"),
         ({"x": X, "y": Y * 10**12}, "one of them is 3000000000000; number"),
         ({"x": X, "y": Y.astype(np.uint64) + 2**63}, "one of them is 922337203685477581"),
         ({"x": X * 1j, "y": Y}, "x is complex128; needs real numbers"),
         ({"x": np.where(X == 7, np.nan, X), "y": Y}, r"x\[3, 1\]: the value is missing"),
-        ({"x": X * 1e40, "y": Y}, r"x\[0, 1\]: 1e\+40 is not a finite"),
         ({"x": np.array([Trap()], object), "y": np.array([0])}, "pickled objects"),
         ({"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": [9]}, "label 9 of sample 0"),
         ({"x_train": X, "y_train": Y, "x_test": X[:1, :1], "y_test": [1]}, r"shape \(1,\)"),
@@ -695,12 +691,3 @@ def test_targets_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> N
         Dataset("own", np.ones((40, 2)), y, 0)
     file.write_text("a,y\n" + "".join(f"{i},{['none', 'crack'][i % 2]}\n" for i in range(40)))
     assert load(str(file))[0].class_names == ("crack", "none")
-
-
-def test_labels_that_are_a_class_for_each_row_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "cars.csv"
-    file.write_text("mpg,name\n" + "".join(f"{i % 9},car {i}\n" for i in range(50)))
-    with pytest.raises(DataError, match="50 different labels in 50 rows, nearly a class for"):
-        load(str(file))
-    file.write_text("mpg,name\n" + "".join(f"{i % 9},car {i % 20}\n" for i in range(50)))
-    assert load(str(file))[0].classes == 20

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.data.dataset import IGNORED, Dataset
-from nnmpi.data.loader import Loader
+from nnmpi.data import IGNORED, Dataset, Loader
 
 X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3
@@ -185,6 +184,7 @@ def test_two_tables_number_their_classes_alike(kind: Callable[[Any], Any]) -> No
             ),
         ),
         (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*data.load encodes"),
+        (Frame({"when": range(16), "label": range(9, 25)}), "16 different labels in 16 rows"),
         (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],
 )

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.shard import part
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Batch, Loader
+from nnmpi.data import Batch, Compose, Dataset, Flip, Loader, Normalize, Shift
 from nnmpi.data.sampler import Cut, cut_batch, order, partition_order, partition_samples, row_owners
-from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from tests.data.conftest import prefetch_threads
 
 AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))

@@ -12,19 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import DataError, NnmpiError, UsageError
-from nnmpi.data import text as texts
-from nnmpi.data.catalogue import find_text, load
-from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.sampler import POOL, by_length
-from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens, read_documents
-from nnmpi.data.tokenizer import (
-    ByteTokenizer,
-    CharacterTokenizer,
-    LibraryTokenizer,
+from nnmpi import NnmpiError
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.data import (
+    Batch,
+    Loader,
+    Text,
+    TextSource,
     Tokenizer,
+    load,
+    load_text,
     load_tokenizer,
+    prepare_tokens,
 )
+from nnmpi.data import text as texts
+from nnmpi.data.catalogue import find_text
+from nnmpi.data.sampler import POOL, by_length
+from nnmpi.data.text import read_documents
+from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer
 from tests.data.locked import lock
 
 LINES = [

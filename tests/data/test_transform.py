@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.transform import (
+from nnmpi.data import (
     ColorJitter,
     Compose,
     Cutout,
+    Dataset,
     Flip,
     Normalize,
     Rotate,
     Shift,
     Transform,
-    integers,
 )
+from nnmpi.data.transform import integers
 
 IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
 ALL = [

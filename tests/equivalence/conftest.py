@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from nnmpi import models
-from nnmpi.compose.layout import Layout
+from nnmpi import Layout, models
 from nnmpi.nn.chain import open_chain
 from nnmpi.schedule.schedules import usual_stages
 from tests.equivalence.reference import Setup, digits

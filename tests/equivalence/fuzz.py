@@ -13,12 +13,11 @@ from math import prod
 from typing import Any, get_args
 
 import nnmpi
+from nnmpi import Group, Layout, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout, PipelineName
+from nnmpi.compose.layout import PipelineName
+from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
-from nnmpi.nn.module import Module
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, LIMITED, NOISY, ZERO_MLP

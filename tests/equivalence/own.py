@@ -13,23 +13,34 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.nn.activation import Dropout, Dropout2d, Flatten, ReLU, Tanh
-from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.conv import (
+from nnmpi import Tensor
+from nnmpi.nn import (
+    GRU,
     AdaptiveAvgPool2d,
+    BatchNorm,
+    Branches,
     Conv1d,
     Conv2d,
     ConvTranspose2d,
+    Dropout,
+    Dropout2d,
+    Embedding,
+    Flatten,
     GlobalAvgPool2d,
+    GroupNorm,
+    Linear,
+    Module,
+    MultiheadAttention,
+    Pop,
+    ReLU,
+    Residual,
+    RMSNorm,
+    Sequential,
+    Sharding,
+    Stash,
+    Tanh,
     Upsample,
 )
-from nnmpi.nn.gru import GRU
-from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.module import Module
-from nnmpi.nn.norm import BatchNorm, GroupNorm, RMSNorm
-from nnmpi.nn.sharding import Sharding
-from nnmpi.nn.transformer import MultiheadAttention
-from nnmpi.tensor.tensor import Tensor
 
 COLUMN, ROW = Sharding.COLUMN, Sharding.ROW
 

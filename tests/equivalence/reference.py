@@ -10,20 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import models, optim
+from nnmpi import Group, Layout, Worker, arrange, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.base import clock
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import SumCrossEntropy
 from nnmpi.compose.state import gradient_state
 from nnmpi.compose.stats import Totals
-from nnmpi.compose.worker import Worker
-from nnmpi.data.catalogue import load
-from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.data.loader import Batch, Loader
-from nnmpi.nn.module import Module
+from nnmpi.data import Batch, Dataset, Loader, load
+from nnmpi.data.dataset import Samples
+from nnmpi.nn import Module
 from tests.device.here import on_device
 from tests.worker_options import grouped
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi import models
+from nnmpi import Layout, models
 from nnmpi.backend.array import Array
-from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import ERRORS
-from nnmpi.data.dataset import IGNORED, Dataset, Samples
-from nnmpi.nn.module import Module
+from nnmpi.data import IGNORED, Dataset
+from nnmpi.data.dataset import Samples
+from nnmpi.nn import Module
 from tests.equivalence import own
 from tests.equivalence.cover import (
     ALGORITHMS,

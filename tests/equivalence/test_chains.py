@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import LayoutError, UsageError
-from nnmpi.comm.group import Group
 from tests.equivalence import own
 from tests.equivalence.cover import kinds, layers, spread
 from tests.equivalence.reference import Setup, build, release

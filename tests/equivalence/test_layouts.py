@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from tests.equivalence.cover import MODELS, SETUPS, cases
 from tests.equivalence.reference import assert_same, run, serial_run
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.comm.group import Group
-from nnmpi.nn.norm import BatchNorm
+from nnmpi import Group
+from nnmpi.nn import BatchNorm
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import batches, build, evaluate, release
 from tests.equivalence.rows import NOISY

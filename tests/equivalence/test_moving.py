@@ -8,11 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from nnmpi import models
+from nnmpi import Group, Layout, Worker, models
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
 from tests.equivalence import own
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import Setup, batches, build, release, tolerance

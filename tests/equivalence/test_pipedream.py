@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, Layout, Tensor
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
-from nnmpi.data.loader import Batch
+from nnmpi.data import Batch
+from nnmpi.nn import training
 from nnmpi.nn.chain import ModelPart, open_chain
-from nnmpi.nn.mode import training
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import cross_entropy
 from tests.equivalence import own
 from tests.equivalence.cover import meshes, uneven
 from tests.equivalence.reference import Setup, batches, build, digits, parts, release

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
 from nnmpi.models import cnn
 from tests.equivalence import own
 from tests.equivalence.cover import kinds

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
+from nnmpi import Group, Layout, simulate
 from tests.equivalence.cover import SETUPS
 from tests.equivalence.reference import Setup, assert_same, differences, run, serial_run
 from tests.equivalence.rows import FIXED, LIMITED, REST, ROWS, SINGLE

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, Worker
 from nnmpi.base.errors import DivergenceError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
-from nnmpi.nn.module import Module
+from nnmpi.data import Batch
+from nnmpi.nn import Module
 from tests.equivalence import reference
 
 SETUP = reference.Setup(dtype="float32")

@@ -10,19 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops, optim
+from nnmpi import AsynchronousWorker, Group, Sync, Tensor, Worker, nn, ops, optim, simulate
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import IGNORED
-from nnmpi.data.loader import Loader
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import IGNORED, Loader
 from tests.equivalence import own
 from tests.equivalence.rows import TIME, TOKENS, tokens
 

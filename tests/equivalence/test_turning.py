@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, Layout, arrange
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import arrange
 from nnmpi.compose.inference import Inference
-from nnmpi.compose.layout import Layout
-from nnmpi.models.mlp import mlp
+from nnmpi.models import mlp
 from nnmpi.schedule.schedules import TURNING
 from tests.equivalence import own
 from tests.equivalence.cover import SETUPS, spread

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi import Tensor, use_precision
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.precision import low_dtype, use_precision
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.backend.precision import low_dtype
 from tests.gpu.table import Sample
 from tests.harness.slow import MORE_PRECISIONS, once_more
 

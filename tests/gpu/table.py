@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import nn, ops, tensor
-from nnmpi.tensor.tensor import Tensor
+from nnmpi import Tensor, nn, ops, tensor
 
 ROWS, COLUMNS = 37, 130
 DRAW = np.random.default_rng(7)

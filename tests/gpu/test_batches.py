@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, optim
+from nnmpi import Group, Worker, models, optim, simulate
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.upload import resident
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.worker import Worker
+from nnmpi.data import (
+    Compose,
+    Dataset,
+    Flip,
+    Loader,
+    Normalize,
+    Shift,
+    TextSource,
+    load_text,
+    prepare_tokens,
+)
 from nnmpi.data import loader as loader_module
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
-from nnmpi.data.text import TextSource, load_text, prepare_tokens
-from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from tests.equivalence.reference import digits
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import ops
+from nnmpi import Tensor, ops
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.gemm import gemm
-from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import DEVICE
 
 UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = (

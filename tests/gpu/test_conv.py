@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from nnmpi import Tensor, use_precision
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.precision import low_dtype, use_precision
+from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.windows import windows
 from nnmpi.base.errors import ShapeError
+from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d
 from nnmpi.ops.conv import im2col
-from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
-from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.tensor import Tensor
 
 # the second is float32 with arrays of float64
 MODES = ("float32", "float64", "tf32", "bf16", "fp16")

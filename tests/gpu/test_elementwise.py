@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import ops
+from nnmpi import Tensor, ops
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
-from nnmpi.optim.clip import global_norm
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.optim import global_norm
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, TOLERANCES, differences
 
 ACTIVATIONS = {

@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops
+from nnmpi import NnmpiError, Tensor, jit, nn, ops
 from nnmpi.backend.array import mixed_error
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.kernels import jit
-from nnmpi.base.errors import DeviceError, NnmpiError, ShapeError
+from nnmpi.base.errors import DeviceError, ShapeError
 from nnmpi.base.units import format_bytes
-from nnmpi.tensor.tensor import Tensor
 
 
 def test_out_of_memory(device: Backend) -> None:

@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import Group, Tensor, Worker, models, nn, ops, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.compose.replayed import Replay
-from nnmpi.compose.worker import Worker
 from nnmpi.ops.attention import KeyValues
 from nnmpi.ops.loss import CrossEntropy
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor import Function
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import FLOAT64, MODES, TOLERANCES, differences, precise
 

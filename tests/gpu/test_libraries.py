@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, ops, optim
+from nnmpi import Group, Numerics, Worker, models, ops, optim, use_precision
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda.kernels import device_kernels
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.precision import bfloat16, use_precision
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Numerics
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
+from nnmpi.backend.precision import bfloat16
+from nnmpi.data import Loader
 from tests.equivalence.reference import digits
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES, call, differences, dtypes
 from tests.gpu.table import Sample

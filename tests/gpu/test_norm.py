@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn, ops
+from nnmpi import Tensor, nn, ops
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.ops.norm import fixed_norm
-from nnmpi.tensor.tensor import Tensor
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise
 from tests.gpu.table import Sample
 

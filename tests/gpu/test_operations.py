@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nnmpi import ops, tensor
+from nnmpi import Tensor, ops, tensor
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.kernels import copy
 from nnmpi.backend.precision import dtype_named, low_dtype
-from nnmpi.tensor.tensor import Tensor
 from tests.device import interpreted
 from tests.gpu.conftest import INTERPRETED, is_stand_in
 from tests.gpu.play import (

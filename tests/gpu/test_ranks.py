@@ -11,18 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, optim
+from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, arrange, models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Layout
 from nnmpi.compose.replayed import Replay
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Dataset, Loader
 from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small

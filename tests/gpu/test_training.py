@@ -13,18 +13,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import Group, Numerics, Tensor, Worker, models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.errors import DivergenceError
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SQUARES, DeferredScalars
 from nnmpi.compose.trainer import Progress
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
+from nnmpi.data import Dataset, Loader
 from nnmpi.nn.compiled import Recording
-from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import digits
 from tests.gpu.conftest import INTERPRETED, is_stand_in
 from tests.gpu.play import (

@@ -5,9 +5,10 @@ arrays.
 import numpy as np
 import pytest
 
+from nnmpi import Group, NnmpiError
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
-from nnmpi.base.errors import CommError, NnmpiError, UsageError
+from nnmpi.base.errors import CommError, UsageError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
@@ -19,7 +20,6 @@ from nnmpi.comm.collective import (
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
 )
-from nnmpi.comm.group import Group
 
 SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
 OTHERS = [

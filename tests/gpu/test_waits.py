@@ -12,23 +12,28 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import (
+    AsynchronousWorker,
+    Group,
+    Layout,
+    Numerics,
+    Sync,
+    Tensor,
+    Worker,
+    arrange,
+    jit,
+    models,
+    nn,
+    ops,
+    optim,
+)
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.kernels import jit
 from nnmpi.base.errors import DivergenceError, ShapeError
 from nnmpi.comm import buffers, execution
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose import losses
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Layout, Numerics
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader
-from nnmpi.data.transform import Normalize
-from nnmpi.nn.mode import training
+from nnmpi.data import Loader, Normalize
+from nnmpi.nn import training
 from nnmpi.optim import clip
-from nnmpi.tensor.tensor import Tensor
 from tests.equivalence.reference import digits
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import no_waiting

@@ -4,6 +4,8 @@ all compare.
 
 from collections.abc import Callable
 
+from nnmpi import Group
+
 Kind = type[BaseException] | tuple[type[BaseException], ...]
 
 
@@ -20,3 +22,11 @@ def told(kind: Kind, call: Callable[[], object]) -> str:
     """Return the sentence of the error of a kind that a call raises; nothing if it raises none."""
     error = caught(call, kind)
     return "" if error is None else str(error)
+
+
+def told_on_all(group: Group, call: Callable[[], object], kind: Kind) -> str:
+    """Return the sentence of the error of a kind that a call raises on all ranks alike."""
+    text = told(kind, call)
+    assert text, "nothing was raised"
+    assert group.gather(text) == [text] * group.size
+    return text

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks.memory.throttled import ThrottledStore
-from nnmpi import nn
+from nnmpi import Layout, Tensor, nn
 from nnmpi.base.errors import UsageError
-from nnmpi.compose.layout import Layout
+from nnmpi.memory import RecomputedModel
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import parse_plan, price_plan
-from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor import Function
 from tests.device.here import here, on_device
 from tests.memory.test_plan import quickest, random_chain
 from tests.memory.test_recompute import backend_here, case, one_pass, store_here

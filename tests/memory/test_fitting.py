@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, Layout, simulate
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
 from nnmpi.memory.fitting import choose_savings
 from tests.device.here import on_device
 from tests.equivalence.reference import batches, build

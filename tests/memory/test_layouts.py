@@ -8,13 +8,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from nnmpi import models
+from nnmpi import Layout, models, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
+from nnmpi.memory import RecomputedModel
 from nnmpi.memory.optimal import swapping_plan
 from nnmpi.memory.plan import Act
-from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.sharding import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT

@@ -12,25 +12,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import Group, Layout, Worker, models, nn, ops, optim, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.base.errors import UsageError
 from nnmpi.base.timeline import Timeline, to_chrome, tracing
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
-from nnmpi.memory.ledger import (
-    ACTIVATIONS,
-    BATCHES,
-    COMMUNICATION,
-    KINDS,
-    MemoryLedger,
-    MemoryReport,
-)
-from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.data import Dataset, Loader
+from nnmpi.memory import MemoryReport, RecomputedModel
+from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, KINDS, MemoryLedger
 from nnmpi.memory.store import Store, saved_memory
 from tests.equivalence.reference import Setup, batches, build
 from tests.worker_options import arranged

@@ -8,15 +8,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, ops
+from nnmpi import Tensor, compile, models, nn, ops
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
 from nnmpi.base.errors import GraphError, UsageError
+from nnmpi.memory import RecomputedModel
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.nn.compiled import compile
-from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
 from tests.harness.slow import cases
 

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, optim
+from nnmpi import Layout, models, optim, simulate
 from nnmpi.base.errors import DeviceError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
-from nnmpi.data.dataset import Dataset
+from nnmpi.data import Dataset
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
 from tests.equivalence.reference import Setup, batches, build
 from tests.memory.test_recompute import store_here

@@ -84,6 +84,7 @@ def test_resnet_20():
             lambda: models.cnn((3, 28, 28), 10),
             r"shape \(3, 28, 28\); turn them: x.transpose\(0, 2, 3, 1\)",
         ),
+        (lambda: models.cnn((1, 28, 28), 10), "turn them"),
         (lambda: models.cnn((28, 28, 0), 10), r"sample_shape\[2\] is 0"),
         (
             lambda: models.cnn((28, 28, 1), 10, dropout=1.0),

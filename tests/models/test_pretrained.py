@@ -11,12 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import nnmpi
-from nnmpi import models, nn
+from nnmpi import Group, Layout, arrange, models, nn, simulate
 from nnmpi.base.errors import DataError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
 from nnmpi.models.pretrained import (
     GPTSize,
     load_pretrained,

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Tensor, nn
 from nnmpi.models.torch_weights import to_torch
-from nnmpi.tensor.tensor import Tensor
 
 torch = pytest.importorskip("torch")
 RNG = np.random.default_rng(0)

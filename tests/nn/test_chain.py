@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, optim
+from nnmpi import Tensor, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
-from nnmpi.nn.activation import ReLU, Tanh
+from nnmpi.nn import BatchNorm, Linear, Module, Pop, ReLU, Residual, Sequential, Stash, Tanh
 from nnmpi.nn.chain import ModelPart, join_layers, open_chain, run_layers, stashed_at
-from nnmpi.nn.container import Pop, Residual, Sequential, Stash
-from nnmpi.nn.linear import Linear
-from nnmpi.nn.module import Module
-from nnmpi.nn.norm import BatchNorm
-from nnmpi.optim.updates import SGD
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.optim import SGD
 
 
 def skips() -> Sequential:

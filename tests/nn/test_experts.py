@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
+from nnmpi import Group, NnmpiError, Tensor, nn
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.base.shard import split
 from nnmpi.base.timeline import Timeline, tracing
-from nnmpi.comm.group import Group
-from nnmpi.ops.activation import gelu, softmax
+from nnmpi.ops import gelu, softmax
 from nnmpi.ops.experts import Experts, Gate
 from nnmpi.parallel.experts import share_experts
 from nnmpi.tensor import check_gradients
-from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import told
 
 FEATURES, EXPERTS, POSITIONS = 4, 5, 6

@@ -6,18 +6,24 @@ import pickle
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.base.shard import Region
-from nnmpi.nn.activation import ReLU
-from nnmpi.nn.container import Residual, Sequential
-from nnmpi.nn.linear import Embedding, Linear, TiedLinear
-from nnmpi.nn.mode import observed
-from nnmpi.nn.module import Buffer, Module
-from nnmpi.nn.norm import BatchNorm
-from nnmpi.ops.linear import linear
-from nnmpi.optim.updates import SGD
-from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.nn import (
+    BatchNorm,
+    Buffer,
+    Embedding,
+    Linear,
+    Module,
+    Parameter,
+    ReLU,
+    Residual,
+    Sequential,
+    TiedLinear,
+    observed,
+)
+from nnmpi.ops import linear
+from nnmpi.optim import SGD
 
 
 def zeros(generator, shape):

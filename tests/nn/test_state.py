@@ -9,13 +9,22 @@ import pytest
 import nnmpi
 from nnmpi import nn, optim
 from nnmpi.base.errors import CheckpointError, GraphError, UsageError
-from nnmpi.nn.activation import ReLU
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.conv import Conv2d, ConvTranspose2d
-from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Constant, Module, Normal, Uniform, fan_in, kaiming
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn import (
+    BatchNorm,
+    Constant,
+    Conv2d,
+    ConvTranspose2d,
+    Embedding,
+    Linear,
+    Module,
+    Normal,
+    ReLU,
+    Sequential,
+    Uniform,
+    fan_in,
+    kaiming,
+    training,
+)
 from tests.device.here import zeros
 
 
@@ -219,19 +228,6 @@ def test_a_part_that_was_loaded_alone_keeps_its_values_in_a_model(later):
         optim.SGD(backbone.parameters(), lr=0.1)
     model.initialize(seed=1)  # all of it is the model's by now
     assert not (model.layers[0].layers[0].weight.data == 2).all()
-
-
-def test_a_layer_replaced_or_added_under_a_worker_is_refused():
-    def program(group):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).initialize()
-        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group)
-        x, y = np.ones((4, 3), "float32"), np.zeros(4, int)
-        worker.step(x, y)
-        model.layers[1] = nn.Linear(4, 2).initialize()
-        with pytest.raises(UsageError, match="'1.weight' is not in the model's storage"):
-            worker.step(x, y)
-
-    nnmpi.simulate(program, 1)
 
 
 def test_a_loaded_part_stays_in_the_model():

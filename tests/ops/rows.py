@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 import nnmpi.ops.norm as norm
-from nnmpi import ops
+from nnmpi import Tensor, ops
 from nnmpi.backend.array import namespace
 from nnmpi.ops.loss import REDUCTIONS
-from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import Case, Draw, Row, anywhere, array, arrays, distinct, nonzero, table
 from tests.tensor.draws import shape as draw_shape
 from tests.tensor.rows import unary

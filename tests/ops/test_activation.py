@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi import jit, ops
-from nnmpi.tensor.tensor import Tensor, maximum
+from nnmpi import Tensor, jit, ops
+from nnmpi.tensor import maximum
 
 FUNCTIONS = {
     "relu": (ops.relu, lambda x: max(x, 0.0)),

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops
+from nnmpi import Tensor, no_grad, ops
 from nnmpi.backend import attend as module
 from nnmpi.backend.random import random_bits
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
 
 
 def reference(q, k, v, grad, causal, left=1):

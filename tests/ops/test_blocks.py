@@ -7,9 +7,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from nnmpi import ops
+from nnmpi import Tensor, ops
 from nnmpi.backend.sums import row_blocks
-from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 from tests.device.library import device_backend
 from tests.ops.replays import check_replays

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops
+from nnmpi import Group, Tensor, ops
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CommError, ShapeError, UsageError
 from nnmpi.base.shard import part, split
-from nnmpi.comm.group import Group
 from nnmpi.ops import collectives as exchange
 from nnmpi.parallel.sharded.conv import RowWindows, halo
 from nnmpi.tensor.placement import Placement, features, rows
-from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import told
 
 # of a vector: the same on all ranks, cut, another one on each rank

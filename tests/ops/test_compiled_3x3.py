@@ -7,14 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from nnmpi import Tensor, jit, no_grad
 from nnmpi.backend.jit import conv3x3
-from nnmpi.backend.kernels import jit, load
-from nnmpi.ops.activation import relu
+from nnmpi.backend.kernels import load
+from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d, relu
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
-from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
-from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import KERNELS, once_more
 from tests.ops.replays import check_replays
 from tests.ops.test_compiled_dense import run

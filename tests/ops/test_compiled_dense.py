@@ -8,16 +8,24 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.backend.kernels import jit, kernels_of
+from nnmpi import Tensor, jit
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops.activation import gelu, relu, silu
-from nnmpi.ops.conv.conv2d import conv2d, conv_relu_pool
-from nnmpi.ops.linear import linear_gelu, linear_relu
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.ops.lstm import lstm
-from nnmpi.ops.norm import batch_norm, layer_norm, rms_norm
-from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import (
+    batch_norm,
+    conv2d,
+    conv_relu_pool,
+    cross_entropy,
+    gelu,
+    layer_norm,
+    linear_gelu,
+    linear_relu,
+    lstm,
+    max_pool2d,
+    relu,
+    rms_norm,
+    silu,
+)
 from tests.harness.slow import KERNELS, cases
 
 pytest.importorskip("numba")

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
+from nnmpi.ops import conv2d, conv_transpose2d
 from nnmpi.ops.conv import depthwise, im2col
-from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.conv.transposed import conv_transpose2d
-from nnmpi.tensor.tensor import Tensor
 
 
 def reference(x, weight, grad, stride, padding, dilation, groups):

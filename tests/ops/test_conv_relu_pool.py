@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nnmpi import Tensor
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops.activation import relu
+from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d, relu
 from nnmpi.ops.conv import im2col, winograd_numpy
-from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
-from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.tensor import Tensor
 from tests.ops.replays import check_replays
 
 

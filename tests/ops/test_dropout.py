@@ -5,10 +5,10 @@ alone.
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
 from nnmpi.backend.random import key_pair
 from nnmpi.base.shard import split
-from nnmpi.ops.dropout import dropout
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import dropout
 
 ROWS, COLUMNS = 200, 500
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops, tensor
+from nnmpi import Tensor, ops, tensor
 from nnmpi.backend.precision import bfloat16, is_floating
 from nnmpi.base.errors import DtypeError, UsageError
 from nnmpi.ops.linear import linear_part
-from nnmpi.tensor.tensor import Tensor
 
 LOW = {"bf16": bfloat16(), "fp16": np.dtype(np.float16)}
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}

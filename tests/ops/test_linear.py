@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi import ops
-from nnmpi.tensor.tensor import Tensor
+from nnmpi import Tensor, ops
 
 
 def test_linear_is_x_times_w_plus_b():

@@ -6,10 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops
+from nnmpi import Tensor, nn, ops
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import binary_cross_entropy, cross_entropy, mse
 
 LOGITS = np.array([[1.0, 2.0, 0.5], [-1.0, 0.0, 3.0], [0.1, 0.2, 0.3]])
 LABELS = np.array([2, 0, 1])

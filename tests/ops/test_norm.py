@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn
-from nnmpi.backend.kernels import jit
+from nnmpi import Tensor, jit, nn, simulate
 from nnmpi.backend.sums import ELEMENTS
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.ops.norm import batch_norm, group_norm, layer_norm
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import batch_norm, group_norm, layer_norm
 
 
 class Ranks:

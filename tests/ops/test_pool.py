@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Tensor, nn
 from nnmpi.backend import plain as pooling
-from nnmpi.ops.pool import avg_pool2d, max_pool2d
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import avg_pool2d, max_pool2d
 
 
 def reference(kind, x, grad, kernel, stride, padding):

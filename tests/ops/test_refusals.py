@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops
+from nnmpi import Tensor, nn, ops
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.tensor import Tensor
 
 SINGLE = Tensor(np.zeros(3, "float32"))
 MASK_KEY = {"mask_key": lambda: ((0, 0), 0)}

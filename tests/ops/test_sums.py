@@ -7,10 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops
+from nnmpi import Tensor, nn, ops
 from nnmpi.backend.sums import ROWS, row_sum
-from nnmpi.nn.mode import training
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.nn import training
 
 pytestmark = pytest.mark.host_only(
     "NumPy's long sums are cut into blocks; a device's threads add up parts"

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Tensor, nn, ops
-from nnmpi.backend.precision import use_precision
+from nnmpi import Tensor, nn, ops, use_precision
 from nnmpi.nn.container import count_uncut
 from nnmpi.ops.embedding import TokenRows
 from tests.device.here import here

@@ -5,14 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi.ops.activation import relu
+from nnmpi import Tensor
+from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d, relu
 from nnmpi.ops.conv import winograd_numpy
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.conv2d import Conv2dFunction, choose, conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv2d import Conv2dFunction, choose
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
-from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.tensor import Tensor
 from tests.ops.test_conv_relu_pool import compare
 
 pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone")

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 
 from nnmpi import nn
 from nnmpi.base.errors import CheckpointError
-from nnmpi.optim import optimizer
-from nnmpi.optim.clip import (
-    FIRST,
-    LEAST,
-    LossScale,
-    clip_by_global_norm,
-    global_norm,
-    sum_of_squares,
-)
+from nnmpi.optim import clip_by_global_norm, global_norm, optimizer
+from nnmpi.optim.clip import FIRST, LEAST, LossScale, sum_of_squares
 
 
 @given(st.lists(st.lists(st.floats(-1e100, 1e100), max_size=30), max_size=4))

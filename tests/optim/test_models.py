@@ -5,14 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn, optim
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
+from nnmpi import GradientExchange, Group, Layout, Worker, arrange, nn, optim, simulate
+from nnmpi.data import Dataset, Loader
 from nnmpi.tensor import Tensor
 from tests.device.here import here
 

@@ -6,24 +6,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.base.errors import LayoutError, NnmpiError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.models.gpt import gpt
-from nnmpi.models.mlp import mlp
-from nnmpi.nn.linear import Linear
-from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.muon import Muon, deal, orthogonalize
-from nnmpi.optim.optimizer import Arrays
-from nnmpi.parallel.data import DataParallel
+from nnmpi import (
+    AsynchronousWorker,
+    DataParallel,
+    GradientExchange,
+    Group,
+    Layout,
+    NnmpiError,
+    ShardedDataParallel,
+    Sync,
+    Worker,
+    arrange,
+)
+from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.models import gpt, mlp
+from nnmpi.nn import Linear, Module
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import Arrays, Muon
+from nnmpi.optim.muon import deal, orthogonalize
 from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.tensor.parameter import FlatStorage
+from nnmpi.tensor import FlatStorage
 from tests.harness.refusals import told
 
 STEPS = 4

@@ -8,10 +8,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.optim import optimizer
-from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
-from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.optim.updates import SGD
+from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, Optimizer, RMSprop, optimizer
 
 CASES = {
     "sgd": lambda storage: SGD(storage, 0.1),

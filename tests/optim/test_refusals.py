@@ -7,12 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
-from nnmpi.base.errors import DtypeError, NnmpiError, ShapeError, UsageError
-from nnmpi.optim.clip import clip_by_global_norm
-from nnmpi.optim.optimizer import Arrays
-from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling
-from nnmpi.optim.updates import build
+from nnmpi import NnmpiError, nn
+from nnmpi.base.errors import DtypeError, ShapeError, UsageError
+from nnmpi.optim import (
+    Arrays,
+    ConstantRate,
+    Cosine,
+    StepDecay,
+    Warmup,
+    build,
+    clip_by_global_norm,
+    linear_scaling,
+)
 
 
 def made(name: str = "adam", lr: Any = 0.1, **options: Any) -> Callable[[], object]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.optim.schedule import (
+from nnmpi.optim import (
     ConstantRate,
     Cosine,
     MultiStep,

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.backend.kernels import jit
-from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
-from nnmpi.optim.optimizer import Arrays
-from nnmpi.optim.updates import SGD
+from nnmpi import jit
+from nnmpi.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Arrays, RMSprop
 from tests.optim.test_optimizer import CASES
 
 WEIGHTS, GRADS = (

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn, ops, optim
+from nnmpi import Group, nn, ops, optim
 from nnmpi.backend.array import namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.shard import split
-from nnmpi.comm.group import Group
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD
 from tests.device.library import device_backend
 

@@ -5,17 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, ops, optim
+from nnmpi import (
+    DataParallel,
+    GradientExchange,
+    Group,
+    Layout,
+    Worker,
+    arrange,
+    models,
+    nn,
+    ops,
+    optim,
+    simulate,
+)
 from nnmpi.base.errors import DivergenceError, UsageError
 from nnmpi.base.shard import part
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import GradientExchange, Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
+from nnmpi.data import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.tensor import Tensor, concatenate
 from tests.harness.refusals import caught

@@ -6,18 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import Group, Layout, Tensor, Worker, models, nn, simulate
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DivergenceError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.updates import SGD
+from nnmpi.nn import Module
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import SGD
 from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
-from nnmpi.tensor.tensor import Tensor
 from tests.worker_options import arranged
 
 LABELS = np.array([0, 2, 1])

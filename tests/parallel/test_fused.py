@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.linear import Linear
-from nnmpi.optim import updates
-from nnmpi.optim.clip import clip_by_global_norm
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.nn import Linear, Parameter, Sequential
+from nnmpi.optim import Optimizer, clip_by_global_norm, updates
 from nnmpi.parallel.fused import FusedUpdate
-from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.tensor import FlatStorage
 from tests.comm.memory import shared_memory
 
 pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import CheckpointError, CommError, LayoutError, NnmpiError
+from nnmpi.base.errors import CheckpointError, CommError, LayoutError
 from nnmpi.base.shard import Region, part
-from nnmpi.comm.group import Group
 from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, shard_maps
+from tests.harness.refusals import told_on_all
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "column": (5, 7),
@@ -109,18 +110,6 @@ def equal(found: dict[str, Array], expected: dict[str, Array]) -> bool:
     )
 
 
-def text_on_all(group: Group, call: Callable[[], object], kind: type[NnmpiError]) -> str:
-    """Return the text of the error, which every rank must raise, of one kind and with one text."""
-    try:
-        call()
-        text = "no error"
-    except NnmpiError as error:
-        text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
-    texts = group.gather(text)
-    assert len(set(texts)) == 1, texts
-    return text
-
-
 @pytest.mark.simulated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_holder_gets_its_part(group: Group, layout: Layout) -> None:
@@ -173,7 +162,7 @@ def test_nothing_is_changed_by_what_does_not_fit(
         calls.append(name)
         return given[name]
 
-    assert text_on_all(group, lambda: state.scatter(read, specs, "f"), CheckpointError).startswith(
+    assert told_on_all(group, lambda: state.scatter(read, specs, "f"), CheckpointError).startswith(
         text
     )
     assert all(group.gather(all((array == -1).all() for array, _ in arrays.values())))
@@ -198,10 +187,10 @@ def test_a_failure_of_rank_0_is_raised_on_all_in_its_words(group: Group) -> None
     for layout in LAYOUTS:
         state, _ = make(layout, group, filled=True)
         assert (
-            text_on_all(group, partial(state.gather, write), CheckpointError) == "the disk is full"
+            told_on_all(group, partial(state.gather, write), CheckpointError) == "the disk is full"
         )
         assert (
-            text_on_all(group, partial(state.scatter, read, specs), CheckpointError)
+            told_on_all(group, partial(state.scatter, read, specs), CheckpointError)
             == "the disk is gone"
         )
     assert written == (["column", "row", "repeats"] * len(LAYOUTS) if group.is_root else [])
@@ -228,10 +217,10 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
     state = ModelState(entries, list(SHAPES), group)
     prefix = "" if guilty == 0 else f"rank {guilty}: "
     written: list[str] = []
-    text = text_on_all(group, lambda: state.gather(lambda name, _: written.append(name)), CommError)
+    text = told_on_all(group, lambda: state.gather(lambda name, _: written.append(name)), CommError)
     assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
     assert written == (["column"] if group.is_root else [])
-    text = text_on_all(group, lambda: state.scatter(WHOLE.__getitem__), CommError)
+    text = told_on_all(group, lambda: state.scatter(WHOLE.__getitem__), CommError)
     assert text.startswith(f"{prefix}MemoryError: out of pinned memory")
     assert all(group.gather(group.comm.size == group.size))  # and the group is as good as before
 
@@ -241,7 +230,7 @@ def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
     order = ["w"] if group.rank == 0 else ["w", "v"]
     state = ModelState([StateEntry("w", np.zeros(2), owned=group.is_root)], order, group)
     if group.size > 1:
-        text = text_on_all(group, state.specs, LayoutError)
+        text = told_on_all(group, state.specs, LayoutError)
         others = (
             "rank 1 of 2 has"
             if group.size == 2

@@ -9,18 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import Tensor, models, nn, ops
+from nnmpi import Group, Layout, Tensor, models, nn, ops, simulate
 from nnmpi.base.errors import LayoutError
 from nnmpi.base.shard import split, zigzag
 from nnmpi.base.timeline import Timeline, tracing
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import Layout
+from nnmpi.nn import Module
 from nnmpi.nn.activation import mask_key
-from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.group import SequenceGroup
-from nnmpi.tensor.sharded import gather_shards
+from nnmpi.tensor import gather_shards
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, TEXT, TIME, TOKENS, tokens
 

@@ -7,14 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import Group, Tensor, models, nn
 from nnmpi.base.errors import CommError, LayoutError, ShapeError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding, find
+from nnmpi.nn import Module, Sharding
+from nnmpi.nn.sharding import find
 from nnmpi.parallel.replication import check_replicas
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import check_equal
 
 C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sharding.REPLICATED

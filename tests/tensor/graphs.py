@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nnmpi.tensor.tensor import Tensor
+from nnmpi import Tensor
 
 
 def leaf(values, dtype="float64"):

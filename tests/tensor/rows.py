@@ -8,10 +8,9 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from nnmpi import tensor
+from nnmpi import Tensor, tensor
 from nnmpi.backend.array import namespace
-from nnmpi.tensor.sharded import gather_shards
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor import gather_shards
 from tests.tensor.draws import (
     Case,
     Draw,

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
 from nnmpi.base.errors import DtypeError
-from nnmpi.tensor.check import GradientError, check_gradients
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor import Function, GradientError, check_gradients
 
 
 class Scaled(Function):

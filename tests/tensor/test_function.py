@@ -7,12 +7,10 @@ import threading
 import numpy as np
 import pytest
 
+from nnmpi import Tensor, compile, no_grad
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
-from nnmpi.nn.compiled import compile
-from nnmpi.nn.module import Module
-from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
-from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.nn import Module, Parameter
+from nnmpi.tensor import Function, enable_grad, grad_enabled
 from tests.tensor.graphs import leaf
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
+from nnmpi import Tensor
+from nnmpi.tensor import Function
 
 
 class Passes(Function):

@@ -9,9 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from nnmpi.ops.linear import linear
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import concatenate
+from nnmpi.ops import linear
+from nnmpi.tensor import Function, concatenate
 from tests.tensor.graphs import chain, leaf
 
 

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 
 import nnmpi.ops
 import nnmpi.tensor
-from nnmpi import tensor
-from nnmpi.base.errors import DtypeError, NnmpiError
+from nnmpi import NnmpiError, Tensor, tensor
+from nnmpi.base.errors import DtypeError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
-from nnmpi.tensor.check import check_gradients
+from nnmpi.tensor import Function, check_gradients
 from nnmpi.tensor.elementwise import RULES, Pointwise
-from nnmpi.tensor.function import Function, kind_of
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.function import kind_of
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import models, nn, ops, optim
+from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import GraphError, ShapeError
-from nnmpi.nn.module import Module
-from nnmpi.ops.loss import cross_entropy
+from nnmpi.nn import Module
+from nnmpi.ops import cross_entropy
+from nnmpi.tensor import Function
 from nnmpi.tensor.backward import Deferred
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tensor import Tensor
 from tests.tensor.graphs import leaf
 
 

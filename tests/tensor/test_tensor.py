@@ -5,9 +5,9 @@ import operator
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
 from nnmpi.backend.array import is_array
 from nnmpi.base.errors import DtypeError, UsageError
-from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 
 

@@ -7,9 +7,8 @@ import operator
 import numpy as np
 import pytest
 
-from nnmpi import ops, tensor
+from nnmpi import Tensor, ops, tensor
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.tensor import Tensor
 
 
 def gradient(function, values):

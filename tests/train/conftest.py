@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from nnmpi.train.cli import main
 
 

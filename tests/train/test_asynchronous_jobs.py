@@ -6,15 +6,14 @@ import gzip
 import json
 import re
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics, sum_staleness
 from tests.chrome import breaches
+from tests.harness.commands import on_ranks
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import lines, once, send, train
 
@@ -115,5 +114,5 @@ def test_a_signal_on_one_rank_saves_whole_batches(
         record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "staleness"
     ][-1]
     assert last["global_step"] == step
-    simulate(partial(main, ["--resume", str(run), "--max-steps", str(step + 2)]), 3)
+    on_ranks(main, ["--resume", str(run), "--max-steps", str(step + 2)], 3)
     assert f"{step + 2} steps in " in capsys.readouterr().out

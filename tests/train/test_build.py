@@ -5,18 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import GradientExchange, Group, Tensor, simulate
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import GradientExchange
-from nnmpi.data.loader import Loader
-from nnmpi.data.transform import Normalize
-from nnmpi.optim.adaptive import Adam, AdamW
-from nnmpi.optim.muon import Muon
-from nnmpi.optim.updates import SGD
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Loader, Normalize
+from nnmpi.optim import SGD, Adam, AdamW, Muon
 from nnmpi.train import build
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.config import (
@@ -45,12 +38,6 @@ def test_hidden_widths_make_the_layers() -> None:
     assert shapes(ModelConfig(), (28, 28, 1)) == cnn
     assert shapes(ModelConfig(hidden=(7,)), (28, 28, 1)) == [*cnn[:2], (3136, 7), (7, 10)]
     assert len(shapes(ModelConfig(model="resnet"), (8, 8, 3))) > 7
-
-
-@pytest.mark.parametrize("model", ["cnn", "resnet"])
-def test_networks_for_images_refuse_flat_data(model: Any) -> None:
-    with pytest.raises(UsageError, match=f"{model} needs images"):
-        build.build_model(ModelConfig(model=model), (4,), 3)
 
 
 def test_optimizers_get_their_options() -> None:

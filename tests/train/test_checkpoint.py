@@ -10,13 +10,11 @@ from threading import Event
 import numpy as np
 import pytest
 
+from nnmpi import Group, Layout, Worker
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import sha256
-from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.models.mlp import mlp
+from nnmpi.models import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (
@@ -34,7 +32,8 @@ from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from tests.equivalence.reference import batches, build
 from tests.equivalence.rows import GPT
-from tests.parallel.test_model_state import equal, text_on_all
+from tests.harness.refusals import told_on_all
+from tests.parallel.test_model_state import equal
 
 
 def shared(group: Group, tmp_path: Path) -> Path:
@@ -128,7 +127,7 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     save_at(make_worker(group), folder, group, step=4)
     worker = make_worker(group, **options)  # type: ignore[arg-type]
     before, saved = fill(worker, -9.0), find(folder, group)
-    result = text_on_all(
+    result = told_on_all(
         group, lambda: restore(worker, saved, folder, RunState(samples=9)), CheckpointError
     )
     assert text in result and str(folder.checkpoints / "step-00000004") in result
@@ -150,7 +149,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "write", full)
-        text = text_on_all(group, lambda: save_at(worker, folder, group, step=2), CheckpointError)
+        text = told_on_all(group, lambda: save_at(worker, folder, group, step=2), CheckpointError)
     assert text.endswith("(No space left on device); there is none yet")
     group.barrier()
     save_at(worker, folder, group, step=4)
@@ -158,7 +157,7 @@ def test_a_disk_that_fills_up_halfway_is_told_on_all_ranks_and_leaves_the_older_
         left[0] = room
         with monkeypatch.context() as patch:
             patch.setattr(CheckpointWriter, "write", full)
-            text = text_on_all(
+            text = told_on_all(
                 group, lambda: save_at(worker, folder, group, step=8), CheckpointError
             )
         assert (
@@ -220,7 +219,7 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(
             (5, lambda: save_state(saver, worker, 6)),
         ):
             save_state(saver, worker, step)
-            assert f"no checkpoint of step {step} can be written" in text_on_all(
+            assert f"no checkpoint of step {step} can be written" in told_on_all(
                 group, ask, CheckpointError
             )
             group.barrier()

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from nnmpi.train.trace import offsets
 
 

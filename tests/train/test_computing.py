@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from nnmpi import models
+from nnmpi import Group, models, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.base.launcher import VARIABLES
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.data.dataset import Dataset
+from nnmpi.data import Dataset
 from nnmpi.train import computing
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main, parse

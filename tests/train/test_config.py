@@ -12,7 +12,7 @@ from nnmpi.base.custom import Custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Every
 from nnmpi.comm.algorithms.registry import NAMES
-from nnmpi.optim.updates import NAMES as OPTIMIZERS
+from nnmpi.optim import NAMES as OPTIMIZERS
 from nnmpi.schedule.schedules import INFERENCE, SCHEDULES
 from nnmpi.train.config import (
     Config,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import NnmpiError
 from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
-from nnmpi.base.errors import CheckpointError, NnmpiError, ScheduleError, UsageError
+from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
 from nnmpi.base.files import read_json, write_json
 from nnmpi.comm.__main__ import main as comm
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import evaluate, export, predict
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.train.build import build_model
@@ -24,6 +24,7 @@ from nnmpi.train.config import ModelConfig, assemble
 from nnmpi.train.folder import default_folder
 from nnmpi.train.metrics import read_metrics
 from tests.data.locked import lock
+from tests.harness.commands import on_ranks
 
 OWN = '''
 """All that a student writes."""
@@ -108,7 +109,7 @@ def run(words: str, ranks: int) -> list[float]:
         "--dataset own.py:data --model mlp --hidden 6 4 --dtype float64 --epochs 2 --log-every 1"
         f" {words}"
     )
-    simulate(lambda group: train([*words.split(), "--out", str(folder)], group), ranks)
+    on_ranks(train, [*words.split(), "--out", str(folder)], ranks)
     return [
         item["loss"] for item in read_metrics(folder / "metrics.jsonl") if item["kind"] == "train"
     ]
@@ -180,7 +181,7 @@ def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None
 def trained(file: Path, tmp_path: Path) -> Path:
     """Return the folder of a run of a model of one's own."""
     words = f"--dataset iris --model {file}:build --epochs 1 --out {tmp_path}/run"
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
     return tmp_path / "run"
 
 
@@ -200,14 +201,12 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
         if command == "load":
             nnmpi.load(trained, trust=bool(trust))
         elif command == "resume":
-            simulate(
-                lambda group: train(["--resume", str(trained), "--epochs", "2", *trust], group), 1
-            )
+            on_ranks(train, ["--resume", str(trained), "--epochs", "2", *trust])
         else:
             main = {"evaluate": evaluate.main, "predict": predict.main, "export": export.main}[
                 command
             ]
-            simulate(lambda group: main(words, group), 1)
+            on_ranks(main, words)
 
     net = trained.parent / "net.py"
     net.write_text(f"{NET}\nopen({str(trained.parent / 'executed')!r}, 'w').close()\n")
@@ -245,14 +244,14 @@ def test_a_folder_with_a_colon_runs_no_code(
     monkeypatch.chdir(tmp_path)
     run = Path("nnmpi.run:1")
     words = f"--dataset iris --model mlp --hidden 4 --epochs 1 --quiet --out {run}"
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
     values = read_json(run / "config.json") | {"model": f"{run}/evil.py:build"}
     write_json(run / "config.json", values)
     (run / "evil.py").write_text("raise AssertionError('executed')")
     for act in (
         lambda: nnmpi.load(run),
-        lambda: simulate(lambda group: train(["--resume", str(run)], group), 1),
-        lambda: simulate(lambda group: evaluate.main([str(run)], group), 1),
+        lambda: on_ranks(train, ["--resume", str(run)]),
+        lambda: on_ranks(evaluate.main, [str(run)]),
     ):
         with pytest.raises(UsageError, match=r"names code outside of nnmpi"):
             act()
@@ -260,23 +259,20 @@ def test_a_folder_with_a_colon_runs_no_code(
 
 def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
     words = f"--resume {trained} --model {trained.parent / 'net.py'}:build --epochs 2"
-    simulate(lambda group: train(words.split(), group), 1)
+    on_ranks(train, words)
 
 
 @pytest.mark.parametrize("name", ["console.txt", "metrics.jsonl", "starts.jsonl"])
 def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -> None:
     """It may lead to a file of the user's own, far from the run."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
-    simulate(
-        lambda group: train(f"--dataset iris --model mlp --epochs 1 --out {folder}".split(), group),
-        1,
-    )
+    on_ranks(train, f"--dataset iris --model mlp --epochs 1 --out {folder}")
     precious.write_bytes((folder / name).read_bytes())
     (folder / name).unlink()
     (folder / name).symlink_to(precious)
     before = precious.read_bytes()
     with suppress(UsageError, CheckpointError):
-        simulate(lambda group: train(f"--resume {folder} --epochs 2".split(), group), 1)
+        on_ranks(train, f"--resume {folder} --epochs 2")
     assert precious.read_bytes() == before
 
 
@@ -405,7 +401,7 @@ def test_a_callback_of_the_wrong_form_is_a_sentence(
     words = "--dataset iris --model mlp --hidden 4 --epochs 2 --quiet"
     words += f" --callback {tmp_path}/cb.py:f --out {tmp_path}/run"
     with pytest.raises(NnmpiError, match=sentence) as raised:
-        simulate(lambda group: train(words.split(), group), 2)
+        on_ranks(train, words, 2)
     assert raised.value.exit_status != 0
     assert not (tmp_path / "run" / "finished.json").exists()
 

@@ -5,10 +5,10 @@ from typing import cast
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import REMEDY
 from nnmpi.base.errors import DeviceError
-from nnmpi.comm.group import Group
 from nnmpi.train.computing import describe_device, explain_errors
 
 pytestmark = [

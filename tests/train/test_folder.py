@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 import nnmpi.train.loop as training
+from nnmpi import Group
 from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.run import count_lines
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder
 from tests.data.locked import lock
+from tests.harness.commands import on_ranks
 
 
 def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_run_that_is_refused_leaves_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LayoutError):
-        simulate(lambda group: main(["--dataset", "iris", "--model", "mlp", "--pp", "7"], group), 7)
+        on_ranks(main, "--dataset iris --model mlp --pp 7", 7)
     assert not list(Path("runs").iterdir())
 
 
@@ -131,7 +131,7 @@ def test_a_current_folder_that_is_gone_does_not_end_a_run(
     monkeypatch.chdir(gone)
     gone.rmdir()
     words = ["--dataset", "iris", "--model", "mlp", "--max-steps", "1", "--quiet"]
-    simulate(lambda group: main([*words, "--out", str(tmp_path / "run")], group), 1)
+    on_ranks(main, [*words, "--out", str(tmp_path / "run")])
     assert (tmp_path / "run" / "finished.json").is_file()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.group import Group
+from nnmpi import Group
 from tests.train.jobs import arrays
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,7 +12,6 @@ import pytest
 import nnmpi
 from nnmpi.base import files
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import doctor, evaluate, export, report
 from nnmpi.data.tokenizer import ByteTokenizer
 from nnmpi.models.pretrained import save_pretrained
@@ -20,6 +19,7 @@ from nnmpi.models.torch_weights import save_arrays
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.cli import main as train
 from nnmpi.train.folder import RunFolder
+from tests.harness.commands import on_ranks
 
 OPTIONS = "--model gpt --features 8 --heads 2 --layers 1 --context 8 --max-steps 2 --quiet --trace"
 
@@ -31,19 +31,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text("the quick brown fox\n" * 20)
     run = place / "run"
     words = f"--dataset {place}/text.txt {OPTIONS} --keep-best --out {run}".split()
-    simulate(lambda group: train(words, group), 1)
-    simulate(lambda group: evaluate.main([str(run)], group), 1)
+    on_ranks(train, words)
+    on_ranks(evaluate.main, [str(run)])
     report.main([str(run)])
-    simulate(lambda group: export.main([str(run)], group), 1)
+    on_ranks(export.main, [str(run)])
     return run
 
 
 ACTS: dict[str, Callable[[Path], object]] = {
-    "resume": lambda run: simulate(
-        lambda group: train(["--resume", str(run), "--max-steps", "4"], group), 1
-    ),
-    "evaluate": lambda run: simulate(lambda group: evaluate.main([str(run)], group), 1),
-    "export": lambda run: simulate(lambda group: export.main([str(run)], group), 1),
+    "resume": lambda run: on_ranks(train, ["--resume", str(run), "--max-steps", "4"]),
+    "evaluate": lambda run: on_ranks(evaluate.main, [str(run)]),
+    "export": lambda run: on_ranks(export.main, [str(run)]),
     "report": lambda run: report.main([str(run)]),
     "doctor": lambda run: doctor.main([str(run)]),
     "load": nnmpi.load,

@@ -6,17 +6,16 @@ import io
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.command import Console
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.stats import Totals
 from nnmpi.train.cli import main
 from nnmpi.train.log import compare_hosts, percent
+from tests.harness.commands import on_ranks
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -110,5 +109,5 @@ def test_a_run_on_several_hosts_is_compared_once(
 ) -> None:
     monkeypatch.setattr(Group, "nodes", lambda group: [rank % nodes for rank in range(group.size)])
     words = f"--dataset iris --model mlp --epochs 2 --log-every 1 --out {tmp_path / 'run'}"
-    simulate(partial(main, words.split()), 2)
+    on_ranks(main, words, 2)
     assert capsys.readouterr().out.count("on these links 2 hosts") == nodes - 1

@@ -2,37 +2,28 @@
 
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nnmpi import (
+    DataParallel,
+    Group,
+    Layout,
+    ShardedDataParallel,
+    arrange,
+    resume,
+    save,
+    simulate,
+)
 from nnmpi.base.errors import CheckpointError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
-from nnmpi.data.catalogue import load
-from nnmpi.data.loader import Loader
-from nnmpi.nn.activation import Dropout, ReLU
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.linear import Linear
-from nnmpi.nn.mode import training
-from nnmpi.nn.norm import BatchNorm
-from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.adaptive import AdamW
-from nnmpi.optim.muon import Muon
-from nnmpi.optim.schedule import ReduceOnPlateau
-from nnmpi.optim.updates import Adam
-from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, resume, save, steps
-
-BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
+from nnmpi.data import Loader, load
+from nnmpi.nn import BatchNorm, Dropout, Linear, ReLU, Sequential, Sharding
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import Adam, AdamW, Muon, ReduceOnPlateau
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, steps
 
 
 def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
@@ -41,44 +32,6 @@ def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
         seed=seed
     )
     return model, Adam(model.storage, lr=0.02), Loader(train, 16, group)
-
-
-@pytest.mark.simulated(max_size=4)
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool) -> None:
-    """In the middle of an epoch, in other memory, with dropout; by a Worker, and by a loop of
-    DataParallel's.
-    """
-    folder = group.share(str(tmp_path / "checkpoints"))
-
-    def run(seed: int, stop: int | None) -> dict[str, np.ndarray]:
-        model, optimizer, loader = make(group, seed)
-        local = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
-        loop: Any = (model, optimizer, group) if by_hand else local
-        place = resume(folder, loop)
-        assert place == ({"epoch": 1, "batch": STOP} if seed else {})
-        for epoch in range(place.get("epoch", 0), 3):
-            for batch in loader.epoch(epoch, start=place.pop("batch", 0)):
-                if by_hand:
-                    with training(step=optimizer.steps, first_row=batch.first_row):
-                        loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
-                    model.zero_grad()
-                    local.backward(loss, samples=batch.global_targets)
-                    optimizer.step()
-                else:
-                    local.step(batch)
-                if (epoch, batch.number + 1) == (1, stop):
-                    save(folder, loop, epoch=epoch, batch=batch.number + 1)
-                    local.release()
-                    return {}
-        local.release()
-        return model.state()
-
-    expected = run(0, None)
-    run(0, STOP)
-    result = run(1, None)
-    for name, value in expected.items():
-        assert value.tobytes() == result[name].tobytes(), name
 
 
 @pytest.mark.simulated(max_size=2)
@@ -199,61 +152,6 @@ def test_the_rate_and_the_losses_behind_it_are_restored(group: Group, tmp_path: 
     with pytest.raises(CheckpointError, match="saved with plateau besides .* resume got nothing"):
         resume(folder, (model, optimizer, group))
     assert optimizer.steps == 0
-
-
-@pytest.mark.simulated(max_size=2)
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("at", [2, BATCHES - 1])
-def test_a_loader_goes_on_where_it_was(
-    group: Group, tmp_path: Path, at: int, by_hand: bool
-) -> None:
-    """`for batch in loader`: in an epoch, and at its end; one that begins anew is refused, and one
-    whose batches were others. What is evaluated does not count.
-    """
-    folder = group.share(str(tmp_path / "checkpoints"))
-
-    def run(seed: int, epochs: int, stop: int = -1, **given: Any) -> Any:
-        model, optimizer, loader = make(group, seed)
-        local: Any = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
-        loop = (model, optimizer, group) if by_hand else local
-        loader.batch_size -= given.get("fewer", 0)
-        objects = {"loader": loader} if given.get("gives", True) else {}
-        if seed:
-            resume(folder, loop, **objects)
-        try:
-            for _ in range(epochs):
-                for batch in loader:
-                    if by_hand:
-                        with training(step=optimizer.steps, first_row=batch.first_row):
-                            loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
-                        model.zero_grad()
-                        local.backward(loss, batch.global_targets)
-                        optimizer.step()
-                    else:
-                        local.step(batch)
-                    for _ in chain(loader.epoch(7), make(group, 0)[2]):
-                        pass  # no place of the training
-                    if (batch.epoch, batch.number) == (1, stop):
-                        save(folder, loop, **objects)
-                        return None
-        finally:
-            local.release()
-        return model.state()
-
-    whole = run(0, 4)
-    run(0, 2, at)
-    result = run(1, 2 + (at < BATCHES - 1))
-    assert all(values.tobytes() == result[name].tobytes() for name, values in whole.items())
-    if at < BATCHES - 1:
-        with pytest.raises(UsageError, match="within an epoch, with batch_size .*; give it batch_"):
-            run(1, 2, fewer=1)
-    folder = group.share(str(tmp_path / "without"))
-    run(0, 2, at, gives=False)
-    following = f"batch {at + 1} of epoch 1" if at < BATCHES - 1 else "batch 0 of epoch 2"
-    with pytest.raises(
-        UsageError, match=f"epoch 0 again, but the resumed run goes on with {following}"
-    ):
-        run(1, 2, gives=False)
 
 
 LAYOUTS = Layout(), Layout(tp=2), Layout(zero=3, unit_bytes=1)

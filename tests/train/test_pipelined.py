@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import nnmpi.train.loop as training
+from nnmpi import Group
 from nnmpi.base.command import Console
-from nnmpi.comm.group import Group
 from nnmpi.train.config import assemble
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import arrows, breaches, names, spans

@@ -2,7 +2,7 @@
 that nobody broke, whatever else was read from the loader.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -11,23 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import DataParallel, Group, ShardedDataParallel, Worker, resume, save, simulate
 from nnmpi.base.errors import DivergenceError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Batch, Loader
-from nnmpi.nn.activation import Tanh
-from nnmpi.nn.container import Sequential
-from nnmpi.nn.linear import Linear
-from nnmpi.ops.loss import cross_entropy
-from nnmpi.optim.updates import Adam
-from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.train.checkpoint import resume, save
+from nnmpi.data import Batch, Dataset, Loader
+from nnmpi.nn import BatchNorm, Dropout, Linear, Sequential, Tanh, training
+from nnmpi.ops import cross_entropy
+from nnmpi.optim import Adam
 
 RNG = np.random.default_rng(0)
-DATA = Dataset("d", RNG.normal(size=(21, 4)).astype("float32"), RNG.integers(0, 3, 21), 3)
+DATA = Dataset("d", RNG.normal(size=(22, 4)).astype("float32"), RNG.integers(0, 3, 22), 3)
 BATCHES = 5  # of an epoch, the last one short
 EPOCHS = 3
 STRATEGIES = {
@@ -56,7 +48,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.trained: list[tuple[int, int]] = []
         make: Any = STRATEGIES[self.kind]
-        self.model = Sequential(Linear(4, 8), Tanh(), Linear(8, 3)).initialize(seed=self.seed)
+        layers = Linear(4, 8), BatchNorm(8), Tanh(), Dropout(0.5), Linear(8, 3)
+        self.model = Sequential(*layers).initialize(seed=self.seed)
         self.parallel: Any = make and make(self.model, self.group)
         self.optimizer = Adam(self.model.storage, lr=0.05)
         self.worker = None if make else Worker(self.model, self.optimizer, self.group)
@@ -74,7 +67,8 @@ class Loop:
             self.worker.step(batch)
         else:
             self.model.zero_grad()
-            loss = cross_entropy(self.model(batch.x), batch.y, reduction="sum")
+            with training(step=self.optimizer.steps, first_row=batch.first_row):
+                loss = cross_entropy(self.model(batch.x), batch.y, reduction="sum")
             self.parallel.backward(loss, batch.global_targets)
             self.optimizer.step()
         self.trained.append((batch.epoch, batch.number))
@@ -103,90 +97,64 @@ def one_by_one(loop: Loop) -> Iterator[Batch]:
 ORDER = [(epoch, number) for epoch in range(EPOCHS) for number in range(BATCHES)]
 
 
-def break_then_save(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    for batch in one_by_one(loop):
+def until(
+    loop: Loop, batches: Any, at: tuple[int, int] | None, before: Callable[[], object] = int
+) -> Any:
+    """Train until an update; return the batches, which are not closed while somebody has them."""
+    for batch in batches:
+        before()
         loop.step(batch)
         if loop.trained[-1] == at:
             break
-    save(folder, loop.whole, loader=loop.loader)
+    return batches
 
 
-def save_then_evaluate_and_break(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    for batch in one_by_one(loop):
-        loop.step(batch)
-        if loop.trained[-1] == at:
-            loop.evaluate()
-            save(folder, loop.whole, loader=loop.loader)
-            break
-
-
-def evaluate_before_each_step(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    for batch in one_by_one(loop):
+def evaluate_before_each_step(loop: Loop, at: tuple[int, int]) -> Any:
+    def look() -> None:
         loop.evaluate()
         next(iter(loop.loader))
-        loop.step(batch)
-        if loop.trained[-1] == at:
-            next(iter(loop.loader))
-            save(folder, loop.whole, loader=loop.loader)
-            break
+
+    batches = until(loop, one_by_one(loop), at, look)
+    next(iter(loop.loader))
+    return batches
 
 
-def keep_iterators(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+def keep_iterators(loop: Loop, at: tuple[int, int]) -> None:
     kept = [iter(loop.loader), loop.loader.epoch(0)]
-    next(kept[0])
-    for batch in one_by_one(loop):
+
+    def look() -> None:
         for others in kept:
             next(others, None)
-        loop.step(batch)
         kept.append(iter(loop.loader))
-        next(kept[-1])
-        if loop.trained[-1] == at:
-            break
-    save(folder, loop.whole, loader=loop.loader)
+
+    until(loop, one_by_one(loop), at, look)
 
 
-def fail_then_save(loop: Loop, folder: str, at: tuple[int, int]) -> None:
+def fail(loop: Loop, at: tuple[int, int]) -> Any:
     loop.failing = ORDER[ORDER.index(at) + 1]
-    try:
-        for batch in one_by_one(loop):
-            loop.step(batch)
-    except DivergenceError:
-        save(folder, loop.whole, loader=loop.loader)
+    with pytest.raises(DivergenceError) as caught:
+        until(loop, one_by_one(loop), None)
+    return caught
 
 
-def slices(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    for batch in islice(one_by_one(loop), ORDER.index(at) + 1):
-        loop.step(batch)
-    save(folder, loop.whole, loader=loop.loader)
+def parts_of_epochs(loop: Loop, at: tuple[int, int]) -> Any:
+    while at not in loop.trained:
+        part = until(loop, islice(loop.loader, 2), at)
+    return part
 
 
-def parts_of_epochs(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    while True:
-        for _, batch in enumerate(islice(loop.loader, 2)):
-            loop.step(batch)
-            if loop.trained[-1] == at:
-                save(folder, loop.whole, loader=loop.loader)
-                return
-
-
-def epochs_by_hand(loop: Loop, folder: str, at: tuple[int, int]) -> None:
-    for batch in chain.from_iterable(map(loop.loader.epoch, range(EPOCHS))):
-        loop.step(batch)
-        if loop.trained[-1] == at:
-            break
-    save(folder, loop.whole, loader=loop.loader)
-
-
-WAYS = [
-    break_then_save,
-    save_then_evaluate_and_break,
-    evaluate_before_each_step,
-    keep_iterators,
-    fail_then_save,
-    slices,
-    parts_of_epochs,
-    epochs_by_hand,
-]
+WAYS: dict[str, Callable[[Loop, tuple[int, int]], Any]] = {
+    "break": lambda loop, at: until(loop, one_by_one(loop), at).close(),
+    "evaluate": lambda loop, at: (until(loop, one_by_one(loop), at), loop.evaluate()),
+    "evaluate before each step": evaluate_before_each_step,
+    "keep iterators": keep_iterators,
+    "fail": fail,
+    "slices": lambda loop, at: until(loop, islice(one_by_one(loop), ORDER.index(at) + 1), None),
+    "parts of epochs": parts_of_epochs,
+    "epochs by hand": lambda loop, at: until(
+        loop, chain.from_iterable(map(loop.loader.epoch, range(EPOCHS))), at
+    ),
+}
 
 
 @pytest.mark.simulated(max_size=3)
@@ -194,15 +162,16 @@ WAYS = [
 def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, kind: str) -> None:
     """From within an epoch, before its last batch and from its end; twice."""
     whole = Loop(group, kind)
-    for batch in one_by_one(whole):
-        whole.step(batch)
+    until(whole, one_by_one(whole), None)
     assert whole.trained == ORDER
     expected = whole.end()
-    for number, way in enumerate(WAYS[: 2 if kind.startswith("zero") else None]):
+    for number, way in enumerate([*WAYS][: 2 if kind.startswith("zero") else None]):
         at = ORDER[BATCHES + (1, BATCHES - 2, BATCHES - 1)[number % 3]]
-        folder = group.share(f"{tmp_path}/{way.__name__}")
+        folder = group.share(f"{tmp_path}/{way}")
         first = Loop(group, kind, workers=2 if number == 1 else None)
-        way(first, folder, at)
+        open_ = WAYS[way](first, at)
+        save(folder, first.whole, loader=first.loader)
+        del open_
         first.end()
         rest = Loop(group, kind, seed=1)
         resume(folder, rest.whole, loader=rest.loader)
@@ -211,10 +180,50 @@ def test_a_resumed_loop_ends_with_the_same_bits(group: Group, tmp_path: Path, ki
             rest.end()
             rest = Loop(group, kind, seed=2)
             resume(folder, rest.whole, loader=rest.loader)
-        for batch in one_by_one(rest):
-            rest.step(batch)
+        until(rest, one_by_one(rest), None)
         assert first.trained + rest.trained == ORDER, way
         assert rest.end() == expected, way
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+def test_a_place_that_the_program_keeps(group: Group, tmp_path: Path, kind: str) -> None:
+    folder = group.share(str(tmp_path))
+    whole, first, rest = (Loop(group, kind, seed) for seed in (0, 0, 1))
+    for loop, at in ((whole, None), (first, (1, 2))):
+        until(loop, chain.from_iterable(map(loop.loader.epoch, range(EPOCHS))), at)
+    assert resume(folder, first.whole) == {}
+    save(folder, first.whole, epoch=1, batch=3)
+    assert resume(folder, rest.whole) == {"epoch": 1, "batch": 3}
+    until(rest, chain(rest.loader.epoch(1, start=3), rest.loader.epoch(2)), None)
+    first.end()
+    assert rest.end() == whole.end()
+
+
+@pytest.mark.simulated(max_size=2)
+@pytest.mark.parametrize("kind", ["Worker", "DataParallel"])
+@pytest.mark.parametrize("at", [2, BATCHES - 1])
+def test_a_loop_that_would_go_on_with_other_batches_is_refused(
+    group: Group, tmp_path: Path, at: int, kind: str
+) -> None:
+    """Without its loader, or with one of other batches, within an epoch."""
+    folder = group.share(str(tmp_path))
+    first = Loop(group, kind)
+    until(first, one_by_one(first), (1, at))
+    save(f"{folder}/without", first.whole)
+    save(f"{folder}/with", first.whole, loader=first.loader)
+    first.end()
+    rest = Loop(group, kind, seed=1)
+    resume(f"{folder}/without", rest.whole)
+    epoch, number = ORDER[BATCHES + at + 1]
+    goes_on = f"the resumed run goes on with batch {number} of epoch {epoch}"
+    with pytest.raises(UsageError, match=f"epoch 0 again, but {goes_on}"):
+        rest.step(next(one_by_one(rest)))
+    rest.end()
+    if at == 2:
+        rest.loader.batch_size -= 1
+        with pytest.raises(UsageError, match="within an epoch, with batch_size .*; give it batch_"):
+            resume(f"{folder}/with", rest.whole, loader=rest.loader)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -12,16 +12,14 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Group, nn, simulate
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm import measure
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import plan
-from nnmpi.data.dataset import Dataset
+from nnmpi.data import Dataset
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain

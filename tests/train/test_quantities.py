@@ -10,17 +10,17 @@ import pytest
 from safetensors.numpy import load_file
 
 import nnmpi
-from nnmpi.base.errors import NnmpiError, ShapeError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi import NnmpiError, Tensor, simulate
+from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.compose.losses import ERRORS, SumError
-from nnmpi.data.loader import Batch
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.data import Batch
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here
+from tests.harness.commands import on_ranks
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 SUMS = X @ np.arange(5.0) + 1
@@ -49,7 +49,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(words: str, ranks: int = 1, out: str = "run") -> list[dict[str, Any]]:
     """Return what a run records."""
     model = "" if "--model" in words else "--model mlp --hidden 6 4"
-    simulate(lambda group: train([*f"{PLAIN} {model} {words}".split(), "--out", out], group), ranks)
+    on_ranks(train, [*f"{PLAIN} {model} {words}".split(), "--out", out], ranks)
     return read_metrics(Path(out) / "metrics.jsonl")
 
 
@@ -105,15 +105,13 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         run(words, 1, out)
         printed = re.findall(r"^test (.*) with the final", capfd.readouterr().out, re.MULTILINE)[0]
         for ranks, layout in ((1, ""), (3, ""), (2, "--pp 2")):
-            simulate(lambda group, words=f"{out} {layout}": evaluate(words.split(), group), ranks)
+            on_ranks(evaluate, f"{out} {layout}", ranks)
             assert f"test {printed}," in capfd.readouterr().out
         model = nnmpi.load(out)
         result = model.predict(X)
-        simulate(lambda group, words=f"{out} {name}": predict(words.split(), group), 2)
+        on_ranks(predict, f"{out} {name}", 2)
         lines = capfd.readouterr().out.splitlines()
-        simulate(
-            lambda group, words=f"{out} {name} --format json": predict(words.split(), group), 1
-        )
+        on_ranks(predict, f"{out} {name} --format json")
         values = json.loads(capfd.readouterr().out)["samples"]
         if name == "sold.csv":
             assert lines[0] == "class,no,yes" and result.shape == (50, 2)
@@ -242,10 +240,10 @@ def test_large_targets_are_learned_and_reported_in_their_units(
     if loss == "mse":
         assert last["loss"] == pytest.approx(last["rmse"] ** 2)
     capfd.readouterr()
-    simulate(lambda group: evaluate(["large", "--part", "train"], group), 2)
+    on_ranks(evaluate, "large --part train", 2)
     found = nnmpi.load("large").predict(X)
     assert found.shape == y.shape and np.abs(found - y).max() < 0.5 * y.std(0).max()
-    simulate(lambda group: export(["large", "--out", "torch.safetensors"], group), 1)
+    on_ranks(export, "large --out torch.safetensors")
     capfd.readouterr()
     taken = nnmpi.load("large", weights="torch.safetensors")
     np.testing.assert_allclose(taken.predict(X), found, rtol=1e-9)
@@ -254,7 +252,7 @@ def test_large_targets_are_learned_and_reported_in_their_units(
         h = h @ state[f"{layer}.weight"].T + state[f"{layer}.bias"]
         h = np.maximum(h, 0) if relu else h
     np.testing.assert_allclose(h, found, rtol=1e-9)
-    simulate(lambda group: predict(["large", "large.npz"], group), 1)
+    on_ranks(predict, "large large.npz")
     rows = capfd.readouterr().out.splitlines()[1:]
     np.testing.assert_array_equal([[float(x) for x in row.split(",")] for row in rows], found)
 
@@ -274,7 +272,7 @@ def test_targets_as_they_are_and_models_without_a_last_layer(
     )
     run("--dataset large.npz --loss mse --model ends.py:net", out="tanh")
     capfd.readouterr()
-    simulate(lambda group: export(["tanh", "--trust", "--out", "t.safetensors"], group), 1)
+    on_ranks(export, "tanh --trust --out t.safetensors")
     assert "they are its outputs times" in capfd.readouterr().out
     found = nnmpi.load("tanh", trust=True).predict(X)
     taken = nnmpi.load("tanh", weights="t.safetensors", trust=True).predict(X)

@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nnmpi import Group, Worker
 from nnmpi.base.errors import CommError, LayoutError, UsageError
-from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.compose.trainer import Progress
-from nnmpi.compose.worker import Worker
-from nnmpi.data.catalogue import load
-from nnmpi.data.loader import Loader
-from nnmpi.models.mlp import mlp
-from nnmpi.optim.updates import SGD
+from nnmpi.data import Loader, load
+from nnmpi.models import mlp
+from nnmpi.optim import SGD
 from nnmpi.train.cli import main, read_options
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics

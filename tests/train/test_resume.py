@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
+from tests.harness.commands import on_ranks
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import arrays, last_checkpoint, lines, once, send, train
 
@@ -56,7 +55,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 def simulated(words: str, ranks: int) -> None:
     """Run the command on simulated ranks, in this process: what a checkpoint holds is the same."""
-    simulate(partial(main, f"--backend numpy {words}".split()), ranks)
+    on_ranks(main, f"--backend numpy {words}", ranks)
 
 
 def assert_near(one: Path, other: Path, *names: str) -> None:
@@ -205,7 +204,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--resume absent", "--resume absent: there is no run"),
         ("--resume run --model cnn", "the run has --model mlp, which cannot change to --model cnn"),
         (
             "--resume run --sync bsp",

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from nnmpi import Group
 from nnmpi.backend.device import expects_device
 from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.base.files import read_json, sha256
-from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 from nnmpi.train.cli import main
@@ -306,10 +306,6 @@ def test_progress_is_printed_inside_an_epoch(
         (
             "--split 2,2",
             "--split is for a pipeline, but dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
-        ),
-        (
-            "--virtual-stages 2",
-            "--virtual-stages 2 is for --pipeline interleaved; 1f1b has one per rank",
         ),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (

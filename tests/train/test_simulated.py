@@ -10,19 +10,18 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
+from tests.harness.commands import on_ranks
 from tests.harness.slow import MORE_LAYOUTS
 from tests.train.jobs import arrays, train
 
@@ -52,9 +51,7 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
         folder
         / f"run-{ranks}-{seed}-{hashlib.sha256(words.encode()).hexdigest()[:8]}-{len(list(folder.iterdir()))}"
     )
-    simulate(
-        partial(main, [*words.split(), "--out", str(run)]), ranks, seed=seed, cpu_factor=cpu_factor
-    )
+    on_ranks(main, [*words.split(), "--out", str(run)], ranks, seed=seed, cpu_factor=cpu_factor)
     return run
 
 
@@ -88,7 +85,7 @@ def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Between two of its steps: what it keeps is in the file."""
     words = f"--model mlp --epochs 1 --batch-size 30 {LAYOUTS['outer'][1]} --save-every 7steps"
     full, parts = (simulated(tmp_path, f"{words}{more}", 3) for more in ("", " --stop-after 7"))
-    simulate(partial(main, ["--resume", str(parts)]), 3)
+    on_ranks(main, ["--resume", str(parts)], 3)
     assert arrays(parts) == arrays(full)
 
 
@@ -127,13 +124,10 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
         " constant",
         3,
     )
-    simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
+    on_ranks(main, ["--resume", str(half), "--max-steps", "None"], 3, seed=5)
     assert arrays(half) == full
-    simulate(
-        partial(
-            main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"]
-        ),
-        2,
+    on_ranks(
+        main, ["--resume", str(half), "--epochs", "3", "--simulate", "2", "--network", "gbit=1"], 2
     )
     # the network was that of the simulated ranks
     job = train(tmp_path, f"--resume {half} --epochs 4", 2)
@@ -201,7 +195,7 @@ def test_a_paced_pipeline_takes_what_its_schedule_says(
     )
     machine = parse_network(network, 4) if network else None
     more = ["--verbose", "--backend", "numpy", "--out", str(tmp_path / "run")]
-    simulate(partial(main, [*words.split(), *more]), 4, machine, cpu_factor=0)
+    on_ranks(main, [*words.split(), *more], 4, machine, cpu_factor=0)
     text = capsys.readouterr().out
     result = re.search(
         r"pass ([\d.]+) ms, simulated ([\d.]+) ms; bubble (\d+)%, simulated (\d+)%; ms .*: ([\d.,"
@@ -252,7 +246,7 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(
     )
     more = ["--verbose", "--trace", "--backend", "numpy", "--out", str(tmp_path / "run")]
     machine = parse_network("alpha_us=200,gbit=0.2", ranks) if costs else None
-    simulate(partial(main, [*words.split(), *more]), ranks, machine, cpu_factor=0)
+    on_ranks(main, [*words.split(), *more], ranks, machine, cpu_factor=0)
     message = capsys.readouterr().out
     slowest = (
         "" if name in ("local", "gossip") else ", the slowest is rank 1: 60.00 ms of computing"
@@ -352,7 +346,7 @@ def test_rates_are_those_of_all_workers(mode: str, tmp_path: Path) -> None:
         f"--sync {mode} --model mlp --hidden 4 --dataset digits --batch-size 66 --max-steps 12"
         " --log-every 4 --slow ms=10 --eval-every 0 --quiet --out"
     )
-    simulate(lambda group: main([*words.split(), str(tmp_path / "run")], group), 3, cpu_factor=0)
+    on_ranks(main, [*words.split(), str(tmp_path / "run")], 3, cpu_factor=0)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     found = [item for item in records if item["kind"] == "train"]
     assert found

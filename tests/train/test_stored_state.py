@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import nnmpi
-from nnmpi.base.errors import CheckpointError, NnmpiError
+from nnmpi import Group, NnmpiError
+from nnmpi.base.errors import CheckpointError
 from nnmpi.base.files import read_json, sha256, write_json
-from nnmpi.comm.group import Group
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.export import main as export
 from nnmpi.train.checkpoint import check_folder, digest, find, load_checkpoint, read_checkpoint

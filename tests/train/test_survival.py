@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base import files
 from nnmpi.base.errors import CommError
-from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.scheduler import Faults
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands.run import Supervisor
 from nnmpi.compose.trainer import Trainer
 from nnmpi.parallel.server import ParameterServer

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import pytest
 
+from nnmpi import Group
 from nnmpi.base.errors import UsageError
-from nnmpi.comm.group import Group
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.train.jobs import arrays
@@ -26,7 +26,6 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--sync ssp --staleness x", "--staleness is x"),
         ("--sync local --local-steps 0", "--local-steps is 0"),
         ("--sync local --outer-momentum 1", "--outer-momentum is 1"),
-        ("--sync gossip --outer-lr 0.7", "--outer-lr is for --sync local, not for gossip"),
         ("--sync asp --slow rank=2,factor=3", "slow: rank 2 does not exist"),
         ("--slow fast", "slow: 'fast' is unknown"),
         ("--sync gossip", "gossip on one rank has no neighbours"),

@@ -4,7 +4,6 @@ bits, and what is refused.
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.base.errors import DataError, NnmpiError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.data.tokenizer import load_tokenizer
+from nnmpi import NnmpiError
+from nnmpi.base.errors import DataError, UsageError
+from nnmpi.data import load_tokenizer
 from nnmpi.train.cli import main
+from tests.harness.commands import on_ranks
 from tests.train.jobs import train
 
 GPT = "--model gpt --layers 2 --features 12 --heads 2 --context 13"
@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(words: str, name: str, ranks: int = 1) -> Path:
     """Train on simulated ranks; return the run's folder."""
-    simulate(partial(main, [*words.split(), "--out", name]), ranks)
+    on_ranks(main, [*words.split(), "--out", name], ranks)
     return Path(name)
 
 
@@ -75,7 +75,7 @@ def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path
     full = run(words, "whole")
     check_equal(Path("job"), full)
     shutil.rmtree(max(Path("job/checkpoints").glob("step-*")))
-    simulate(partial(main, ["--resume", "job", "--sp", "1", "--pp", "2"]), 2)
+    on_ranks(main, "--resume job --sp 1 --pp 2", 2)
     check_equal(Path("job"), full)
 
 
@@ -85,7 +85,7 @@ def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
     full = run(words, "whole", 2)
     shutil.copytree(full, "stopped")
     shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
-    simulate(partial(main, ["--resume", "stopped"]), 2)
+    on_ranks(main, "--resume stopped", 2)
     text = [(item["kind"], item["global_step"], item["loss"]) for item in records(full, *KINDS)]
     assert [
         (item["kind"], item["global_step"], item["loss"])
@@ -109,7 +109,7 @@ def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
     with pytest.raises(
         DataError, match="a run on different data, but the samples or labels have changed since"
     ):
-        simulate(partial(main, ["--resume", "run"]), 1)
+        on_ranks(main, "--resume run")
 
 
 def test_fine_tuning_takes_the_tokenizer_of_what_it_begins_with(place: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nnmpi.base.errors import CommError, NnmpiError
+from nnmpi import Group, NnmpiError
+from nnmpi.base.errors import CommError
 from nnmpi.base.timeline import Timeline
-from nnmpi.comm.group import Group
 from nnmpi.train.trace import write_trace
 from tests.chrome import arrows, breaches, names, spans
 

@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Tensor, jit, use_precision
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda import cudnn as module
 from nnmpi.backend.cuda.cudnn import Cudnn, cudnn_of
 from nnmpi.backend.cuda.kernels import DeviceKernels
-from nnmpi.backend.kernels import jit
-from nnmpi.backend.precision import bfloat16, use_precision
+from nnmpi.backend.precision import bfloat16
 from nnmpi.base.errors import DeviceError
-from nnmpi.ops.conv.conv2d import conv2d
-from nnmpi.ops.conv.transposed import conv_transpose2d
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.ops import conv2d, conv_transpose2d
 from tests.device import library
 
 FLOAT32, BFLOAT16 = np.dtype("float32"), bfloat16()

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
+from nnmpi import Group, simulate, use_precision
 from nnmpi.backend import kernels as lookup
 from nnmpi.backend import precision as precisions
-from nnmpi.backend.precision import precision, use_precision
+from nnmpi.backend.precision import precision
 from nnmpi.base import clock
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import native_algorithms
 from nnmpi.comm.duration import price
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.simulated_world import COMPUTING, simulate
+from nnmpi.comm.simulated.simulated_world import COMPUTING
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33]
 LATENCY_S, BYTE_S = 1e-4, 1e-8

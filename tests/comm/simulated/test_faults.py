@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, simulate
 from nnmpi.base.errors import CommError
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.schedule.lower import add_transfers, fuse
 from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
 from nnmpi.schedule.schedules import make

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nnmpi import Sync, simulate
 from nnmpi.base.errors import CommError, UsageError
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.synchrony.consistency import (
     ConsistencyController,
     Staleness,
@@ -18,7 +18,6 @@ from nnmpi.comm.synchrony.consistency import (
     WorkQueue,
 )
 from nnmpi.comm.synchrony.slow import Slow
-from nnmpi.comm.synchrony.sync import Sync
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from nnmpi import Tensor
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.chain import unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, pack, signature_of
-from nnmpi.tensor.tensor import Tensor
 
 
 def test_pack_and_unpack_are_inverse() -> None:

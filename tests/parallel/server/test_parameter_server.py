@@ -5,10 +5,10 @@ import pytest
 
 from nnmpi.base.errors import CommError
 from nnmpi.comm.synchrony.consistency import Task
-from nnmpi.optim.adaptive import Adam
-from nnmpi.optim.updates import SGD
+from nnmpi.nn import Parameter
+from nnmpi.optim import SGD, Adam
 from nnmpi.parallel.server import ParameterServer, Push
-from nnmpi.tensor.parameter import FlatStorage, Parameter
+from nnmpi.tensor import FlatStorage
 
 LR = 0.5
 

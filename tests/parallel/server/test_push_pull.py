@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, ops, optim
+from nnmpi import Group, models, ops, optim, simulate
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base import clock
 from nnmpi.base.errors import CommError
 from nnmpi.base.shard import part
 from nnmpi.comm import buffers
-from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.synchrony.consistency import Task
-from nnmpi.nn.module import Module
+from nnmpi.nn import Module
 from nnmpi.parallel.server import MessageBuffer, ParameterServer, Push, PushPull, Reply
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend

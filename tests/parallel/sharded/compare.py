@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import optim
+from nnmpi import Group, Tensor, no_grad, optim
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.loss import cross_entropy
+from nnmpi.nn import Module, Sharding, training
+from nnmpi.ops import cross_entropy
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.function import no_grad
-from nnmpi.tensor.tensor import Tensor
 
 STEPS = 2
 TOLERANCES = {"float64": 1e-11, "float32": 2e-4}

@@ -5,13 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Group, Tensor, nn
 from nnmpi.base.errors import LayoutError, ShapeError, UsageError
-from nnmpi.comm.group import Group
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
+from nnmpi.nn import Module, Sharding
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import check_equal
 
 BRANCHES = Sharding.BRANCHES

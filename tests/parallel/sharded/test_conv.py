@@ -2,10 +2,8 @@
 
 import pytest
 
-from nnmpi import nn
-from nnmpi.comm.group import Group
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
+from nnmpi import Group, nn
+from nnmpi.nn import Module, Sharding
 from tests.parallel.sharded.compare import check_equal
 
 C, R, H, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.REPLICATED

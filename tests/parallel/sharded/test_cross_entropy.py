@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import Group, Tensor
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 from nnmpi.base.shard import part
-from nnmpi.comm.group import Group
-from nnmpi.ops.loss import cross_entropy as whole_cross_entropy
+from nnmpi.ops import cross_entropy as whole_cross_entropy
 from nnmpi.parallel.sharded.cross_entropy import best_classes, cross_entropy
-from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import TOLERANCES
 
 OPTIONS: list[dict[str, Any]] = [

@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
+from nnmpi import Group, Tensor, nn
 from nnmpi.base.errors import ShapeError
-from nnmpi.comm.group import Group
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.loss import cross_entropy
+from nnmpi.nn import Module, Sharding, training
+from nnmpi.ops import cross_entropy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.placement import Placement, features, rows
-from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import TOLERANCES, check_equal, differences, regions, train
 
 C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB

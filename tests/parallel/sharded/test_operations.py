@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 import nnmpi
+from nnmpi import Group, Tensor
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import LayoutError
-from nnmpi.comm.group import Group
 from nnmpi.ops.collectives import PartExchange, scatter
-from nnmpi.tensor.function import Function
+from nnmpi.tensor import Function, gather_shards
 from nnmpi.tensor.placement import Placement, Shard, is_sharded
-from nnmpi.tensor.sharded import gather_shards, mark
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.sharded import mark
 from tests.tensor.draws import Case
 from tests.tensor.test_operations import TABLE
 

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn, ops
+from nnmpi import Group, Tensor, nn, ops
 from nnmpi.base.errors import LayoutError
-from nnmpi.comm.group import Group
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
+from nnmpi.nn import Module, Parameter, Sharding, training
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.sharded import gather_shards
-from nnmpi.tensor.tensor import Tensor, concatenate
+from nnmpi.tensor import concatenate, gather_shards
 from tests.parallel.sharded.compare import check_equal, images
 
 C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED

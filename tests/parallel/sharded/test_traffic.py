@@ -5,16 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from nnmpi import nn
+from nnmpi import Group, Tensor, nn
 from nnmpi.base import timeline
-from nnmpi.comm.group import Group
-from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import Sharding
+from nnmpi.nn import Module, Sharding, training
+from nnmpi.ops import cross_entropy
 from nnmpi.ops.collectives import CATEGORY
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import images
 
 C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB

@@ -1,0 +1,34 @@
+"""Runs for commands, and what these print."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.train.cli import main as train
+from tests.harness.commands import on_ranks
+
+
+@pytest.fixture
+def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Return the folder of a short run, and its test accuracy and loss as they were printed."""
+
+    def trained(words: str, folder: Path = tmp_path) -> tuple[Path, str]:
+        on_ranks(train, [*words.split(), "--epochs", "1", "--out", str(folder / "run")], 2)
+        (printed,) = re.findall(r"^test ((?:accuracy|RMSE).*?\))", capfd.readouterr().out, re.M)
+        return folder / "run", printed
+
+    return trained
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Return what a command prints."""
+
+    def printed(main: Any, words: str, ranks: int = 1) -> str:
+        capfd.readouterr()
+        on_ranks(main, words, ranks)
+        return str(capfd.readouterr().out)
+
+    return printed
