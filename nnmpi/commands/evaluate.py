@@ -21,6 +21,7 @@ from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
+from nnmpi.data.cells import BOOLS
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
 from nnmpi.tensor.tensor import Tensor
@@ -133,6 +134,10 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
             f"{samples.name} has {predicts} of shape {shape}, but the model predicts {expected}"
         )
     names, model_names = samples.class_names, signature.class_names
+    if predicts == "classes" and not model_names and all(name.isdecimal() for name in names):
+        model_names = tuple(map(str, range(signature.classes)))  # a table's 3 is class 3
+    bools = {name.lower(): name for name in model_names if name.lower() in BOOLS}
+    names = tuple(bools.get(name.lower(), name) for name in names)
     if names and model_names and names != model_names:
         for name in names:
             if name not in model_names:
@@ -143,13 +148,19 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
         numbers = np.array([model_names.index(name) for name in names], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
+    notes = samples.notes
+    if model_names and not names and [*model_names] != [*map(str, range(len(model_names)))]:
+        notes += (f"labels are numbers of the model's classes, 0 for {model_names[0]!r}",)
+    if names and not model_names:
+        notes += (f"the model's classes have no names; 0 is taken for {names[0]!r}",)
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
     return replace(
         samples,
+        notes=notes,
         x=signature.in_order(x, samples.columns, samples.name),
         y=labels,
         classes=classes,
-        class_names=model_names,
+        class_names=signature.class_names,
         scale=signature.scale if x.dtype == np.uint8 else 1.0,
         columns=signature.columns,
     )
@@ -199,6 +210,8 @@ def main(words: Sequence[str], group: Group) -> None:
     train, test = load_samples(_data(run, options), group, console.say, run.signature)
     with agreed(group):
         samples = match_samples(run.signature, train if options.part == "train" else test)
+    for note in samples.notes if isinstance(samples, Dataset) else ():
+        console.say(f"{samples.name}: {note}")
     result, confusion = evaluate(run, samples, options.batch_size)
     weights = opening.weights or run.folder.path
     text = _as_json(run, weights, samples, result, confusion, options)

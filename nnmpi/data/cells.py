@@ -22,10 +22,16 @@ _NUMBER = {
     )
     for mark, other in ((".", ","), (",", "."))
 }
-_SIGN = r"[^\w\s.,:;/+()<>?~*'\"−–-]"  # $, %, °
+_MONEY = r"[$¢£¤¥฿₠-⃀]"
+# behind a number without a space between; 5a, 2B and 2019Q1 are codes
+_UNITS = (
+    "% ‰ ° °C °F € £ $ ¥ ¢ ₹ EUR USD GBP CHF JPY km m cm mm µm mi ft in kg g mg t lb lbs oz l ml"
+    " s ms h min d kW W V Hz kHz MHz GHz kB KB MB GB TB hp px"
+)
+UNITS = frozenset(_UNITS.split())
 _AMOUNT = re.compile(
-    rf"([+−–-]?)({_SIGN}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d.,{_GAPS}]*\d)?)"
-    rf"(\s?(?![eE][+-]?\d)(?:{_SIGN}|[^\W\d_])\S*)?"
+    rf"([+−–-]?)({_MONEY}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d.,{_GAPS}]*\d)?)"
+    rf"((?:{'|'.join(map(re.escape, UNITS))}|{_MONEY}|\s[^\W\d_]\S*|\s[%‰°€$£¥¢₹]\S*)?)"
 )
 ISO = "ISO 8601"
 _TIMES = "%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M:%S %p"
@@ -50,7 +56,6 @@ _DAYS = """\
 %b-%d-%Y
 %d-%b-%Y
 %d-%b-%y
-%b-%y
 %b %Y
 %B %Y""".splitlines()
 DATES = ISO, *_TIMES, *(f"{day} {time}".strip() for time in ("", *_TIMES) for day in _DAYS)
@@ -95,8 +100,24 @@ def amount(text: str, mark: str = ".") -> tuple[float, tuple[str, str]] | None:
     return None if value is None else (value, (before, behind))
 
 
+def mark_of(cell: str) -> str:
+    """Return the decimal mark that a number shows; "both" if it is two, "text" for no number.
+
+    It is empty if both marks read the same. A unit is a listed one; "01.2024" is no number.
+    """
+    point, comma = (amount(cell, mark) for mark in MARKS)
+    measured = point or comma
+    if measured is None or measured[1][1] not in (*UNITS, "") or re.match(r"[+-]?0\d", cell):
+        return "" if cell.isdecimal() or cell.strip().lower() in {*MISSING, *BOOLS} else "text"
+    if point and comma:
+        return "both" if point != comma else ""
+    return MARKS[point is None]
+
+
 def days(text: str, form: str) -> float | None:
     """Return a date of this format in days since 1970; None for another text."""
+    if re.search(r":(?!\d\d)", text):  # 2:1 is a score
+        return None
     try:
         moment = (
             datetime.fromisoformat(text.replace("/", "-"))

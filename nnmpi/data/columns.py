@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, counted, shortened
-from nnmpi.data.cells import DATES, amount, days, numbers_in, split_words
+from nnmpi.data.cells import DATES, UNITS, amount, days, number, numbers_in, split_words
 from nnmpi.data.dataset import lost_columns, no_number
 
 ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
@@ -41,6 +41,7 @@ LARGE_INDEX = 3000  # and so is 5001, 5002, 5003 ..., while 1960, 1961, 1962 ...
 INDEX_NAMES = ("column 1", "unnamed: 0", "rownames", "row.names", "index")
 FEWEST_ROWS = 2  # with a word, for it to be a feature
 SENTENCE = 3  # words of a text from which on it may be a document
+FEW = 20  # one text of so many may be odd
 SAMPLE = 20  # texts of a column that show which formats of dates may be its own
 
 
@@ -58,7 +59,7 @@ class Column:
         values: the texts or the words; the format of dates; the signs before and behind a number
             with a unit.
         size: the length of a list.
-        mark: the decimal mark of the table.
+        mark: the decimal mark of the table; empty if it is unknown.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Column:
     offset: float = 0.0
     values: tuple[str, ...] = ()
     size: int = 1
-    mark: str = "."
+    mark: str = ""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -234,7 +235,7 @@ def _commonest(
         DataError: for dates of which nobody knows whether the month or the day is first.
     """
     found, kinds = Counter[tuple[Any, ...]](), Counter({"text": 0})
-    some = sorted(words)[:: len(words) // SAMPLE + 1]
+    some, few = sorted(words)[:: len(words) // SAMPLE + 1], len(words) * (FEW - 1)
     forms = [
         form for form in DATES if sum(days(text, form) is not None for text in some) * 5 > len(some)
     ]
@@ -242,17 +243,25 @@ def _commonest(
         items: list[tuple[Any, ...]] = [
             ("date", form) for form in forms if days(word, form) is not None
         ]
-        if measured := amount(word) or amount(word, ","):
+        own = amount(word, cells.mark)
+        measured = own or amount(word, "," if cells.mark == "." else ".")
+        # a unit that is none of the usual ones is one only behind the file's own numbers
+        if measured and (own or measured[1][1] in (*UNITS, "")):
             items = [("number", *measured[1])]
         elif (size := len(numbers_in(word))) > 1:
             items = [("list", size)]
         found.update(items)
         kinds.update({item[0] for item in items})
+    for item in [*found]:
+        # "1 room" and "2 rooms" are texts: a word is a unit if it is that of all
+        if item[0] == "number" and item[2] not in (*UNITS, "") and found[item] * FEW < few:
+            kinds["number"] -= found.pop(item)
     ((kind, count),) = kinds.most_common(1)
     best, *others = [item for item, _ in found.most_common() if item[0] == kind] or [("text",)]
     for word in words:
         for other in others if kind == "date" else ():
-            if found[other] == found[best] and days(word, best[1]) != days(word, other[1]):
+            either = {days(word, item[1]) for item in (best, other)} - {None}
+            if found[other] == found[best] and len(either) > 1:
                 raise DataError(
                     f"{cells.source}: {word!r} in column {cells.names[place]!r} may have the month"
                     " or the day first; write it as 2024-03-31, or leave the column out:"
@@ -353,7 +362,9 @@ def _dates(cells: Cells, place: int, form: str) -> NDArray[np.float64]:
     for row, text in enumerate(cells.words(place)):
         day = days(text, form) if text else np.nan
         if day is None:
-            raise cells.wrong(row, place, f"{shortened(repr(text))} is no date as the others are")
+            raise cells.wrong(
+                row, place, f"{shortened(repr(text))} is no date as the others are; mend it"
+            )
         result[row] = day
     return result
 
@@ -374,7 +385,9 @@ def find_places(source: object, names: Sequence[str], encoding: Encoding) -> tup
     """
     places = [*map(finder(names), (item.name for item in encoding))]
     needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
-    if max(places) >= 0 and has_names(encoding):
+    # some of its names may be cells, too, beside numbers
+    is_header = -1 not in places or all(number(name) is None for name in names if name)
+    if max(places) >= 0 and is_header and has_names(encoding):
         if -1 in places or len({*places}) < len(places):
             wrong = [place < 0 or places.count(place) > 1 for place in places].index(True)
             raise DataError(f"{source} has no column {encoding[wrong].name!r}; {needed}")

@@ -224,10 +224,11 @@ class Items(Settled, Samples, fixed="name classes"):
             is_row = not any(map(np.ndim, values)) and not {*inputs} & {*ROW_NUMBERS}
             for names, what in ((labels, "label"), ([] if is_row else inputs, "sample")):
                 if len(names) > 1:
+                    kept = [name for name in inputs if name not in ROW_NUMBERS][:1]
                     raise DataError(
                         f"{self.name}: item {i} has {' and '.join(names)}, of which one alone can be"
                         f" the {what}; leave the others out, as select_columns"
-                        f"({[*inputs[:1], labels[0]]}) of Hugging Face's data sets does"
+                        f"({[*kept, labels[0]]}) of Hugging Face's data sets does"
                     )
             item = *([values] if len(values) > 1 else values), item[labels[0]]
         if not isinstance(item, tuple | list) or len(item) != 2:

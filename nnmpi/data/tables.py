@@ -9,7 +9,7 @@ stands above numbers, or if its cells do not occur below them. Features may be n
 texts: see `columns`; what a cell says: see `cells`. A first column that only numbers the rows is
 left out, and so are rows without a label. Orange's .tab files have two more header lines.
 
-A decimal mark belongs to a file: the first cell that only one mark reads shows it.
+A decimal mark belongs to a file: columns of numbers show it, by cells that only one mark reads.
 
 Labels of a table are text or integers. The classes are the labels that occur in the training table,
 sorted: integers need not begin at 0 nor be consecutive. `class_names` maps classes to labels. With
@@ -27,13 +27,14 @@ held-out part (`dataset.HELD_OUT`), in any capitals.
 """
 
 import csv
+import re
 import zipfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import nan, prod
-from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
-from nnmpi.data.cells import BOOLS, MARKS, amount, number
+from nnmpi.data.cells import BOOLS, MARKS, amount, mark_of, number
 from nnmpi.data.columns import Cells, Encoding, encode, find_places, finder, fit, has_names
 from nnmpi.data.dataset import (
     HELD_OUT,
@@ -94,6 +95,8 @@ npy pandas.DataFrame(numpy.load({}))""".splitlines()
 )
 SEPARATORS = "\t;|, "  # in this order: a table by semicolons may have a comma in each row, too
 SNIFFED_LINES = 50
+MARK_ROWS = 1000  # that show the decimal mark; more are read only if they do not
+FEW = 20  # one cell of so many may be odd
 CELL_BYTES = 2**30  # the longest cell of a table, beyond the 128 KiB of Python's default
 NO_LABEL = MISSING - {"none", "-", "--", "."}  # these may be classes
 YEARS = 1500, 2100  # numbers that may be names of columns
@@ -247,30 +250,76 @@ def find_separator(path: Path, lines: Iterable[str]) -> str:
     return ","
 
 
-def find_mark(path: Path, separator: str, rows: Iterable[tuple[int, list[str]]]) -> str:
-    """Return the decimal mark of a file: that of the first cell that only one mark reads.
+def find_mark(
+    path: object,
+    separator: str,
+    rows: Iterable[tuple[int, list[str]]],
+    places: Collection[int],
+    known: str = "",
+) -> tuple[str, tuple[str, ...]]:
+    """Return the decimal mark of a file, and a sentence if its cells did not show it.
 
-    Between commas, points are looked for first: a comma within a cell may be anything.
+    A column of numbers shows it. One number that only the other mark reads is a typing error beside
+    others that both read. Without a sign of it, commas between cells leave the point.
+
+    Args:
+        path: for messages.
+        separator: of the cells.
+        rows: line numbers and cells.
+        places: of the columns that may show it.
+        known: the mark of the training table, which decides if none is shown; empty for none.
 
     Raises:
-        DataError: if every number reads as two.
+        DataError: if two columns show different ones, or numbers read as two and none is shown.
     """
-    shown, either = "", ""
-    for line, cells in rows:
-        row = " ".join(cells)
-        for cell in cells if "." in row or "," in row else ():
-            point, comma = (amount(cell, mark) for mark in MARKS)
-            if point and not comma:
-                return "."
-            if comma and not point:
-                if separator != ",":
-                    return ","
-                shown = ","
-            elif point and comma and point != comma and not either:
-                either = f"{path}, line {line}: {cell!r} is {point[0]:.15g} or {comma[0]:.15g}"
-    if either and separator != ",":
-        raise DataError(f"{either}; name the decimal mark of the table, decimal='.' or decimal=','")
-    return shown or "."
+    counts = {place: Counter[str]() for place in places}
+    found, sure = dict[tuple[int, str], tuple[int, str]](), set[tuple[int, str]]()
+
+    def told(place: int, what: str) -> str:
+        line, cell = found[place, what]
+        return f"line {line}, column {place + 1}: {cell!r}"
+
+    def votes() -> dict[str, int]:
+        result = dict[str, int]()
+        for place, count in counts.items():
+            for mark in MARKS:
+                # between commas, a comma within a cell is rather one between thousands
+                share = 1 if mark == separator else FEW
+                is_shown = (place, mark) in sure or count[mark] * share >= max(count["both"], 1)
+                odd = count["text"] + sum(count[item] for item in MARKS if item != mark)
+                if is_shown and odd * FEW <= count.total():
+                    result.setdefault(mark, place)
+        return result
+
+    shown = dict[str, int]()
+    for at, (line, cells) in enumerate(rows):
+        row = "".join(cells)
+        for place in places if "." in row or "," in row else ():
+            what = mark_of(cell := cells[place]) if place < len(cells) else ""
+            if at or what != "text":
+                counts[place][what] += 1
+                found.setdefault((place, what), (line, cell))
+                # 1.200,5 and 0,5 leave no doubt
+                if what and (re.match("[+-]?0", cell) or {*MARKS} <= {*cell}):
+                    sure.add((place, what))
+        if at % MARK_ROWS == MARK_ROWS - 1 and (shown := votes()):
+            break
+    remedy = "name the decimal mark of the table, decimal='.' or decimal=','"
+    if len(shown := shown or votes()) > 1:
+        signs = " and ".join(told(place, mark) for mark, place in shown.items())
+        raise DataError(f"{path}: the decimal marks differ, in {signs}; {remedy}")
+    if shown:
+        return next(iter(shown)), ()
+    for place, count in counts.items():
+        if count["both"] and count["text"] * FEW <= count.total():
+            measured = (amount(found[place, "both"][1], mark) for mark in MARKS)
+            values = " or ".join(f"{item[0]:.15g}" for item in measured if item)
+            either = f"{told(place, 'both')} is {values}"
+            if known:
+                return known, (f"{either}; the training table's decimal mark, {known!r}, is taken",)
+            if separator != ",":
+                raise DataError(f"{path}, {either}; {remedy}")
+    return known or ".", ()
 
 
 def _counts(first: Sequence[str], width: int) -> bool:
@@ -323,6 +372,7 @@ class _Rows:
         is_named: whether the first row is names; None if only the others can tell.
         class_names: in scikit-learn's first line.
         roles: of the columns, in Orange's third line.
+        notes: sentences about the decimal mark.
     """
 
     source: object
@@ -331,6 +381,7 @@ class _Rows:
     is_named: bool | None = None
     class_names: Sequence[str] = ()
     roles: Sequence[str] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _rows_of(path: Path, rules: TableRules) -> _Rows:
@@ -341,44 +392,84 @@ def _rows_of(path: Path, rules: TableRules) -> _Rows:
 
     if rules.decimal not in ("", *MARKS):
         raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
-    mark = rules.encoding[0].mark if rules.encoding else rules.decimal
-    mark, begin = mark or find_mark(path, separator, read()), [*islice(rows := read(), 3)]
+    begin = [*islice(rows := read(), 3)]
     if not begin:
         raise DataError(f"{path}: the table has no rows of data")
     first, second, third = (cells for _, cells in (begin * 3)[:3])
+    is_orange = path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS
+    # Orange's third line may be blank
+    used = 2 + (len(begin) > 2 and begin[2][0] == begin[1][0] + 1) if is_orange else 1
+    mark, notes = rules.decimal, tuple[str, ...]()
+    if not mark:
+        known = rules.encoding[0].mark if rules.encoding else ""
+        texts, places = chain(begin[:1], islice(read(), used, None)), _voters(path, begin, rules)
+        mark, notes = find_mark(path, separator, texts, places, known)
     if _counts(first, len(second)) and sum(1 for _ in read()) == int(first[0]) + 1:
-        return _Rows(path, chain(begin[1:], rows), mark, class_names=first[2:])
-    if path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS:
-        used = 2 + (len(begin) > 2 and begin[2][0] == begin[1][0] + 1)  # the third may be blank
+        return _Rows(path, chain(begin[1:], rows), mark, class_names=first[2:], notes=notes)
+    if is_orange:
         roles = [cell[:1].lower() for cell in third] if used == 3 else []
-        return _Rows(path, chain(begin[:1], begin[used:], rows), mark, True, roles=roles)
+        texts = chain(begin[:1], begin[used:], rows)
+        return _Rows(path, texts, mark, True, roles=roles, notes=notes)
     if len(first) == len(second) - 1 and None in {*map(number, first)}:
         first.insert(0, "")  # R's names of rows have no name
-    return _Rows(path, chain(begin, rows), mark)
+    return _Rows(path, chain(begin, rows), mark, notes=notes)
+
+
+def _voters(
+    path: object, begin: Sequence[tuple[int, Sequence[str]]], rules: TableRules
+) -> Collection[int]:
+    """Return the places of the columns that may show the decimal mark: none that is left out."""
+    first, width = begin[0][1], len(begin[-1][1])
+    names = _unique([""] * (width - len(first)) + [*first])
+    if not rules.encoding:
+        return {*range(width)} - {_place(path, names, name) for name in rules.drop}
+    places, _ = find_places(path, names, rules.encoding)
+    used = zip(rules.encoding, places, strict=True)
+    return {finder(names)(rules.target)} - {-1} | {
+        place for column, place in used if column.kind in ("number", "date")
+    }
 
 
 def _rows_in(source: Any, rules: TableRules) -> _Rows:
     """Return the rows of a table in memory; its numbers are written with the decimal mark."""
-    name, mark = type(source).__name__, rules.encoding[0].mark if rules.encoding else "."
+    name = type(source).__name__
     is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
     try:
         names = [*getattr(source, "columns", source)] if is_columns else None
-        rows = [*zip(*(source[item] for item in names), strict=True)] if names else [*source]
+        columns = (_cells_of(source[item]) for item in names or ())
+        rows = [*zip(*columns, strict=True)] if names else [*source]
         if names is None and rows and isinstance(rows[0], Mapping):
             names = [*rows[0]]
             rows = [[row[item] for item in names] for row in rows]
-        lines = [[*row] for row in ([] if names is None else [names]) + rows]
+        lines = [[*_cells_of(row)] for row in ([] if names is None else [names]) + rows]
     except (TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"the {name} is no table ({error}); give a DataFrame, a dictionary of columns of one"
             " length, or rows"
         ) from error
+    numbered = [*enumerate(lines, start=names is None)]
+    mark, notes = rules.decimal or ".", tuple[str, ...]()
+    if rules.encoding and lines and not rules.decimal:
+        written = (
+            (line, [cell if isinstance(cell, str) else "" for cell in cells])
+            for line, cells in numbered
+        )
+        head = [(0, [*map(str, names)])] if names else []
+        places = _voters(name, head, rules) if names else range(len(lines[0]))
+        mark, notes = find_mark(name, "", written, places, rules.encoding[0].mark or ".")
 
     def text(cell: Any) -> str:
-        return str(cell).replace(".", mark) if isinstance(cell, Real) else str(cell)
+        # Decimal and arrays of one number are no Real
+        is_number = hasattr(cell, "__float__") and not isinstance(cell, str)
+        return str(cell).replace(".", mark) if is_number else str(cell)
 
-    texts = ((line, [*map(text, cells)]) for line, cells in enumerate(lines, start=names is None))
-    return _Rows(name, texts, mark, names is not None)
+    texts = ((line, [*map(text, cells)]) for line, cells in numbered)
+    return _Rows(name, texts, mark, names is not None, notes=notes)
+
+
+def _cells_of(values: Any) -> Any:
+    """Return what iterates over values; a tensor's items are written as numbers."""
+    return np.asarray(values) if hasattr(values, "__dlpack__") else values
 
 
 def _parse(
@@ -387,24 +478,31 @@ def _parse(
     """Return cells, labels, the name of their column, the places of the features, and notes."""
     path, encoding, is_named = table.source, rules.encoding, table.is_named
     begin, first = next(table.rows, (1, []))
-    width, target, notes, found = len(first), -1, list[str](), True
+    width, target, notes, found = len(first), -1, [*table.notes], True
     if width < 1 + (labelled and not encoding):
         raise DataError(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
             " label, with commas, semicolons, tabs, bars or spaces between them"
         )
     figures = [*map(number, first)]
-    if width > 2 and not is_named and figures == [*range(width)]:
+    if width > 2 and is_named is None and figures == [*range(width)]:
         raise DataError(
             f"{path}, line {begin}: {first[0]}, {first[1]} ... seems to be a header, as pandas"
             " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
-    if not first[0].strip() and figures[1:] in ([*range(width - 1)], [*range(1, width)]):
+    counts = figures[1:] in ([*range(width - 1)], [*range(1, width)])
+    if not encoding and not first[0].strip() and counts:
         is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
     if encoding:
-        left, found = find_places(path, names, encoding)
+        is_row = is_named is False  # a list of rows has no names
+        left, found = find_places(path, [""] * width if is_row else names, encoding)
+        if is_row and len(left) < width:
+            raise DataError(
+                f"{path}, line {begin}: {counted(width, 'cell')}; the model needs"
+                f" {shortened(', '.join(column.name for column in encoding))}"
+            )
         is_named = found or is_named
         free = [place for place in range(width) if place not in left]
         unread = {*free}
@@ -421,6 +519,11 @@ def _parse(
         is_named = is_named or any(not name.isdecimal() for name in asked & {*names}) or None
     if labelled and free:
         known = rules.target if found else ""
+        if encoding and is_named and not known:
+            spare = shortened(", ".join(names[place] for place in free))
+            raise UsageError(
+                f"{path}: the model takes no column {spare}; name the label's, target={names[free[-1]]!r}"
+            )
         last = table.roles.index("c") if "c" in table.roles else free[-1]
         target = _place(path, names, known) if known else last
         left = [place for place in left if place != target]
@@ -445,20 +548,25 @@ def _parse(
         lines.append(line)
         values.extend(cast(list[float], numbers))
     matrix = np.frombuffer(values).reshape(len(labels), width)
-    if is_named is None:
-        is_named, is_sure = _is_named(matrix, texts)
-        is_named &= not encoding or len(labels) > 1
+    if is_named is None and not encoding:
+        is_named, is_sure = _is_named(matrix, texts, target)
         if is_named and not is_sure:
             notes.append(f"line {begin} is taken as the names of the columns")
     if not found:
-        if is_named and has_names(encoding):
+        # a first row is told by itself: no result depends on the rows below
+        pairs = zip(encoding, left, strict=True)
+        bare = [at for item, at in pairs if item.kind == "number" and not item.values]
+        has_texts = bool(bare) and all(0 in texts[place] for place in bare)
+        is_other = is_named or (is_named is None and has_texts)
+        if is_other and has_names(encoding):
             raise DataError(
                 f"{path} has the columns {shortened(', '.join(names))}; the model needs"
                 f" {shortened(', '.join(column.name for column in encoding))}"
             )
+        is_named = bool(is_other)
         if table.is_named is not False:
             notes.append("the columns are taken in the order of the training table")
-    start = int(is_named)
+    start = int(bool(is_named))
     if labelled and not start and labels[:1] and labels[0].lower() in NO_LABEL:
         start, unlabelled = 1, unlabelled + 1
     labels, lines = labels[start:], lines[start:]
@@ -480,7 +588,7 @@ def _parse(
         path,
         lines,
         names,
-        is_named,
+        bool(is_named),
         matrix[start:],
         tuple(
             {row - start: text for row, text in column.items() if row >= start} for column in texts
@@ -491,26 +599,43 @@ def _parse(
     return result, labels, names[target] if labelled else "", left, notes
 
 
-def _is_named(matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]]) -> tuple[bool, bool]:
-    """Return whether the first row of a table is names, and whether the columns' types show it.
+def _is_named(
+    matrix: NDArray[np.float64], texts: Sequence[Mapping[int, str]], target: int
+) -> tuple[bool, bool]:
+    """Return whether the first row of a training table is names, and whether no number is one.
 
-    It is if a text stands above numbers, or if no text occurs below in its column. Its numbers are
-    rising years above numbers that are none; else it is a row.
+    Its texts do not occur below: the target's may, as one of its classes, if others show a header.
+    A text shows one above numbers, and above texts that are repeated. Its numbers are names if they
+    count from 0 or 1, or rise or fall above other numbers, such as years or wavelengths.
     """
-    top, below, (least, most) = matrix[0], matrix[1:], YEARS
+    top, below = matrix[0], matrix[1:]
     words = {place: column[0] for place, column in enumerate(texts) if 0 in column}
+    under = {place: [*texts[place].values()][1:] for place in words}
+    found = [place for place, word in words.items() if word in under[place]]
+    above = any(not under[place] and not np.isnan(below[:, place]).all() for place in words)
+    repeated = [place for place, cells in under.items() if 0 < 2 * len({*cells}) <= len(cells)]
     figures = np.flatnonzero(~np.isnan(top))
-    years = top[figures]
-    is_row = not words and len(figures) < 2 or (np.diff(years) <= 0).any()
-    for place in figures.tolist():
-        given = np.append(below[~np.isnan(below[:, place]), place], top[place])
-        are = (given >= least) & (given <= most) & (given == np.rint(given))
-        is_row |= not are[-1] or bool(are.all())
-    if is_row:
+    if not len(figures):
+        is_class = found == [target] and len(words) > 1 and {*words} <= {*repeated}
+        return bool(words) and (not found or above or is_class), above and not found
+    if found or len(figures) < 2 and not words:
         return False, True
-    occurs = any(word in [*texts[place].values()][1:] for place, word in words.items())
-    above = any(len(texts[place]) == 1 and not np.isnan(below[:, place]).all() for place in words)
-    return not occurs or (above and not len(figures)), above and not occurs
+    steps = np.diff(top[figures])
+    counts = top[figures[0]] in (0, 1) and (steps == 1).all()
+    is_sorted = (steps > 0).all() or (steps < 0).all()
+    years = all(
+        _are_years(top[place]) and not _are_years(np.append(cells[~np.isnan(cells)], top[place]))
+        for place, cells in zip(figures, below[:, figures].T, strict=True)
+    )
+    shows = above or len(repeated) > 1 or (len(figures) > 3 and bool(repeated))
+    is_sorted &= len(steps) > 0 and shows
+    counts &= above or (len(steps) > 0 and bool(repeated))
+    return bool(counts or is_sorted or (years and (steps > 0).all())), False
+
+
+def _are_years(values: NDArray[np.float64]) -> bool:
+    least, most = YEARS
+    return bool(((values >= least) & (values <= most) & (values == np.rint(values))).all())
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -618,8 +743,12 @@ def to_dataset(
         raise DataError(
             f"{table.source}: label {shortened(fraction)!r} is not a whole number; {HINT}"
         )
+    # True, TRUE and true are one class
+    bools = {name.lower(): name for name in class_names or sorted(numbers) if name.lower() in BOOLS}
     spelled = {
-        label: label if value is None or not is_numeric else str(int(value))
+        label: str(int(value))
+        if is_numeric and value is not None
+        else bools.get(label.lower(), label)
         for label, value in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))

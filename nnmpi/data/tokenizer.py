@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -142,26 +143,28 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {result} is read by the library tokenizers, which is not installed; pip"
             f" install tokenizers, or use {BYTES} or {CHARACTERS}"
         ) from None
-    end = _named_end(result.parent)
+    ends = [*_named_ends(result.parent)]
     with foreign(result, DataError, "not a tokenizer"):
         if result.name in PAIRS_FILES:
             pairs = (str(result.parent / name) for name in PAIRS_FILES)
-            return LibraryTokenizer(_of_pairs(library, *pairs), end)
-        return LibraryTokenizer(library.Tokenizer.from_file(str(result)), end)
+            return LibraryTokenizer(_of_pairs(library, *pairs), ends)
+        return LibraryTokenizer(library.Tokenizer.from_file(str(result)), ends)
 
 
-def _named_end(folder: Path) -> str | int | None:
-    """Return the end token that a folder's files name, its text or number; None without one."""
-    for file in (folder / name for name in END_FILES if (folder / name).is_file()):
-        with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
+def _named_ends(folder: Path) -> Iterator[str | int]:
+    """Yield the end tokens that a folder's files name, texts or numbers; damaged files name none.
+
+    A number may be of no token: a config.json has GPT-2's beside any vocabulary.
+    """
+    for file in (folder / name for name in END_FILES):
+        try:
             values = read_json(file)
             # the text, or a dictionary of it and its flags; the number, or a list of several
             end = values.get("eos_token", values.get("eos_token_id"))
-            end = end["content"] if isinstance(end, dict) else end
-            end = end[0] if isinstance(end, list) else end
-        if isinstance(end, str | int):
-            return end
-    return None
+            for item in end if isinstance(end, list) else [end]:
+                yield item["content"] if isinstance(item, dict) else item
+        except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+            continue
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
@@ -257,22 +260,24 @@ class LibraryTokenizer(Tokenizer):
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        end: the text or the number of its end token; None for the first of ENDS that it has. An end
-            token that it lacks is added, without any the first of ENDS.
+        ends: what may be its end token: the first text, which is added if it lacks it, or number of
+            one of its tokens; else the first of ENDS that it has, or the first of all.
 
     Raises:
-        ValueError: for a tokenizer, or a number, that cannot be used.
+        ValueError: for a tokenizer that cannot be used.
     """
 
-    def __init__(self, inner: Any, end: str | int | None = None) -> None:
+    def __init__(self, inner: Any, ends: Sequence[Any] = ()) -> None:
         self._inner, self.name = inner, type(inner.model).__name__
         inner.no_truncation()
         inner.no_padding()
-        named = inner.id_to_token(end) if isinstance(end, int) else end
-        if named is None and end is not None:
-            raise ValueError(f"the end token's number {end} beside it is none of its tokens")
-        self.end_text = named or next(
-            (item for item in ENDS if inner.token_to_id(item) is not None), ENDS[0]
+        named = (
+            inner.id_to_token(end) if type(end) is int and 0 <= end < MOST_TOKENS else end
+            for end in ends
+        )
+        usual = (item for item in ENDS if inner.token_to_id(item) is not None)
+        self.end_text = next(
+            (item for item in chain(named, usual) if isinstance(item, str)), ENDS[0]
         )
         if inner.token_to_id(self.end_text) is None:
             inner.add_special_tokens([self.end_text])

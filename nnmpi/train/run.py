@@ -92,6 +92,15 @@ def read_rows(source: Any, signature: ModelSignature, say: Callable[[str], Any])
     return table.features
 
 
+def _is_nested(row: Any) -> bool:
+    return (
+        isinstance(row, list | tuple)
+        and bool(row)
+        and isinstance(row[0], list | tuple)
+        or (getattr(row, "ndim", 1) > 1)
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """A run on one rank, during or after its training.
@@ -139,7 +148,9 @@ class Run:
         is_table = hasattr(x, "columns") or isinstance(x, Mapping)
         is_table |= many and bool(x) and isinstance(x[0], Mapping)
         kind = getattr(getattr(x, "dtype", None), "kind", "")
-        if is_table or (of.encoding and (many or kind in ("O", "U"))):
+        # pictures as lists are none of a table
+        is_rows = kind in ("O", "U") or (many and not (x and _is_nested(x[0])))
+        if is_table or (of.encoding and is_rows):
             samples = read_rows(x, of, partial(warnings.warn, stacklevel=4))
         elif moved := [column.name for column in of.encoding if column.offset]:
             raise DataError(

@@ -4,6 +4,7 @@ printed.
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import nnmpi
 from nnmpi import NnmpiError, data, simulate
 from nnmpi.base.errors import CheckpointError, DataError, DivergenceError, UsageError
 from nnmpi.commands.evaluate import main as evaluate
+from nnmpi.commands.evaluate import match_samples
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
 from nnmpi.commands.report import main as report
@@ -253,7 +255,10 @@ def test_a_tables_columns_are_found_by_their_names(tmp_path: Path, run: Any, sai
     right, result = (said(evaluate, f"{words} {file}") for file in (data, moved))
     assert result.replace("moved", "table") == right
     bare.write_text("\n".join(data.read_text().splitlines()[1:]))
-    assert said(evaluate, f"{words} {bare}").replace("bare", "table") == right
+    result = said(evaluate, f"{words} {bare}")
+    note = "bare: the columns are taken in the order of the training table\n"
+    assert note in result
+    assert result.replace(note, "").replace("bare", "table") == right
     with pytest.raises(DataError, match=r"other\.csv has no column 'c'; the model needs a, b, c"):
         said(evaluate, f"{words} {other}")
     of_one_class = [
@@ -337,6 +342,49 @@ def test_a_run_keeps_the_rules_of_its_table(tmp_path: Path, run: Any, said: Any)
     other.write_text("kind,size,note,leaf\nash,1,green,TRUE\n")
     with pytest.raises(DataError, match=r"other\.csv has no column 'when'"):
         said(predict, f"{folder} {other}")
+
+
+def test_a_loaded_tables_run_takes_rows_as_rows_and_pictures_as_pictures(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.integers(0, 256, (20, 2, 2, 1))
+    lines = [
+        "a,b,c,d,y",
+        *(f"{','.join(map(str, row.ravel()))},{i % 2}" for i, row in enumerate(x)),
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    words = f"--dataset {tmp_path / 't.csv'} --model mlp --max-steps 2 --quiet --out {tmp_path}"
+    for shape, name in ((" --sample-shape 2,2,1", "/images"), ("", "/rows")):
+        simulate(partial(train, (words + name + shape).split()), 1)
+        run = nnmpi.load(f"{tmp_path}{name}")
+        given = x if shape else x.reshape(-1, 4)
+        right = run.predict(given)
+        for same in (given.tolist(), [*given], given.astype(object).tolist()):
+            np.testing.assert_array_equal(run.predict(same), right)
+    with pytest.raises(DataError, match="5 cells; the model needs a, b, c, d"):
+        run.predict([[1, 2, 3, 4, 5]])
+    # numbers of classes with names
+    named = [
+        "a,b,c,d,y",
+        *(f"{','.join(map(str, row.ravel()))},{'st'[i % 2]}" for i, row in enumerate(x)),
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(named))
+    simulate(partial(train, f"{words}/named".split()), 1)
+    np.savez(tmp_path / "n.npz", x=x.reshape(-1, 4).astype("f4"), y=np.arange(20) % 2)
+    capfd.readouterr()
+    simulate(
+        lambda group: evaluate([f"{tmp_path}/named", "--dataset", f"{tmp_path / 'n.npz'}"], group),
+        1,
+    )
+    assert "labels are numbers of the model's classes, 0 for 's'" in "".join(capfd.readouterr())
+    signature = replace(run.signature, class_names=(), classes=3)
+    for labels, note in (("12", 0), ("st", 1)):
+        (tmp_path / "t.csv").write_text(f"a,b,c,d,y\n1,2,3,4,{labels[0]}\n5,6,7,8,{labels[1]}\n")
+        rows = data.load(str(tmp_path / "t.csv"), target="y", encoding=signature.encoding)[0]
+        matched = match_samples(signature, rows)
+        assert ("0 is taken for 's'" in str(matched.notes)) == note
+        assert matched.y.tolist() == ([0, 1] if note else [1, 2])[: len(rows)]
 
 
 def test_a_table_of_pixels_is_images(tmp_path: Path, run: Any, said: Any) -> None:

@@ -66,7 +66,9 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
     other.write_text("1,f,1,2024-03-01,2\n")  # without a header: in the same order
     assert read_csv(other, TableRules(encoding=encoding), labelled=False).features[0, 1] == 1
     other.write_text("age,sex,member,seen,income\n1,f,1,soon,2\n")
-    with pytest.raises(DataError, match=r"column 4 \(seen\): 'soon' is no date as the others are$"):
+    with pytest.raises(
+        DataError, match=r"column 4 \(seen\): 'soon' is no date as the others are; mend it$"
+    ):
         read_csv(other, TableRules(encoding=encoding), labelled=False)
 
 

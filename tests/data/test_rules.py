@@ -1,6 +1,9 @@
 """Tables are read by rules: of their file, their columns and the run; what two rules fit is refused."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from decimal import Decimal
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +62,72 @@ def test_a_file_has_one_decimal_mark(
     assert full(tmp_path, column(cells, separator)).x[:, 0].tolist() == pytest.approx(values)
 
 
+def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path: Path) -> None:
+    """No text, no dropped column, no date; one typing error is refused by its line."""
+    sales = [f'"1,{200 + i}"' for i in range(40)]
+    texts = [f'"1,{200 + i}",{"S" if i else chr(34) + "3,5" + chr(34)},{i % 2}' for i in range(40)]
+    assert full(tmp_path, ["sales,size,k", *texts]).x[0, 0] == 1200
+    junk = [f'{cell},"3,5",{i % 2}' for i, cell in enumerate(sales)]
+    assert full(tmp_path, ["sales,junk,k", *junk], drop=("junk",)).x[0, 0] == 1200
+    with pytest.raises(DataError, match=r"line 42, column 1 \(v\): '12,5' is no number"):
+        full(tmp_path, column([*sales, '"12,5"']))
+    german = [
+        "Monat;g;k",
+        *(f"{i % 12 + 1:02}.2024;{1 + i % 7},{100 + i};{i % 2}" for i in range(40)),
+    ]
+    with pytest.raises(DataError, match=r"line 2, column 2: '1,100' is 1100 or 1.1; name the dec"):
+        full(tmp_path, german)
+    with pytest.raises(
+        DataError, match="line 2, column 1: '0.5' and line 2, column 2: '0,5'; name"
+    ):
+        full(tmp_path, ["a;b;k", *(f"{i}.5;{i},5;{i % 2}" for i in range(9))])
+    motors = ["m;v;k", *(f"1.{i % 3} TDI;{i},5;{i % 2}" for i in range(40))]
+    assert full(tmp_path, motors).columns == ("m=1.0 TDI", "m=1.1 TDI", "m=1.2 TDI", "v")
+
+
+def test_another_table_has_a_mark_of_its_own(tmp_path: Path) -> None:
+    """The training table's decides only if it shows none; an earlier run's has none."""
+    lines = column(["1,5", "2,5", "1,250"], ";")
+    encoding = full(tmp_path, lines).encoding
+
+    def first(lines: list[str], **options: Any) -> tuple[float, bool]:
+        rules = TableRules(encoding=options.pop("encoding", encoding), **options)
+        other = read_csv(write(tmp_path, lines, "o.csv"), rules, labelled=False)
+        return float(other.features[-1, 0]), "the training table's decimal mark" in str(other.notes)
+
+    assert first(["v;w", "1.5;1", "1,250;2"]) == (1250, False)
+    assert first(["v;w", "1,250;2"]) == (1.25, True)
+    assert first(["v;w", "1,250;2"], decimal=".") == (1250, False)
+    earlier = tuple(replace(item, mark="") for item in encoding)
+    assert first(["v;w", "1,5;2"], encoding=earlier) == (1.5, False)
+    with pytest.raises(DataError, match="'1,250' is 1250 or 1.25; name the decimal mark"):
+        first(["v;w", "1,250;2"], encoding=earlier)
+    numbers = [[Decimal("1.500"), np.array(2.5)]]
+    rules = TableRules(encoding=encoding)
+    assert read_csv(numbers, rules, labelled=False).features.tolist() == [[1.5, 2.5]]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    ["5a 10b 7c", "1A 8F 2B", "2019Q1 2018Q4", "1920x1080 1366x768", "2:1 0:0 3:2", "Jan-05"],
+)
+def test_codes_are_texts(tmp_path: Path, cells: str) -> None:
+    texts = cells.split()
+    data = full(tmp_path, column([texts[i % len(texts)] for i in range(40)]))
+    assert data.encoding[0].kind == "text"
+    assert data.encoding[0].values == tuple(sorted(texts))
+
+
 def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) -> None:
     for separator in ";\t":
         lines = column(["1.000", "12.500", "7"], separator)
-        with pytest.raises(DataError, match=r"line 2: '1.000' is 1 or 1000; .*decimal='.' or dec"):
+        with pytest.raises(
+            DataError, match=r"line 2, column 1: '1.000' is 1 or 1000; .*decimal='.' or dec"
+        ):
             full(tmp_path, lines)
         assert full(tmp_path, lines, decimal=",").x[0, 0] == 1000
         assert full(tmp_path, lines, decimal=".").x[0, 0] == 1
-    with pytest.raises(DataError, match=r"line 3, column 1 \(v\): '1.5' is no number"):
+    with pytest.raises(DataError, match=r"line 2, column 1 \(v\): '1,5' is no number"):
         full(tmp_path, column(["1,5", "1.5", "2"], ";"))
     with pytest.raises(UsageError, match="decimal='x' is no decimal mark"):
         full(tmp_path, column(["1"]), decimal="x")
@@ -138,7 +199,7 @@ def test_two_units_and_two_forms_of_dates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no date as the others are|the month or the day first"):
         full(tmp_path, column(days))
     # between commas: the other mark
-    with pytest.raises(DataError, match="line 2.*'0,5' is no number"):
+    with pytest.raises(DataError, match="line 32.*'0.5' is no number"):
         full(tmp_path, column([f'"{i},5"' for i in range(30)] + ["0.5"]))
 
 
@@ -220,6 +281,72 @@ def test_years_are_names(tmp_path: Path, header: str) -> None:
     assert (len(bare), bare.class_names) == (9, ("0", "1", "2"))
     years = [f"{1950 + i},{1980 + i},{'xy'[i % 2]}" for i in range(8)]
     assert len(full(tmp_path, years)) == 8, "years above years are a row"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "0,1,2,label {i}.5,{k},3,{i%2}",
+        ",0,1,2,label {i},{i}.5,{k},3,{i%2}",
+        "name,1,2,3,cls n{k},{i},{k},7,{c}",
+        "label,0,1,2 {k},{i},7,{c}",
+        "400.5,401.0,class {i}.25,{k},{i%2}",
+        "wind,play w{k},{p}",
+        "play,wind {p},w{k}",
+        "land,2019,2020,grow l{k},{1900+i},3,{i%2}",
+    ],
+)
+def test_names_may_be_numbers_or_a_class(tmp_path: Path, table: str) -> None:
+    header, row = table.split()
+    rows = []
+    for i in range(40):
+        cells = {"i": i, "k": i % 5, "i%2": i % 2, "c": "ab"[i % 2], "1900+i": 1900 + i}
+        cells["p"] = ["play", "stay"][i % 2]
+        rows.append(
+            reduce(
+                lambda text, cell: text.replace(f"{{{cell[0]}}}", str(cell[1])), cells.items(), row
+            )
+        )
+    target = "1" if header.startswith(("label", "play")) else ""
+    data = full(tmp_path, [header, *rows], target=target)
+    assert len(data) == 40 and data.target in header and not data.target.isdecimal()
+
+
+def test_booleans_are_one_class_in_any_capitals(tmp_path: Path) -> None:
+    lines = ["a,k", *(f"{i % 5},{['True', 'TRUE', 'False', 'true'][i % 4]}" for i in range(20))]
+    data = full(tmp_path, lines)
+    assert (data.classes, data.y[:4].tolist()) == (2, [1, 1, 0, 1])
+
+
+def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -> None:
+    lines = ["city,kind,y", *(f"{'ab'[i % 2]},{'cde'[i % 3]},{i % 2}" for i in range(30))]
+    for table in (lines, lines[1:]):
+        rules = TableRules(encoding=full(tmp_path, table).encoding)
+        rows = ["x,c", "a,z", "q,e"]
+        alone = [
+            read_csv(write(tmp_path, [row], "o.csv"), rules, False).features[0].tolist()
+            for row in rows
+        ]
+        for order in (rows, rows[::-1]):
+            many = read_csv(write(tmp_path, order, "o.csv"), rules, False).features.tolist()
+            assert many == [alone[rows.index(row)] for row in order]
+    # a run without names: numbers have a header, which no row can be
+    bare = TableRules(
+        encoding=full(tmp_path, [f"{i},{i % 7},{i % 2}" for i in range(20, 40)]).encoding
+    )
+    for lines_of in (["x,z", "1,2"], ["1,2"]):
+        read = read_csv(write(tmp_path, lines_of, "o.csv"), bare, False)
+        assert read.features.tolist() == [[1, 2]]
+    # a cell may be the name of a column
+    colours = ["red,name,y", *(f"{i},{['red', 'sky'][i % 2]},{i % 2}" for i in range(9))]
+    rules = TableRules(encoding=full(tmp_path, colours).encoding)
+    assert len(read_csv(write(tmp_path, ["0,red", "1,sky"], "o.csv"), rules, False).features) == 2
+    rules = TableRules(encoding=full(tmp_path, lines).encoding)
+    with pytest.raises(UsageError, match="no column id; name the label's, target='id'"):
+        read_csv(write(tmp_path, ["id,city,kind", "1,a,c"], "o.csv"), rules)
+    assert len(read_csv([["city", "kind"], ["a", "c"]], rules, False).features) == 2
+    with pytest.raises(DataError, match="3 cells; the model needs city, kind"):
+        read_csv([["a", "c", 1]], rules, False)
 
 
 @pytest.mark.parametrize("third", ["\t\tclass", "\t\tclass meta=1", "", "m\t\tc"])
