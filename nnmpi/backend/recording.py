@@ -278,7 +278,7 @@ class Recorder(CallList):
         buffer: Array = self.run_eagerly(lambda: function().copy(order="K"))
         if isinstance(buffer, np.ndarray):
             self.adopt(buffer)
-        self.append(function, result=buffer)
+        self.append(function, result=buffer, keeps=True)  # it may change a dictionary
         return buffer
 
     def whole(

@@ -24,6 +24,8 @@ from zlib import crc32
 from nnmpi.base.errors import UsageError
 
 At = tuple[int, int]  # an epoch and a batch in it
+
+
 LEFT = 4  # loaders of whose left loops the last is known: not of all that were ever looked at
 
 

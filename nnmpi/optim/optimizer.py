@@ -198,7 +198,8 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
 
     def _step(self) -> None:
         batches = last_read()
-        self.check_place(batches)
+        # one that was left may be another loader's, at whose batches the program has looked before
+        self.check_place([(loop, batch) for loop, batch in batches if loop.is_open])
         self.apply()
         self.note_place(batches)
 

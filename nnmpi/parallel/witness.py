@@ -139,12 +139,13 @@ class Witness:
         update = update if len({*updates}) == 1 else "an update"
         by_rank = [*zip(*by_rank, strict=True)]
         for name in dict.fromkeys(name for told, _ in by_rank for name in told):
+            rows_differ = name == "rows"
             refuse_different(
                 [told.get(name, []) for told, _ in by_rank],
-                f"{update}: the ranks differ in {name}",
+                f"{update}: {_OTHER_ROWS if rows_differ else f'the ranks differ in {name}'}",
                 REMEDIES.get(name, SAME_DATA),
                 UsageError,
-                lambda text: text or "none",
+                None if rows_differ else str,
             )
         for given in zip(*(rows for _, rows in by_rank), strict=True):
             shares = [RowShare(tuple(map(tuple, item[:-1])), item[-1]) for item in given]

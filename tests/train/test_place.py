@@ -217,8 +217,9 @@ def test_a_loop_that_would_go_on_with_other_batches_is_refused(
     resume(f"{folder}/without", rest.whole)
     epoch, number = ORDER[BATCHES + at + 1]
     goes_on = f"the resumed run goes on with batch {number} of epoch {epoch}"
+    batches = one_by_one(rest)
     with pytest.raises(UsageError, match=f"epoch 0 again, but {goes_on}"):
-        rest.step(next(one_by_one(rest)))
+        rest.step(next(batches))
     rest.end()
     if at == 2:
         rest.loader.batch_size -= 1
@@ -297,15 +298,19 @@ def test_a_training_that_would_begin_elsewhere_is_refused(group: Group, kind: st
     for _ in again.loader:  # it was trained on before
         pass
     assert again.loader.place == (0, 2)
+    open_loop = again.loader.epoch(0)
     with pytest.raises(
         UsageError, match=r"batch 0 of epoch 0, but the resumed .* batch 2 of epoch 0"
     ):
-        again.step(next(again.loader.epoch(0)))
+        again.step(next(open_loop))
+    open_loop.close()
     again.step(next(again.loader.epoch(*again.loader.place)))
     for _ in looked.loader:  # such as for statistics, or an accuracy at the start
         pass
+    looks = iter(looked.loader)
     with pytest.raises(UsageError, match=r"begin with batch 0 of epoch 1, .* loader.epoch\(0\)"):
-        looked.step(next(iter(looked.loader)))
+        looked.step(next(looks))
+    looks.close()  # type: ignore[attr-defined]
     list(islice(skipped.loader, 3))
     batches = iter(skipped.loader)
     with pytest.raises(UsageError, match="would begin with batch 3 of epoch 0"):
