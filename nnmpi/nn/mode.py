@@ -118,6 +118,8 @@ class within(ContextDecorator, AbstractContextManager[None]):
         change: the mode before -> the mode within; called at each entry, also in replays.
     """
 
+    varies = ("_before",)  # see `program.compare`: what a failed step has left
+
     def __init__(self, change: Callable[[Mode], Mode]) -> None:
         self._change = change
         self._before: list[Mode] = []

@@ -278,6 +278,16 @@ class AllToAll(Function):
         return namespace(x).concatenate(received, axis=self.axis)
 
 
+class _Known:
+    """The ranks' lengths at a recording, which its replays compare."""
+
+    __slots__ = ("lengths",)
+    varies = __slots__  # see `program.compare`: other ranks' may differ, where a replay says so
+
+    def __init__(self) -> None:
+        self.lengths: list[list[int]] = []
+
+
 def _agreed(
     name: str,
     x: Any,
@@ -305,7 +315,7 @@ def _agreed(
     if lengths is not None:
         refuse(f"{name}'s list of lengths")
     fault, what, local, rest = "", [name, str(x.dtype)], [0], list(x.shape)
-    known: list[list[int]] = []  # the lengths at the recording, for replays to compare
+    known = _Known()
     try:
         if axis is not None:
             at = range(x.ndim)[axis]
@@ -322,7 +332,7 @@ def _agreed(
         )
 
     def exchange_lengths() -> tuple[list[list[int]], bool]:
-        gathered = group.gather([fault, [*what, *rest], local, known, needed])
+        gathered = group.gather([fault, [*what, *rest], local, known.lengths, needed])
         for rank_fault in filter(None, (item[0] for item in gathered)):
             raise ShapeError(rank_fault)
         problems = (
@@ -348,7 +358,7 @@ def _agreed(
                     f"{name} inside a compiled step was recorded for lengths {before}, but the"
                     f" ranks have {now}; give each call the same, or do not compile this step"
                 )
-        known[:] = now
+        known.lengths = now
         return now, True in wishes
 
     by_rank, is_needed = record_call(exchange_lengths)

@@ -50,6 +50,7 @@ class Norm(Function):
     """
 
     __slots__ = ("again", "settings")
+    varies = (*Function.varies, "again")
 
     again: Any
 

@@ -56,7 +56,7 @@ REMEDIES = {
     ),
     "rows": (
         "ranks with the same arrangement.data_rank take the same samples and labels, in the same"
-        " order, as from Loader(data, size, arrangement)"
+        " order, as from data.Loader(dataset, batch_size, arrangement)"
     ),
 }
 _OTHER_ROWS = "the ranks of one replica were given different rows"

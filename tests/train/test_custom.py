@@ -190,7 +190,8 @@ def test_code_that_a_run_names_is_executed_only_on_the_users_word(
     command: str, trained: Path
 ) -> None:
     """The folder may be somebody else's."""
-    (trained.parent / "rows.csv").write_text("a,b,c,d\n5,3,1,0\n")
+    names = "sepal_length_cm,sepal_width_cm,petal_length_cm,petal_width_cm"
+    (trained.parent / "rows.csv").write_text(f"{names}\n5,3,1,0\n")
 
     def use(*trust: str) -> None:
         words = [

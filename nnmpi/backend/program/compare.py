@@ -197,10 +197,11 @@ def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
         members = {name: member for base in bases for name, member in vars(base).items()}
         if not deep:
             yield (type(x),)
-        elif "__dict__" in members:
-            yield object.__getattribute__(x, "__dict__").values()
+        varies = members.get("varies", ())
+        if deep and "__dict__" in members:
+            held = object.__getattribute__(x, "__dict__")
+            yield Kept(held, varies) if varies else held.values()
         if deep and "__slots__" in members:
-            varies = members.get("varies", ())
             yield Slots(
                 x,
                 tuple(
@@ -223,6 +224,16 @@ class ClosureCells:
                 yield cell.cell_contents
             except ValueError:
                 continue
+
+
+class Kept:
+    """Iterates over the current attributes of an object, but those that vary."""
+
+    def __init__(self, held: dict[str, object], varies: tuple[str, ...]) -> None:
+        self._held, self._varies = held, varies
+
+    def __iter__(self) -> Iterator[object]:
+        return (value for name, value in self._held.items() if name not in self._varies)
 
 
 class Reading:
