@@ -425,13 +425,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         with group.collective("begin"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting
             check_same_model(group, self.model)
-            lr = segment.lr(segment.step)
-            where = (
-                f"step {segment.step}",
-                f"epoch {segment.epoch}",
-                f"{segment.batches}",
-                f"lr {lr}",
-            )
+            where = f"step {segment.step}", f"epoch {segment.epoch}", f"{segment.batches}"
             require_equal(
                 group,
                 [*segment.loader.source.texts(), *where],

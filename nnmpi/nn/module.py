@@ -312,8 +312,8 @@ class Module(Settled):
                 if name[0] != "_" and name != "path" and isinstance(value, SETTINGS)
                 if is_own(kind) or (isinstance(value, FunctionType) and is_own(value))
             }
-            options = vars(module).get("options", {}) if is_own(kind) else {}  # of a loss
-            for name, value in options.items():
+            options = vars(module).get("options") if is_own(kind) else None
+            for name, value in options.items() if isinstance(options, dict) else ():  # of a loss
                 is_array = isinstance(value, np.ndarray)
                 values[name] = crc32(np.ascontiguousarray(value).data) if is_array else value
             texts = [f"{name}={value!r}" for name, value in values.items()]

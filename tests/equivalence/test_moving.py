@@ -73,8 +73,8 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
         before = build(setup, group, first)
         result = steps(setup, before, 0, BEFORE)
         after = build(setup, group, second)
-        for parameter in after.model.parameters():
-            parameter.data[...] = 9.0
+        for array in after.model.storage.data:
+            array[...] = 9.0
         move(before, after)
         release(before)
         result += steps(setup, after, BEFORE, STEPS)
