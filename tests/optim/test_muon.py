@@ -105,6 +105,7 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
     assert not orthogonalize(np.zeros(shape)).any()
 
 
+@pytest.mark.host_only("gradients that are made on the host")
 @pytest.mark.parametrize(
     ("name", "factors"), [("match_rms_adamw", (0.8, 0.8)), ("original", (2.0, 1.0))]
 )

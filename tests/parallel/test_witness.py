@@ -341,6 +341,7 @@ def test_a_window_of_accumulation_ends_or_is_refused(
     save(tmp_path, (model, optimizer, group))
 
 
+@pytest.mark.host_only("memory that the ranks of a node share")
 @pytest.mark.both_worlds(min_size=2, max_size=3)
 @pytest.mark.parametrize("way", ["Worker", 1, 2, 3])
 def test_weights_that_ranks_share_are_read_only(group: Group, way: str | int) -> None:
