@@ -7,6 +7,8 @@ from typing import Any
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import Settled
 
+_TOLD = frozenset(("unsummed", "spent", "updated"))
+
 
 class Storage(Settled):
     """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
@@ -48,6 +50,12 @@ class Storage(Settled):
     replicas: Any = None
     state_store: Any = None
     extra_slots: Mapping[str, list[Array]] = MappingProxyType({})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _TOLD:  # several times in each step: the check of a name takes 2 us
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def size(self) -> int:

@@ -448,29 +448,35 @@ class DataParallel(Replicas, fixed="exchange"):
 
     def send_witness(self) -> None:
         """See `Replicas.send_witness`: in the tail of the gradients."""
-        if self._tail is not None:
-            self._tail[...] = namespace(self._tail).asarray(self._witness.numbers())
+        tail, numbers = self._tail, self._witness.numbers()
+        if tail is not None:
+            tail[...] = (
+                numbers if isinstance(tail, np.ndarray) else namespace(tail).asarray(numbers)
+            )
             self._tells = True
 
     def finish(self) -> None:
         """See `Replicas.finish`."""
         super().finish()
         self.exchange.finish()
-        if self._tells and self._tail is not None:
+        tail = self._tail
+        if self._tells and tail is not None:
             self._tells = False
-            sums = to_host(self._tail).tolist()
-            self._tail[...] = 0
+            sums = (tail if isinstance(tail, np.ndarray) else to_host(tail)).tolist()
+            tail.fill(0)
             self._witness.judge(sums)
 
     _tells = False  # whether the gradients under way carry a witness
+    _tail_of, _tail_now = -1, None  # the storage's `moves` when it was looked up
 
     @property
     def _tail(self) -> Array | None:
         """The room for a witness in the gradients, see `FlatStorage.tail`."""
-        if self.storage.tail is None:
-            return None
-        buffer, part = self.storage.tail
-        return self.storage.grads[buffer][part]
+        storage = self.storage
+        if self._tail_of != storage.moves:
+            self._tail_of, place = storage.moves, storage.tail
+            self._tail_now = None if place is None else storage.grads[place[0]][place[1]]
+        return self._tail_now
 
     def describe(self) -> str:
         """Return the buckets with their all-reduce algorithms and the reasons."""
