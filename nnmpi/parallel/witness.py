@@ -296,10 +296,11 @@ class StepWitness:
         parts[id(self._copies)].says |= frozen
         parts[id(self._alike)].says |= layers
         parts[id(self._replicas)].shares = [*map(RowShare.of, batches)]
-        shared = hash(tuple(rows))
+        shared, last = hash(tuple(rows)), parts.pop(id(self._replicas))
         self._parts = [
             *parts.values(),
             *(Witness(group, {"rows": shared}) for group in self._sharers),
+            last,  # rows that are not complete may be those of another replica
         ]
 
     def number(self, salt: int = 0) -> int:
