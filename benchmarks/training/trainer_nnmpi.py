@@ -49,7 +49,10 @@ class NnmpiTrainer(Trainer):
 
     def arrays(self) -> list[NDArray[np.floating]]:
         """See `Trainer.arrays`."""
-        return [parameter.data for parameter in self._model.parameters()]
+        storage = (
+            self._model.storage
+        )  # a parameter's own view of weights that ranks share is read-only
+        return [storage.view(span, storage.data) for span in storage.spans]
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
