@@ -210,6 +210,11 @@ class Pass:
         executor, begin = self.executor, clock.now()
         executor.passes += 1
         self._program = executor.program(len(self.inputs), bool(self._seeds))
+        self._paced = self._program.trains and bool(self.slow)
+        # a trace may begin or end between two passes, and what it notes is a part of a recording
+        self._watched = (
+            self._paced or executor.messages is not None or self._timeline is not None
+        )
         try:
             with executor.gathering() if executor.zero > 1 else nullcontext():
                 if executor.boundaries:
@@ -218,6 +223,7 @@ class Pass:
                 if executor.replay is None:
                     self.walk()
                 else:
+                    kind = (self._paced, self._watched, *kind)
                     executor.replay.run_or_replay(kind, self, refusal)
                 if executor.boundaries:
                     self._drain()
@@ -232,8 +238,7 @@ class Pass:
     def walk(self) -> None:
         """Carry out the instructions in their order."""
         executor, program = self.executor, self._program
-        paced = program.trains and bool(self.slow)
-        watched = paced or executor.messages is not None or self._timeline is not None
+        paced, watched = self._paced, self._watched
         for item in program.items:
             for op in item:
                 kind, stage, microbatch = op.kind, op.stage, op.microbatch

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nnmpi.base.timeline as timeline
 from nnmpi import AsynchronousWorker, Group, Sync
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.nn import Module
@@ -69,6 +70,19 @@ def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
     assert sum(report.totals.samples for report in reports) == 2 * ROWS
     assert worker.optimizer.steps == 2 * BATCHES
     worker.release()
+
+
+@pytest.mark.simulated(max_size=3)
+def test_a_trace_may_end_while_passes_are_replayed(group: Group) -> None:
+    """A pass that is traced does more, which its recording has as well."""
+    worker = make(group, Sync("local", local_steps=2), model=build())
+    with timeline.tracing(timeline.Timeline()):
+        train(worker)
+    train(worker, [(epoch, 0, BATCHES) for epoch in range(2, 8)])
+    ours, plain = weights(worker.model), make(group, Sync("local", local_steps=2), model=build())
+    train(plain)
+    train(plain, [(epoch, 0, BATCHES) for epoch in range(2, 8)])
+    np.testing.assert_array_equal(ours, weights(plain.model))
 
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
