@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import nnmpi
-from nnmpi.base.pages.picture import INK, PALE, Bar, Picture
-from nnmpi.comm.__main__ import main as draw_collective
-from nnmpi.commands.memory import main as draw_plan
-from nnmpi.schedule.__main__ import main as draw_schedule
+from nnmpi.base.picture import INK, PALE, Bar, Picture
+from nnmpi.lab.comm import main as draw_collective
+from nnmpi.lab.memory import main as draw_plan
+from nnmpi.lab.schedule import main as draw_schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 

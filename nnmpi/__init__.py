@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 from nnmpi.base.errors import NnmpiError  # noqa: E402
 from nnmpi.base.launcher import limit_threads  # noqa: E402
 from nnmpi.base.version import VERSION  # noqa: E402
+from nnmpi.base.wings import OFFERS, offered  # noqa: E402
 from nnmpi.base.words import missing_from  # noqa: E402
 
 limit_threads()  # must come before NumPy is loaded
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         parallel,
         tensor,
     )
+    from nnmpi.asynchronous.worker import AsynchronousWorker
     from nnmpi.backend.kernels import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.comm.group import Group
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from nnmpi.comm.simulated.simulated_world import simulate
     from nnmpi.comm.synchrony.sync import Sync
     from nnmpi.compose.arrange import arrange
-    from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import GradientExchange, Layout, Numerics
     from nnmpi.compose.worker import Worker
     from nnmpi.nn.compiled import compile
@@ -112,7 +113,6 @@ _WHEN_USED = {
     "Layout": "nnmpi.compose.layout",
     "Numerics": "nnmpi.compose.layout",
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
-    "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.comm.synchrony.sync",
     "Tensor": "nnmpi.tensor.tensor",
     "Worker": "nnmpi.compose.worker",
@@ -139,7 +139,7 @@ def __getattr__(name: str) -> Any:
         # the next look does not come here
         value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)
         return value
-    if name in __all__:  # a package
-        return import_module("nnmpi.teaching.exercise" if name == "exercise" else f"nnmpi.{name}")
+    if name in __all__:  # a package, or what a wing offers
+        return offered(name) if name in OFFERS else import_module(f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
     return missing_from("nnmpi", name, f"; did you mean {close[0]!r}?" if close else "")

@@ -6,7 +6,8 @@ from contextlib import suppress
 from runpy import run_module
 
 from nnmpi.base.command import say
-from nnmpi.commands.table import COMMANDS, PACKAGES, list_commands
+from nnmpi.base.errors import UsageError
+from nnmpi.commands.table import find_command, list_commands
 
 
 def main() -> None:
@@ -15,12 +16,12 @@ def main() -> None:
         with suppress(OSError):  # the folder is gone
             sys.path[0] = os.getcwd()  # as `python -m` does; a script begins with its own folder
     name, *words = sys.argv[1:] or [""]
-    if name not in COMMANDS:
+    try:
+        module = find_command(name)
+    except UsageError:
         sys.exit(say(list_commands))
     sys.argv = [f"nnmpi {name}", *words]
-    run_module(
-        f"{PACKAGES.get(name, 'nnmpi.commands')}.{name}", run_name="__main__", alter_sys=True
-    )
+    run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

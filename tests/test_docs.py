@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Group, simulate
-from nnmpi.commands.table import COMMANDS, PACKAGES
+from nnmpi.commands.table import COMMANDS, find_command
 from nnmpi.data import Dataset
 from nnmpi.parallel.pipeline.stage import Flight
 from nnmpi.train.cli import main as train
@@ -185,7 +185,7 @@ def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
     is_command = words.startswith("nnmpi ")
     name, *more = words.removeprefix("nnmpi ").split()
     if is_command:
-        name = f"{PACKAGES.get(name, 'nnmpi.commands')}.{name}"
+        name = find_command(name)
     monkeypatch.setattr(sys, "argv", [name, *more, "--help", "all"])
     for module in (f"{name}.__main__", name):  # other tests may have imported it
         if not hasattr(sys.modules.get(module), "__path__"):

@@ -36,8 +36,8 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
 from nnmpi.comm.node_sum import own_slice
+from nnmpi.comm.saved_fit import find_fit
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate

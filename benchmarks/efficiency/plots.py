@@ -10,7 +10,7 @@ from benchmarks.efficiency.runs import GOAL, RULES, confidence, reached
 from benchmarks.harness.parts import Content
 from benchmarks.harness.plots import colours
 from benchmarks.synchrony.curve import read
-from nnmpi.base.pages.picture import new_figure, save_figure
+from nnmpi.base.picture import new_figure, save_figure
 
 _WORDS = MappingProxyType({"rate": "learning rate", "batch": "batch size"})
 FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: curves above it diverge

@@ -15,7 +15,7 @@ from benchmarks.faults.victim import ACTS, GUILTY
 from benchmarks.harness import command, tables
 from benchmarks.harness.command import Parser
 from benchmarks.harness.launch import environment, spawn
-from nnmpi.commands.launching import kill
+from nnmpi.lab.launching import kill
 
 FAULTS = [*ACTS, "stop at start-up", "asleep in build", "other data", "slow by 20x"]
 WAYS = {

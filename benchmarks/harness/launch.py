@@ -25,7 +25,7 @@ from nnmpi.backend.blas import blas_pool, find_older, name_blas
 from nnmpi.base.errors import LaunchError, counted
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
-from nnmpi.commands.launching import NOT_STARTED, find_mpirun
+from nnmpi.lab.launching import NOT_STARTED, find_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Colours of figures, and a check for matplotlib; `nnmpi.base.pages.picture` makes the figures."""
+"""Colours of figures, and a check for matplotlib; `nnmpi.base.picture` makes the figures."""
 
 import importlib
 import importlib.util

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.harness import launch
 from benchmarks.netlab.lab import Lab, LabError
 from nnmpi.base.errors import UsageError
-from nnmpi.commands.launching import find_mpirun
+from nnmpi.lab.launching import find_mpirun
 
 # Prefixes of the caller's settings that would mix with the lab's.
 _FOREIGN = ("OMPI_", "OPAL_", "PRTE_", "PMIX_", "MPIR_", "MPICH_", "HYDRA_", "UCX_", "FI_")

@@ -14,15 +14,15 @@ from benchmarks.harness.command import Parser, positive_count  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
+from nnmpi.lab.planner.auto_layout import RACE_S, choose  # noqa: E402
+from nnmpi.lab.planner.network import find_network  # noqa: E402
+from nnmpi.lab.planner.price import plan  # noqa: E402
+from nnmpi.lab.planner.profile import Workload, find_profile, ready, typical_s  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
-from nnmpi.planner.network import find_network  # noqa: E402
-from nnmpi.planner.price import plan  # noqa: E402
-from nnmpi.train.auto_layout import RACE_S, choose  # noqa: E402
 from nnmpi.train.build import build_full_model  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing, computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
-from nnmpi.train.profile import Workload, find_profile, ready, typical_s  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",

@@ -30,7 +30,9 @@ from nnmpi.base.command import options_of  # noqa: E402
 from nnmpi.base.errors import UsageError  # noqa: E402
 from nnmpi.base.units import format_bytes, format_seconds  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.commands.plan import SHORT  # noqa: E402
+from nnmpi.lab.plan import SHORT  # noqa: E402
+from nnmpi.lab.planner.network import PlannedNetwork  # noqa: E402
+from nnmpi.lab.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
 from nnmpi.memory.ledger import (  # noqa: E402
     ACTIVATIONS,
     COMMUNICATION,
@@ -39,8 +41,6 @@ from nnmpi.memory.ledger import (  # noqa: E402
     PARAMETERS,
     STATE,
 )
-from nnmpi.planner.network import PlannedNetwork  # noqa: E402
-from nnmpi.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
 from nnmpi.train.config import check  # noqa: E402
 
 WIDTH = 100

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nnmpi.lab.planner.price import Profile, ShareCost, StepCost
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.storage import StateBytes
-from nnmpi.planner.price import Profile, ShareCost, StepCost
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, stages_of
 

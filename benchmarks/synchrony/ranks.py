@@ -24,19 +24,19 @@ import numpy as np
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, slow_text
 from benchmarks.synchrony.recipe import Data, Recipe
+from nnmpi.asynchronous.consistency import Staleness
+from nnmpi.asynchronous.server import ParameterServer
+from nnmpi.asynchronous.worker import AsynchronousWorker
 from nnmpi.backend.array import Array
 from nnmpi.base import clock
 from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import Sync
-from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.server import ParameterServer
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 

@@ -26,7 +26,7 @@ from benchmarks.harness.launch import environment, spawn
 from benchmarks.training.contestants import TORCH, TUNED_MALLOC, Contestant
 from benchmarks.training.member import SOCKET
 from nnmpi.base.errors import LaunchError
-from nnmpi.commands.launching import find_mpirun
+from nnmpi.lab.launching import find_mpirun
 
 MEMBER = Path(__file__).with_name("member.py")
 LIMIT_S = 900.0

@@ -37,7 +37,7 @@ from benchmarks.harness.command import (  # noqa: E402
 from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
-from nnmpi.commands.launching import find_mpirun  # noqa: E402
+from nnmpi.lab.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0
 

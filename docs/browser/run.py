@@ -10,17 +10,17 @@ from typing import Any
 
 from nnmpi.base.custom import load_custom
 from nnmpi.base.errors import NnmpiError, UsageError
-from nnmpi.base.pages.page import make_page
 from nnmpi.base.units import aligned, format_bytes, format_seconds
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.prove import prove
-from nnmpi.comm.render import DRAWN, SHOWN_BYTES, render
-from nnmpi.comm.render import compare as compare_collectives
-from nnmpi.schedule.__main__ import main as schedule_command
-from nnmpi.schedule.render import compare as compare_schedules
+from nnmpi.lab.pages.page import make_page
+from nnmpi.lab.render.collectives import DRAWN, SHOWN_BYTES, render
+from nnmpi.lab.render.collectives import compare as compare_collectives
+from nnmpi.lab.render.schedules import compare as compare_schedules
+from nnmpi.lab.schedule import main as schedule_command
 from nnmpi.schedule.schedules import SCHEDULES, named, usual_stages
 from nnmpi.schedule.simulate import even_costs
 

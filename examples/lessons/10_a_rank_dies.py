@@ -20,7 +20,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.base.command import program_words
 from nnmpi.base.errors import NnmpiError
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.comm.simulated.scheduler import Faults
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores

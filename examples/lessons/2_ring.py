@@ -18,7 +18,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.base.command import program_words
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.comm.algorithms.tree import star
 from nnmpi.comm.collective import Step
 from nnmpi.comm.prove import prove

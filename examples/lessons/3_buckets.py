@@ -17,7 +17,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.base import clock
 from nnmpi.base.command import program_words
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.comm.collective import Step
 from nnmpi.comm.machine import Machine
 

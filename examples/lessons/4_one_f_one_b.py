@@ -18,9 +18,9 @@ from nnmpi import data
 from nnmpi.base.command import program_words
 from nnmpi.base.shard import split
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.lab.render.schedules import picture as draw
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import picture as draw
 from nnmpi.schedule.schedule import Kind
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule

@@ -16,7 +16,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.base.command import program_words
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.base.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores

@@ -18,7 +18,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.base.command import program_words
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.base.shard import split
 from nnmpi.memory.plan import Act, parse_plan
 

@@ -19,7 +19,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.base import clock
 from nnmpi.base.command import program_words
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 from nnmpi.comm.machine import Machine
 
 WIDTHS = (64, 48, 32, 24, 10)  # inputs of the four layers, and the scores

@@ -16,7 +16,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.base.command import program_words
 from nnmpi.base.errors import UsageError
-from nnmpi.base.pages.picture import Arrow, Bar, Picture
+from nnmpi.base.picture import Arrow, Bar, Picture
 from nnmpi.base.shard import split
 from nnmpi.comm.point_to_point import Messages
 

@@ -4,10 +4,10 @@ Collectives as values, without MPI; read these first:
 
     collective           one rank's steps; the contract of a collective
     algorithms/          ring, tree ...: a file each. A new one is a file and a line in its registry
-    prove, render        the engine that walks through all ranks' steps; the proof; a picture
+    prove                the engine that walks through all ranks' steps; the proof
     machine, duration    a machine, and the seconds of a collective on it; the closed forms stand
                          beside the algorithms
-    measure, fit         measurements of a machine; the algorithm that "auto" picks on it
+    fit, saved_fit       a machine's measured curves; the algorithm that "auto" picks on it
 
 Running them, from the bottom up:
 

@@ -11,7 +11,7 @@ transfers are; then the next one begins.
         chunk 3 <---- rank 3, added to this rank's chunk 3
 
 The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated
-(`comm.duration`) and drawn (`comm.render`). An algorithm that sent messages itself would need a
+(`comm.duration`) and drawn. An algorithm that sent messages itself would need a
 second text for each of these, and the picture or the proof could differ from the run.
 """
 

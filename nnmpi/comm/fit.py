@@ -17,7 +17,6 @@ from typing import Any
 
 from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.files import cache_folder, foreign, read_json, rebuilt, write_json
-from nnmpi.base.pages.picture import check_figure, new_figure, save_figure
 from nnmpi.base.units import format_bytes, format_seconds, parse_settings
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
@@ -69,7 +68,7 @@ class Fit:
 
         Args:
             algorithm: one of `registry.COLLECTIVES`; or "native" or "shared", which give the
-                measured operation: an all-reduce, in a fit of `comm.measure`.
+                measured operation: an all-reduce, in a measured fit.
             nbytes: of the complete array.
             started: whether it is started and polled during computation, instead of blocking.
             operation: such as "broadcast".
@@ -263,43 +262,6 @@ def describe_fit(fit: Fit) -> Iterator[str]:
     for algorithm in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
         seconds = [format_seconds(fit.predict(algorithm, nbytes), digits=3) for nbytes in EXAMPLES]
         yield f"{algorithm:17}" + "".join(f"{item:>11}" for item in seconds)
-
-
-def draw_fit(fit: Fit, sums: Mapping[str, Curve], file: Path) -> None:
-    """Draw the measured seconds of all-reduces beside the predicted ones, on logarithmic axes.
-
-    Args:
-        fit: predicts.
-        sums: the measured seconds of all-reduces by name.
-        file: of the figure.
-
-    Raises:
-        UsageError: see `save_figure`.
-    """
-    check_figure(file)
-    figure = new_figure(6.5, 4.5)
-    axes = figure.subplots()
-    for number, (name, curve) in enumerate(sums.items()):
-        lengths = [nbytes for nbytes, _ in curve.points]
-        axes.plot(
-            lengths,
-            [fit.predict(name, round(nbytes)) for nbytes in lengths],
-            color=f"C{number}",
-            label=name,
-        )
-        axes.plot(*zip(*curve.points, strict=True), "o", color=f"C{number}", alpha=0.6)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set(xlabel="bytes of a buffer", ylabel="seconds of an all-reduce")
-    axes.xaxis.set_major_formatter(lambda nbytes, _: format_bytes(round(nbytes)))
-    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds, 1))
-    axes.plot([], "-", color="0.4", label="predicted")
-    axes.plot([], "o", color="0.4", label="measured")
-    axes.set_title(
-        f"{next(describe_fit(fit))}, {fit.facts['host']}, {fit.facts['date']}", size=10, loc="left"
-    )
-    axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, file)
 
 
 # The all-reduce of "auto": the one with the least predicted time, or a rule without a fit.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from nnmpi.base.command import say, suggest
 from nnmpi.base.errors import UsageError, shortened
 from nnmpi.base.version import VERSION
+from nnmpi.base.wings import module_of
 
 GROUPS = {
     "Train, and use a run": {
@@ -33,25 +34,39 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# The package of a command's module; the others are in nnmpi.commands.
-PACKAGES = dict.fromkeys(("train", "comm", "schedule"), "nnmpi") | dict.fromkeys(
-    GROUPS["Teach and learn"], "nnmpi.teaching"
+# The package of a command's module; the others are in `commands`.
+_LAB = "run", "report", *GROUPS["Choose a layout, and look after runs and machines"]
+PACKAGES = (
+    {"train": ""}
+    | dict.fromkeys(_LAB, "lab.")
+    | dict.fromkeys(GROUPS["Teach and learn"], "teaching.")
 )
+
+
+def find_command(name: str) -> str:
+    """Return the name of a command's module.
+
+    Raises:
+        UsageError: for a word that is no command, or one of a wing that this installation lacks.
+    """
+    if name not in COMMANDS:
+        raise UsageError(
+            f"{shortened(name)} is no command of nnmpi{suggest(name, COMMANDS)}; nnmpi alone lists"
+            " them"
+        )
+    return module_of(f"{PACKAGES.get(name, 'commands.')}{name}")
 
 
 def list_commands(words: Sequence[str]) -> str:
     """Return the version, and the commands with what they do.
 
     Raises:
-        UsageError: for a word that is no command.
+        UsageError: see `find_command`.
     """
     if "--version" in words:
         return f"nnmpi {VERSION}"
     if words and words[0] not in ("-h", "--help", "help"):
-        raise UsageError(
-            f"{shortened(words[0])} is no command of nnmpi{suggest(words[0], COMMANDS)}; nnmpi"
-            " alone lists them"
-        )
+        find_command(words[0])
     lines = [f"nnmpi {VERSION}"]
     for title, group in GROUPS.items():
         lines += ["", f"{title}:", *(f"  nnmpi {name:<10} {text}" for name, text in group.items())]
@@ -66,7 +81,7 @@ def refuse_old_spelling(words: Sequence[str]) -> None:
     """
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     name = module.removeprefix("nnmpi.")
-    if name in COMMANDS and module == f"nnmpi.{name}" and PACKAGES.get(name) != "nnmpi":
+    if name in COMMANDS and module == f"nnmpi.{name}" and name != "train":
 
         def refuse(_words: Sequence[str]) -> str:
             raise UsageError(f"python -m {module} is now nnmpi {name}, or python -m nnmpi {name}")

@@ -15,8 +15,6 @@ Read in this order:
     stats          the numbers of a step, a pass and a segment
     exchange       gradient sums and updates: one interface, a class for each way
     state          the arrays of a sharded model, for checkpoints
-    asynchronous   AsynchronousWorker: ranks out of step, through a parameter server, or with
-                   weights averaged now and then
     refusals       the features that exclude each other, and why
 
 To change, open:
@@ -27,8 +25,6 @@ To change, open:
     one more number in the report of a step       StepReport in stats, and Worker.step
     one more number in the report of a segment    SegmentReport in trainer, Totals in stats
     another pair that excludes each other         refusals
-    another way for ranks to continue without     synchrony.sync, and a Coupling in asynchronous
-    waiting
 
 Nothing is imported here: import the module that defines the name.
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import exp, inf, isfinite, log, nan, sqrt
 from sys import float_info
+from typing import Any
 
 from nnmpi.comm.world import Traffic
 from nnmpi.schedule.schedule import Instruction
@@ -237,3 +240,70 @@ class StepReport(Totals):
         self.comm_bytes += traffic.bytes
         self.comm_calls += traffic.calls
         self.predicted_s += traffic.predicted_s
+
+
+class Staleness:
+    """Counts each worker's gradients by their staleness.
+
+    Args:
+        workers: the number of workers.
+
+    Attributes:
+        histograms: by worker: staleness -> number of gradients.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.histograms: list[Counter[int]] = [Counter() for _ in range(workers)]
+
+    def add(self, worker: int, staleness: int) -> None:
+        """Count one gradient of a worker."""
+        self.histograms[worker][staleness] += 1
+
+    @property
+    def total(self) -> Counter[int]:
+        """All workers' gradients: staleness -> number of gradients."""
+        return sum(self.histograms, Counter[int]())
+
+    def mean(self) -> float:
+        """Return the mean staleness; 0.0 without gradients."""
+        return float(_describe(self.total)["mean"])
+
+    def largest(self) -> int:
+        """Return the largest staleness; 0 without gradients."""
+        return max(self.total, default=0)
+
+    @classmethod
+    def sum(cls, parts: Sequence[Staleness]) -> Staleness:
+        """Return the sum of several counts, worker by worker; some may have fewer workers."""
+        total = cls(max((len(part.histograms) for part in parts), default=0))
+        for part in parts:
+            for target, counts in zip(total.histograms, part.histograms, strict=False):
+                target.update(counts)
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values; histograms are lists of (staleness, count)."""
+        workers = [
+            {"worker": worker, "steps": counts.total(), **_describe(counts)}
+            for worker, counts in enumerate(self.histograms)
+        ]
+        return {**_describe(self.total), "workers": workers}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Staleness:
+        """Return the counts from the result of `to_json`."""
+        result = cls(len(values["workers"]))
+        for counts, worker in zip(result.histograms, values["workers"], strict=True):
+            counts.update({int(staleness): int(count) for staleness, count in worker["histogram"]})
+        return result
+
+
+def _describe(counts: Counter[int]) -> dict[str, Any]:
+    """Return mean, largest and counts by staleness, ascending, as JSON values."""
+    pairs = sorted(counts.items())
+    mean = sum(staleness * count for staleness, count in pairs) / max(1, counts.total())
+    return {
+        "mean": mean,
+        "max": max(counts, default=0),
+        "histogram": [list(pair) for pair in pairs],
+    }

@@ -9,7 +9,7 @@ or each continues at its own speed:
 
     in step       rank 0   |--0--|.....|--1--|.....|--2--|.....|--3--|.....|  `compose.worker`
                   rank 1   |----0------|----1------|----2------|----3------|
-    out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |           `compose.asynchronous`
+    out of step   worker 0 |--0--|--2--|--4--|--5--|--7--|        |           `AsynchronousWorker`
                   worker 1 |----1-----|----3-----|----6-----|     |
 
     Trainer             the interface; TrainingSegment: its input
@@ -30,13 +30,12 @@ from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, expect
 from nnmpi.comm.group import Group
-from nnmpi.comm.synchrony.consistency import Staleness
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
-from nnmpi.compose.stats import StepReport, Totals
+from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module

@@ -212,9 +212,7 @@ class Pass:
         self._program = executor.program(len(self.inputs), bool(self._seeds))
         self._paced = self._program.trains and bool(self.slow)
         # a trace may begin or end between two passes, and what it notes is a part of a recording
-        self._watched = (
-            self._paced or executor.messages is not None or self._timeline is not None
-        )
+        self._watched = self._paced or executor.messages is not None or self._timeline is not None
         try:
             with executor.gathering() if executor.zero > 1 else nullcontext():
                 if executor.boundaries:

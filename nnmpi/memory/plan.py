@@ -32,7 +32,7 @@ from math import inf
 from typing import Any
 
 from nnmpi.base.errors import UsageError
-from nnmpi.base.pages.page import preformat
+from nnmpi.base.picture import preformat
 
 Plan = tuple["Action", ...]
 COLUMNS = 100  # of a drawn plan, before its rows continue below

@@ -5,8 +5,6 @@
       in a fixed order of sums   fixed_reduction   the same, with the same bits under every dp x pp
       fused with the update      fused             the same, and the node's parameters
       ZeRO                       zero/             the same, sharding state, gradients, parameters
-    model averaging              averaging         weights now and then (local SGD, gossip)
-    parameter servers            server            gradients and weights, at each rank's own pace
     pipeline parallelism         pipeline/         the layers; activations and their gradients
     tensor parallelism           tensor, sharded/  each layer; activations before or after it
     sequence parallelism         sequence/         positions of each sequence; keys, values or heads

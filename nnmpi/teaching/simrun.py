@@ -36,13 +36,14 @@ from nnmpi.base.units import Bytes, format_bytes, format_seconds
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import EAGER_BYTES, Machine
-from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Abandoned, Scheduler
+from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Abandoned
 from nnmpi.comm.simulated.simulated_comm import MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.comm.world import WARNING_S
 from nnmpi.teaching.mpi_front.handles import Exception as MpiError
 from nnmpi.teaching.mpi_front.messages import Wire
 from nnmpi.teaching.mpi_front.modules import make_modules
+from nnmpi.teaching.mpi_front.scheduler import ProgramScheduler
 
 
 @dataclass(frozen=True)
@@ -319,14 +320,18 @@ def run_program(
     machine = (
         parse_network(given.network, given.ranks) if given.network else Machine.uniform(0.0, 0.0)
     )
-    scheduler = Scheduler(given.ranks, seed, 0.0)
+    interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
+    scheduler = ProgramScheduler(
+        given.ranks,
+        seed,
+        interpreter.turn,
+        lambda text: print(f"nnmpi: {text}", file=sys.__stderr__, flush=True),
+        WARNING_S,
+        PATIENCE_S,
+    )
     scheduler.by_time &= bool(given.network)
     board = MessageBoard(scheduler, machine)
     board.eager_bytes, number = given.eager, next(board.numbers)
-    interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
-    scheduler.on_turn = interpreter.turn
-    scheduler.stall_s, scheduler.patience_s = WARNING_S, PATIENCE_S
-    scheduler.on_stall = lambda text: print(f"nnmpi: {text}", file=sys.__stderr__, flush=True)
     endings: list[SystemExit] = []
     of_threads: list[CommError] = []  # of threads that ranks have started
 

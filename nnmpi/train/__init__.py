@@ -6,7 +6,6 @@ From `nnmpi train` to the first update, in reading order:
     cli            starts MPI; rank 0 merges command line, TOML file and resumed run into one
                    Config, which all ranks receive
     config         every option with default, help and checks; conversion to and from JSON and TOML
-    planner        --layout auto: measure, price, race
     run            Run: set up from options to train, or opened from a folder to evaluate
     build          its parts: layout, model, optimizer, schedule, trainer
     inputs         data sets and loaders

@@ -16,11 +16,11 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.base.command import flag_of, non_defaults, require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
 from nnmpi.base.errors import UsageError
+from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import arrange, find_mesh
-from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
@@ -347,7 +347,7 @@ def build_trainer(
         common["loss"] = SumCrossEntropy(where, options.label_smoothing)
         common["evaluation_loss"] = SumCrossEntropy(where)
     if sync.asynchronous:
-        return AsynchronousWorker(model, optimizer, group, sync, **common)
+        return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
     fused = False if verified else None  # the fused update leaves no gradients
     allreduce: Any = config.parallel.allreduce
     exchange = replace(

@@ -45,6 +45,7 @@ from nnmpi.base.errors import (
 )
 from nnmpi.base.files import locked, read_json, write_json
 from nnmpi.base.units import format_duration
+from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
@@ -467,10 +468,7 @@ def begin(
             last.warn(group)
         chosen = None
         if config.parallel.layout == "auto":
-            # imported here: other starts do not need the planner
-            from nnmpi.train.auto_layout import choose
-
-            chosen = choose(config, group, backend, console.say)
+            chosen = offered("choose_layout")(config, group, backend, console.say)
             config = chosen.config
         run = set_up(config, group, backend, folder, last, console.say, stack)
         facts, settled = header(run), run.settled()

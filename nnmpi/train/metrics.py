@@ -80,7 +80,7 @@ from nnmpi.base.files import (
     read_text,
     write_atomically,
 )
-from nnmpi.comm.synchrony.consistency import Staleness
+from nnmpi.compose.stats import Staleness
 from nnmpi.train.folder import RunFolder
 
 RUN_STALENESS = "staleness_run"

@@ -28,7 +28,7 @@ from nnmpi.base.errors import CheckpointError, DataError, UsageError
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
+from nnmpi.comm.saved_fit import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.layout import Layout

@@ -14,9 +14,11 @@ from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import Fit, default_file, describe_fit, draw_fit, load_fit, save_fit
+from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.measure import facts, find_fit, measure, measure_sums, time_calls
+from nnmpi.comm.saved_fit import facts, find_fit
+from nnmpi.lab.measure import measure, measure_sums, time_calls
+from nnmpi.lab.render.collectives import draw_fit
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
 FACTS = {

@@ -53,9 +53,9 @@ def test_a_module_that_needs_mpi_would_be_found(name: str) -> None:
 def test_what_proves_draws_simulates_and_checks_needs_no_unix() -> None:
     """And no MPI."""
     program = """
-from nnmpi.comm.__main__ import main as comm
+from nnmpi.lab.comm import main as comm
 from nnmpi.teaching.exercise.__main__ import main as exercise; print(exercise(["ring-all-reduce"]))
-from nnmpi.schedule.__main__ import main as schedule
+from nnmpi.lab.schedule import main as schedule
 from nnmpi.comm.simulated.simulated_world import simulate
 print(comm(["render", "ring", "--ranks", "3"]))
 print(schedule(["--pipeline", "gpipe", "--stages", "2", "--microbatches", "3"]))

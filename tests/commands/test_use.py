@@ -19,7 +19,7 @@ from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.evaluate import match_samples
 from nnmpi.commands.export import main as export
 from nnmpi.commands.predict import main as predict
-from nnmpi.commands.report import main as report
+from nnmpi.lab.report import main as report
 from nnmpi.models.torch_weights import read_torch, save_arrays, to_torch
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks

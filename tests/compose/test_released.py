@@ -22,7 +22,7 @@ from nnmpi import (
     optim,
 )
 from nnmpi.base.errors import UsageError
-from tests.compose.asynchronous_runs import (
+from tests.asynchronous.runs import (
     EVERY_MODE,
     all_reduced,
     equal_on_all,

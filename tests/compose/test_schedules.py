@@ -10,7 +10,7 @@ import pytest
 import nnmpi
 from nnmpi import Group, Layout, data, models
 from nnmpi.base.errors import ScheduleError, UsageError
-from nnmpi.commands.verify import main as verify
+from nnmpi.lab.verify import main as verify
 from nnmpi.schedule import schedules
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nnmpi import Group, Sync, simulate
-from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, everything, make, name_of, train
+from tests.asynchronous.runs import EVERY_MODE, SEGMENTS, everything, make, name_of, train
 from tests.compose.small_runs import ROWS
 from tests.harness.slow import MORE_SEEDS, once_more
 

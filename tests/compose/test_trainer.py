@@ -9,7 +9,7 @@ from nnmpi import AsynchronousWorker, Group, Numerics, Sync, Worker
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, Trainer
-from tests.compose.asynchronous_runs import all_reduced, loader_of, rate
+from tests.asynchronous.runs import all_reduced, loader_of, rate
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 
 SLOW = Slow.parse("ms=2;rank=0,factor=3")

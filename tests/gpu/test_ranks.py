@@ -15,7 +15,7 @@ from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, arran
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.compose.replayed import Replay
 from nnmpi.data import Dataset, Loader
-from tests.compose.asynchronous_runs import EVERY_MODE, name_of, skip_unless_fitting
+from tests.asynchronous.runs import EVERY_MODE, name_of, skip_unless_fitting
 from tests.compose.small_runs import BATCH, dataset
 from tests.compose.small_runs import build as small
 from tests.equivalence.cover import SETUPS, spread

@@ -47,7 +47,7 @@ class Ending:
 
 def mpirun(ranks: int) -> list[str]:
     """Return the beginning of a command that starts `ranks` ranks, as the supervisor's does."""
-    from nnmpi.commands.launching import (
+    from nnmpi.lab.launching import (
         find_mpirun,  # here: the harness's help needs nothing but Python
     )
 
@@ -79,7 +79,7 @@ def run(
         cwd: the working directory.
         once_more: whether a launcher that could not start anything is asked again.
     """
-    from nnmpi.commands.launching import NOT_STARTED  # late: see `mpirun`
+    from nnmpi.lab.launching import NOT_STARTED  # late: see `mpirun`
 
     variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()
@@ -120,6 +120,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    from nnmpi.commands.launching import kill  # late: see `mpirun`
+    from nnmpi.lab.launching import kill  # late: see `mpirun`
 
     kill(process.pid)

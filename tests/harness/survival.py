@@ -47,8 +47,8 @@ from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.commands import run as supervisor
-from nnmpi.commands.launching import Launcher
-from nnmpi.commands.run import GaveUp, SupervisedRun, Supervisor
+from nnmpi.lab.launching import Launcher
+from nnmpi.lab.run import GaveUp, SupervisedRun, Supervisor
 from nnmpi.train import checkpoint, inputs
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics

@@ -12,11 +12,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory"}),
     frozenset({"parallel"}),
     frozenset({"compose"}),
-    frozenset({"planner"}),
     frozenset({"train"}),
-    frozenset({"commands", "teaching"}),
+    frozenset({"commands"}),
+    # the wings: the layers below import none of them
+    frozenset({"asynchronous"}),
+    frozenset({"lab"}),
+    frozenset({"teaching"}),
     frozenset({"__main__"}),
 )
+WINGS = frozenset({"asynchronous", "lab", "teaching"})
+# What reaches them by name: the tables, and the front door, for types.
+DOORS = frozenset({"nnmpi/__init__.py", "nnmpi/base/wings.py", "nnmpi/commands/table.py"})
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # What these parts do not import although it lies below them.
@@ -30,14 +36,12 @@ STRANGERS: dict[str, frozenset[str]] = {
 # One strategy per file or folder, and none imports another, except a variant of another one.
 STRATEGIES = frozenset(
     {
-        "averaging",
         "data",
         "experts",
         "fixed_reduction",
         "fused",
         "pipeline",
         "sequence",
-        "server",
         "sharded",
         "tensor",
         "zero",
@@ -110,10 +114,6 @@ LATE_IMPORTS = {
         "nnmpi/train/computing.py",
         "importlib.metadata",
     ): "it imports Python's email; a run that goes on needs neither",
-    (
-        "nnmpi/train/loop.py",
-        "nnmpi.train.auto_layout",
-    ): "the planner, of use with --layout auto alone",
 }
 
 # What may speak of options besides train and the layers above it.

@@ -93,6 +93,21 @@ def lower_layers_only(tree: Tree) -> Iterator[str]:
             yield f"{where}; {local} must not know {other}"
 
 
+def wings_unknown(tree: Tree) -> Iterator[str]:
+    """The core names no wing in a string: a path or a module to import."""
+    wings = "|".join(sorted(layers.WINGS))
+    named = re.compile(rf"(?<![\w.-])(?:{PACKAGE}[./])?(?:{wings})[./](?![\s./]|$)")
+    for source in tree.sources:
+        if source.part in layers.WINGS or source.path in layers.DOORS:
+            continue
+        for node in _strings(source.nodes):
+            if found := named.search(node.value):
+                yield (
+                    f"{source.path}:{node.lineno}: names {found.group()}, a wing; base/wings.py and"
+                    " commands/table.py alone do"
+                )
+
+
 def strategies_apart(tree: Tree) -> Iterator[str]:
     """No parallel strategy imports another, unless it is a variant of that one."""
     for source, result in _inside(tree):
@@ -303,6 +318,7 @@ def no_cycles(tree: Tree) -> Iterator[str]:
 
 RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     lower_layers_only,
+    wings_unknown,
     strategies_apart,
     defining_module,
     libraries_at_home,

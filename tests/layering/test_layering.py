@@ -60,13 +60,32 @@ PLANTED = {
         "nn must not know comm",
     ),
     "no layer": ({"other/__init__.py": '"""O."""\n'}, "other/__init__.py:1", "is in no layer"),
+    "a wing": (
+        {
+            "lab/__init__.py": '"""L."""\n',
+            "lab/plan.py": '"""P."""\n',
+            "nn/x.py": '"""X."""\n\nimport nnmpi.lab.plan\n',
+        },
+        "nn/x.py:3",
+        "only lower layers",
+    ),
+    "a wing, in a string": (
+        {"nn/x.py": '"""X."""\n\nNAME = "nnmpi.lab.plan"\n'},
+        "nn/x.py:3",
+        "names nnmpi.lab., a wing",
+    ),
+    "a wing, as a folder": (
+        {"nn/x.py": '"""X."""\n\n\ndef _f(x):\n    return f"{x}/teaching/mpi_front/"\n'},
+        "nn/x.py:5",
+        "a wing",
+    ),
     "another strategy": (
         {
             "parallel/__init__.py": '"""P."""\n',
             "parallel/data.py": '"""D."""\n',
-            "parallel/averaging.py": '"""A."""\n\nimport nnmpi.parallel.data\n',
+            "parallel/experts.py": '"""A."""\n\nimport nnmpi.parallel.data\n',
         },
-        "parallel/averaging.py:3",
+        "parallel/experts.py:3",
         "one strategy imports another",
     ),
     "a package's __init__": (

@@ -10,7 +10,7 @@ from math import comb, inf
 import pytest
 
 from nnmpi.base.errors import UsageError
-from nnmpi.commands.memory import main
+from nnmpi.lab.memory import main
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,

@@ -33,7 +33,7 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
         "sys.meta_path.insert(0, Look)\n"
         "runpy.run_module('nnmpi.train', run_name='__main__')\n"
         "print('collects:', gc.isenabled())\n"
-        "left_out = 'email', 'nnmpi.planner', 'nnmpi.comm.simulated.simulated_world'\n"
+        "left_out = 'email', 'nnmpi.lab.planner', 'nnmpi.comm.simulated.simulated_world'\n"
         "print('too many:', [name for name in left_out if name in sys.modules])\n"
     )
     done = subprocess.run(

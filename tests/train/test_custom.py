@@ -15,9 +15,9 @@ from nnmpi import NnmpiError
 from nnmpi.base.custom import as_custom, is_custom, is_foreign, short_name
 from nnmpi.base.errors import CheckpointError, ScheduleError, UsageError
 from nnmpi.base.files import read_json, write_json
-from nnmpi.comm.__main__ import main as comm
 from nnmpi.commands import evaluate, export, predict
-from nnmpi.schedule.__main__ import main as schedule
+from nnmpi.lab.comm import main as comm
+from nnmpi.lab.schedule import main as schedule
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main as train
 from nnmpi.train.config import ModelConfig, assemble

@@ -11,7 +11,7 @@ from nnmpi import Group
 from nnmpi.base import files
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
-from nnmpi.commands.run import count_lines
+from nnmpi.lab.run import count_lines
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder

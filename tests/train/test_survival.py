@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from nnmpi import Group, simulate
+from nnmpi.asynchronous.server import ParameterServer
 from nnmpi.base import files
 from nnmpi.base.errors import CommError
 from nnmpi.comm.simulated.scheduler import Faults
-from nnmpi.commands.run import Supervisor
 from nnmpi.compose.trainer import Trainer
-from nnmpi.parallel.server import ParameterServer
+from nnmpi.lab.run import Supervisor
 from nnmpi.train import checkpoint, loop, metrics
 from nnmpi.train.checkpoint import CheckpointWriter
 from tests.harness.slow import MORE_SEEDS

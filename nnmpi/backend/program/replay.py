@@ -17,7 +17,7 @@ from nnmpi.backend.program.plan import lifetimes, plan
 from nnmpi.backend.program.record import CallList
 from nnmpi.backend.program.tile import tile
 from nnmpi.base.errors import UsageError
-from nnmpi.base.pages.picture import Bar, Picture
+from nnmpi.base.picture import Bar, Picture
 
 # mapped memory begins at a page; small blocks there would compete for the same cache lines
 LEAST_MAPPED_BYTES = 128 * 1024

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import heapq
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,14 +87,11 @@ FRUITLESS_POLLS = 20_000
 LONGER = 1.0007
 MOST_RANKS = 10_000  # threads of one process
 SWALLOWED = 10  # calls of a rank that goes on after another's failure, until it is held for ever
-LOOKS = 4  # at the running rank, until it is named
 INTERRUPTED_S = 2.0  # for the ranks to end after an interrupt from outside
 LAUNCHER_TURNS = 8  # turns of each rank, at most, between a kill and the launcher's end of the job
 SPREAD = 4  # the seed may postpone an event by this many turns of each rank
 OWN_FOLDER = str(Path(__file__).parent)
 PACKAGE_FOLDER = f"{Path(__file__).parents[2]}/"
-FRONT_FOLDER = f"{PACKAGE_FOLDER}teaching/mpi_front/"  # stands for mpi4py in a program's lines
-LIBRARY_FOLDERS = PACKAGE_FOLDER, sysconfig.get_path("stdlib")  # not a program's own lines
 
 Lines: TypeAlias = tuple[tuple[str, int], ...]
 """(file, line) of a call in the source, innermost first."""
@@ -164,15 +160,13 @@ class Scheduler:
         by_time: whether events come in the order of the clocks; may be set to False before the
             ranks run.
         turns: number of changes of the turn.
-        on_turn: called with the rank's number on its thread, when it gets the turn.
-        on_stall: called with a sentence when a rank computes for `stall_s` without a call.
-        stall_s: seconds; infinite for no such calls. Ranks that poll for so long are a deadlock.
-        patience_s: seconds that ranks poll, at least, until they are a deadlock: a program's loop
-            may end by the computer's clock.
         failure: the rank that failed first (-1 for none in particular), and its exception; None
             without a failure.
         halted: descriptions of the killed and stopped ranks, by number.
+        hidden: folders whose lines stand in no message: what carries the messages.
     """
+
+    hidden: tuple[str, ...] = (OWN_FOLDER,)
 
     def __init__(
         self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None
@@ -186,9 +180,6 @@ class Scheduler:
         self.seed, self.random = seed, Random(seed)
         self.by_time = cpu_factor == 0
         self.turns = 0
-        self.on_turn: Callable[[int], object] = str
-        self.on_stall: Callable[[str], object] = str
-        self.stall_s, self.patience_s = inf, 0.0
         self.failure: tuple[int, BaseException] | None = None
         self.halted: dict[int, str] = {}
         self._faults, self._last_turn = faults, inf
@@ -196,7 +187,7 @@ class Scheduler:
         # (position, draw, number, whether something may happen then, event)
         self._agenda: list[tuple[float, float, int, bool, SimulatedRank | Callable[[], None]]] = []
         self._planned, self._coming = 0, 0
-        self._fruitless, self._fruitless_since_s = 0, 0.0
+        self._fruitless = 0
         self._running: SimulatedRank | None = None
         self._over = threading.Event()
 
@@ -263,7 +254,7 @@ class Scheduler:
             Abandoned: at the end of the simulation.
         """
         self.halted[rank.number] = (
-            f"rank {rank.number} {fate} in its call {rank.calls}{_at(find_lines())}"
+            f"rank {rank.number} {fate} in its call {rank.calls}{describe_at(self.find_lines())}"
         )
         if not alone:
             self._last_turn = self.turns + self.random.randrange(LAUNCHER_TURNS * len(self.ranks))
@@ -303,13 +294,20 @@ class Scheduler:
             rank.clock_s += POLL_S * LONGER ** min(self._fruitless, FRUITLESS_POLLS)
         if not self._fruitless:
             return
-        rank.waits_for, rank.lines, rank._blames = f"{waits_for}, polling", find_lines(), blames
-        if self._fruitless == 1:
-            self._fruitless_since_s = time.monotonic()
-        limit = FRUITLESS_POLLS if not self.halted else len(self.ranks) ** 2
-        seconds = time.monotonic() - self._fruitless_since_s
-        if seconds >= (self.patience_s if self._fruitless > limit else self.stall_s):
+        rank.waits_for, rank.lines, rank._blames = (
+            f"{waits_for}, polling",
+            self.find_lines(),
+            blames,
+        )
+        if self.is_stuck():
             raise self._deadlock()
+
+    def is_stuck(self) -> bool:
+        """Return whether ranks that poll for what cannot come are a deadlock by now."""
+        return self._fruitless > (len(self.ranks) ** 2 if self.halted else FRUITLESS_POLLS)
+
+    def on_turn(self, number: int) -> None:
+        """Do nothing; called on a rank's thread when it gets the turn."""
 
     def block(
         self,
@@ -413,36 +411,8 @@ class Scheduler:
                 thread.join()
 
     def _watch(self, threads: Mapping[str, threading.Thread]) -> None:
-        """Return when all ranks have ended; name one that computes for too long.
-
-        Raises:
-            TimeoutError: for one that computes on, for that long, after another's failure.
-        """
-        before: tuple[object, ...] = ()
-        timeout_s = None if self.stall_s == inf else self.stall_s / LOOKS
-        stalls = 0
-        while not self._over.wait(timeout_s):
-            rank = self._running
-            now = self.turns, rank, rank and rank.calls
-            stalls = stalls + 1 if now == before else 0
-            before = now
-            if rank is None or stalls < LOOKS:
-                continue
-            if self.failure is not None:
-                rank.held = True
-                raise TimeoutError
-            if stalls == LOOKS:
-                frame = sys._current_frames().get(threads[f"rank {rank.number}"].ident or 0)
-                others = [
-                    f"  rank {item.number} waits for {item.waits_for}{_at(item.lines)}"
-                    for item in self.ranks
-                    if item._awaits is not None
-                ]
-                head = f"rank {rank.number} has made no call for {self.stall_s:.0f} s"
-                lines = [*_frames(frame)]
-                own = [line for line in lines if not line[0].startswith(LIBRARY_FOLDERS)]
-                at = _at(tuple(own or lines)[:1])
-                self.on_stall("\n".join([f"{head}{at}", *others]))
+        """Return when all ranks, threads with these names, have ended."""
+        self._over.wait()
 
     def _live(self, rank: SimulatedRank, program: Callable[[int], None]) -> None:
         rank._gate.acquire()
@@ -472,7 +442,7 @@ class Scheduler:
                 return
             if self._over.is_set():
                 raise CommError(
-                    f"rank {rank.number} waits for others when all have ended{_at(find_lines())}"
+                    f"rank {rank.number} waits for others when all have ended{describe_at(self.find_lines())}"
                 )
             rank._gate.acquire()
         self._running = rank
@@ -513,10 +483,29 @@ class Scheduler:
         left[0]._gate.release()  # one at a time: each hands over to the next when it has ended
         return False
 
+    def find_lines(self) -> Lines:
+        """Return the lines of the present call: nnmpi's, and the program's that called it."""
+        frames = self._frames(sys._getframe(1))
+        within = next(frames, None)
+        if within is None:
+            return ()
+        if not within[0].startswith(PACKAGE_FOLDER):
+            return (within,)
+        own = next((line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])), None)
+        return (within,) if own is None else (within, own)
+
+    def _frames(self, frame: FrameType | None) -> Iterator[tuple[str, int]]:
+        """Yield the lines of a call, innermost first, without hidden ones."""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not any(_lies_in(folder, file) for folder in self.hidden):
+                yield file, frame.f_lineno
+            frame = frame.f_back
+
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.halted]
         lines = [
-            f"  rank {item.number} waits for {item.waits_for}, {_since(item)}{_at(item.lines)}"
+            f"  rank {item.number} waits for {item.waits_for}, {_since(item)}{describe_at(item.lines)}"
             for item in waiting
         ]
         if self.halted:
@@ -539,34 +528,14 @@ def _since(rank: SimulatedRank) -> str:
     return f"since {rank._since_s:.6g} s{'' if step is None else f', in step {step}'}"
 
 
-def _at(lines: Lines) -> str:
+def describe_at(lines: Lines) -> str:
+    """Return source lines as the lines of a report."""
     return "".join(f"\n      at {file}:{line}" for file, line in lines)
 
 
 def describe_lines(lines: Lines) -> str:
     """Return source lines as text on one line."""
     return " from ".join(f"{file}:{line}" for file, line in lines) or "an unknown line"
-
-
-def find_lines() -> Lines:
-    """Return the lines of the present call: nnmpi's, and the program's that called it."""
-    frames = _frames(sys._getframe(1))
-    within = next(frames, None)
-    if within is None:
-        return ()
-    if not within[0].startswith(PACKAGE_FOLDER):
-        return (within,)
-    own = next((line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])), None)
-    return (within,) if own is None else (within, own)
-
-
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """Yield the lines of a call, innermost first, without the simulation's own."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not (_lies_in(OWN_FOLDER, file) or _lies_in(FRONT_FOLDER, file)):
-            yield file, frame.f_lineno
-        frame = frame.f_back
 
 
 @cache  # called for every frame around every message

@@ -37,7 +37,6 @@ from nnmpi.comm.simulated.scheduler import (
     Scheduler,
     SimulatedRank,
     describe_lines,
-    find_lines,
 )
 from nnmpi.comm.world import Closing, SharedPages, World
 
@@ -354,10 +353,6 @@ class MessageBoard:
         self.received[target] += nbytes
         return self._links.carry(source, target, ready_s, (nbytes,), both_ways)
 
-    def find_latency(self, source: int, target: int) -> float:
-        """Return the seconds of a message without bytes, on free links."""
-        return self.machine.message(self.nodes[source] != self.nodes[target], False, (0,))[0]
-
     def carry_collective(
         self, name: str, ranks: tuple[int, ...], nbytes: int, ready_s: float
     ) -> float:
@@ -515,7 +510,7 @@ class SimulatedComm(Closing):
     ) -> SimulatedRequest:
         """Return a new open request of this rank."""
         request = SimulatedRequest(
-            self._local, what, find_lines(), lambda: missing, memory, writes, reads
+            self._local, what, self._scheduler.find_lines(), lambda: missing, memory, writes, reads
         )
         if request.source is not None:
             request.checksum = checksum(request.source)
@@ -597,7 +592,11 @@ class SimulatedComm(Closing):
         awaited = {request for request in requests if not request.complete}
         if awaited:
             self._scheduler.block(
-                local, awaited, _describe_all(requests), find_lines(), partial(_missing, requests)
+                local,
+                awaited,
+                _describe_all(requests),
+                self._scheduler.find_lines(),
+                partial(_missing, requests),
             )
         self._close(requests)
         self._scheduler.end_call(local)
@@ -663,7 +662,7 @@ class SimulatedComm(Closing):
         if part.size != counts[self.rank]:
             raise CommError(
                 f"rank {self._local.number} passes {part.size} elements to {name}, but its count"
-                f" there is {counts[self.rank]} ({describe_lines(find_lines())})"
+                f" there is {counts[self.rank]} ({describe_lines(self._scheduler.find_lines())})"
             )
         signature = (name, tuple(counts), into.dtype.name)
         return self._join(signature, (part, flat), into.nbytes, _gather, writes=into)

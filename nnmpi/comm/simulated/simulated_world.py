@@ -29,7 +29,7 @@ from nnmpi.backend.memory import share_freed_memory
 from nnmpi.base.errors import CommError, check_int, note_read_only, number
 from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
+from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
 from nnmpi.comm.world import Traffic
 
@@ -69,7 +69,12 @@ class SimulatedWorld:
                 return False
             if local.completions == before:
                 scheduler.block(
-                    local, set(), "something to become complete", find_lines(), list, until_s
+                    local,
+                    set(),
+                    "something to become complete",
+                    scheduler.find_lines(),
+                    list,
+                    until_s,
                 )
             scheduler.end_call(local)
 

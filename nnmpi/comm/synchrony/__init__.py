@@ -2,8 +2,6 @@
 
     sync.Sync        the mode, with its settings; a setting that the mode does not use is refused
                      here
-    consistency      the server's decisions: the workers that wait or continue, the next task;
-                     staleness of gradients
     slow             ranks that are slowed down on purpose
 
 Nothing is imported here: import the module that defines the name.

@@ -23,6 +23,7 @@ from random import Random
 from sys import float_info
 from typing import Any, TypeAlias
 
+from nnmpi.asynchronous.consistency import WorkerClocks
 from nnmpi.base.command import suggest
 from nnmpi.base.custom import call_user
 from nnmpi.base.errors import ScheduleError, UsageError, counted
@@ -40,11 +41,10 @@ from nnmpi.comm.collective import (
 )
 from nnmpi.comm.duration import coefficients, price
 from nnmpi.comm.prove import prove_steps
-from nnmpi.comm.render import render_steps
-from nnmpi.comm.synchrony.consistency import WorkerClocks
+from nnmpi.lab.render.collectives import render_steps
+from nnmpi.lab.render.schedules import render
 from nnmpi.schedule.check import check as check_schedule
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import render
 from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.base.errors import CommError, check_int
-from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
+from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines
 from nnmpi.teaching.mpi_front.datatypes import BYTE, buffer, find_bytes
 from nnmpi.teaching.mpi_front.handles import (
     ANY,
@@ -336,7 +336,11 @@ class FrontComm(FrontHandle):
         nbytes = sum(len(data) for data, _ in parts)
         if len(parts) == 1 and base in ("gather", "allgather"):
             nbytes *= self.size
-        value = [(np.array(data), kind) for data, kind in parts], targets, find_lines()
+        value = (
+            [(np.array(data), kind) for data, kind in parts],
+            targets,
+            wire._scheduler.find_lines(),
+        )
         request = wire._join(
             (name, *words),
             value,
@@ -366,7 +370,7 @@ class FrontComm(FrontHandle):
             raise CommError(
                 f"{name}: {sent} are sent ({describe_lines(lines)}) to"
                 f" rank {self.rank} of its communicator, where there is room for"
-                f" {room} ({describe_lines(find_lines())})"
+                f" {room} ({describe_lines(self._wire._scheduler.find_lines())})"
             )
         if not into._memory.flags.writeable:
             raise ValueError("a message cannot be received into an array that is read-only")

@@ -390,8 +390,9 @@ class Wire(SimulatedComm):
         """Return when a message can be seen by its receiver: the time of its first byte."""
         if message.data is not None or message.arrived:
             return message.arrives_s
-        sender, target = message.request.owner.number, self._local.number
-        return self._board.find_latency(sender, target) + message.ready_s
+        board = self._board
+        sender, own = board.nodes[message.request.owner.number], board.nodes[self._local.number]
+        return board.machine.message(sender != own, False, (0,))[0] + message.ready_s
 
     def look(self, source, tag, take=False):
         """Return a message that can be received now, or None; with `take` nobody else gets it."""

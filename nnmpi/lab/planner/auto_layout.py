@@ -1,0 +1,163 @@
+"""`--layout auto`: choose a layout by prediction, then by a race.
+
+    profile and fit (cached or measured)
+        -> the predicted best layout of each kind
+        -> a race of the first RACERS of these
+        -> the winner's options
+
+A prediction may be off by 10 %. Layouts of one kind (the same axes in use, ZeRO or not) have
+similar errors. So the race compares kinds, and the prediction chooses within a kind.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import Any
+
+import nnmpi.base.clock as clock
+from nnmpi.backend.backend import Backend
+from nnmpi.base.errors import counted
+from nnmpi.base.units import format_seconds
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.lab.planner.network import Say, find_network
+from nnmpi.lab.planner.price import plan
+from nnmpi.lab.planner.profile import Workload, find_profile, ready, typical_s
+from nnmpi.train import computing as host
+from nnmpi.train.build import build_full_model
+from nnmpi.train.computing import choose_computing, multiplications
+from nnmpi.train.config import Config
+from nnmpi.train.inputs import load_samples
+
+RACE_S = 0.6  # seconds per layout and round
+RACERS = 4  # layouts of different kinds
+RACE_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The result of `--layout auto`.
+
+    Attributes:
+        config: with the layout's options.
+        lines: for the header.
+        predicted_s: seconds of a step; None without a search.
+    """
+
+    config: Config
+    lines: tuple[str, ...]
+    predicted_s: float | None = None
+
+    def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a line with a step's predicted time and the measured one (the metrics' median)."""
+        if self.predicted_s is None:
+            return []
+        rates = [
+            record["samples_per_second"] for record in records if record.get("kind") == "train"
+        ]
+        rates = [rate for rate in rates[1:] or rates if rate]
+        predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
+        if not rates:
+            return [f"{predicted}; too few steps to measure it"]
+        measured_s = batch_size / median(rates)
+        error = 100 * (self.predicted_s / measured_s - 1)
+        return [f"{predicted}, measured {format_seconds(measured_s, 3)} ({error:+.0f} %)"]
+
+
+def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
+    """Return the configuration with the fastest layout, equal on all ranks. Collective.
+
+    A run that is shorter than a search gets replicas.
+
+    Args:
+        config: with --layout auto.
+        group: all ranks of the run.
+        backend: of this rank.
+        say: called with a sentence before a measurement.
+
+    Raises:
+        UsageError: on all ranks, for options that leave nothing to choose.
+        LayoutError: on all ranks, when no layout fits the memory.
+    """
+    samples = load_samples(config, group, say)
+    model = build_full_model(config, samples[0], backend, group)
+    config, kernels = choose_computing(config, model, samples[0], backend, group)
+    work = multiplications(config.optimization, model, samples[0])
+    if group.size == 1 or (work < host.PAYS and config.parallel.memory_limit is None):
+        line = (
+            f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one"
+            f" has {work:.0e}"
+        )
+        result = ChosenLayout(config.having(layout="given"), (line,))
+    else:
+        with host.computing(config):
+            result = _search(Workload(config, samples), group, backend, say)
+    return replace(result, lines=(*result.lines, *filter(None, [kernels])))
+
+
+def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
+    begin, config = clock.now(), workload.config
+    profile, store = find_profile(workload, group, group.size, backend, say)
+    network = find_network(group, say, group.size)
+
+    def search() -> tuple[list[list[Any]], int]:
+        pricer = workload.pricer(profile, network, backend)
+        result = plan(pricer, config.parallel.memory_limit, kind=lambda element: element.kind)
+        racing = list(result.best[:RACERS])
+        # The price of replicas is a measured step, so it is the most reliable: one always races.
+        replicas = [item for item in result.best if item.candidate.dp == group.size]
+        if replicas and not any(replica in racing for replica in replicas):
+            racing[RACERS - 1 :] = replicas[:1]
+        return [
+            [str(item.candidate), item.options(), item.price.seconds] for item in racing
+        ], result.considered
+
+    first, considered = on_root(group, search)
+    names = [name for name, _, _ in first]
+    saved = all(name in profile.raced for name in names)
+    if not saved:
+        say(
+            f"racing {counted(len(first), 'layout')} for some steps each, which is done once and"
+            " kept"
+        )
+        times = race(workload, [options for _, options, _ in first], group, backend)
+        profile = replace(profile, raced=dict(zip(names, times, strict=True)))
+        store(profile)
+    order = sorted((profile.raced[name], i) for i, name in enumerate(names))
+    name, options, seconds = first[order[0][1]]
+    lines = [
+        f"planner: {considered} layouts; messages {network.name}",
+        *(
+            f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
+            f" {format_seconds(first[i][2], 3)}, took {format_seconds(measured_s, 3)}"
+            for measured_s, i in order
+        ),
+        (
+            f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
+            f"{format_seconds(clock.now() - begin, 2)})"
+        ),
+    ]
+    return ChosenLayout(config.having(**options, layout="given"), tuple(lines), seconds)
+
+
+def race(
+    workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend
+) -> list[float]:
+    """Return the seconds of each layout's step, the least of RACE_ROUNDS. Collective.
+
+    Every other round runs backwards, so that a drift of the machine's speed favours no layout.
+    """
+    times = [inf] * len(layouts)
+    for turn in range(RACE_ROUNDS):
+        for i in sorted(range(len(layouts)), reverse=bool(turn % 2)):
+            times[i] = min(times[i], time_layout(workload, layouts[i], group, backend))
+    return times
+
+
+def time_layout(
+    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
+) -> float:
+    """Return the seconds of a step of a layout. Collective."""
+    with ready(workload, options, group, backend) as (worker, batches):
+        return typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

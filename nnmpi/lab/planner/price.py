@@ -1,0 +1,754 @@
+"""Predict the step time and the memory of layouts, and find the fastest layouts.
+
+    step = computing + bubble      measured for one replica; for a pipeline from its stages' layers
+         + exposed messages        sums of gradients, exchanges of sharded layers and sequences,
+                                   tied parameters, loss
+         + update                  measured, in proportion to a rank's parameters
+
+The bubble of a pipeline is what its schedule takes in a simulation beyond the computing of the
+busiest rank, with the seconds of each stage and each message. On slow links most of it is waiting
+for messages, in every microbatch.
+
+The time of a message follows from the fitted or given links. A price may be off by 10 %, so
+`auto_layout` races layouts with close prices. All possible layouts of the ranks are priced, at
+first without a pipeline's bubble: only those that may still be among the best are simulated. The
+impossible ones are counted by reason:
+
+    ranks = dp x pp x tp x sp
+        x  ZeRO 0..3
+        x  pipeline, virtual stages, microbatches
+        x  all activations, or as few as possible
+
+Gradients are summed as by `--allreduce auto`. Two schedules are left out. Naive is never faster
+than GPipe: its stages run one after another. PipeDream gives other results than one rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from heapq import heappop, heappush
+from itertools import chain, product
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.backend import Backend
+from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.base.shard import split
+from nnmpi.comm.gradients import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout, PipelineName
+from nnmpi.lab.planner.network import PlannedNetwork
+from nnmpi.memory.fitting import StageCost, peak_of_stages
+from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.plan import LayerCost, keep_all, price_plan, saved_bytes
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
+from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import STAGES
+from nnmpi.parallel.zero.storage import (
+    UNIT_BYTES,
+    StateBytes,
+    UnitCut,
+    as_units,
+    cut_runs,
+    predict_bytes,
+)
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.partition import partition
+from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, stages_of
+from nnmpi.schedule.schedules import TURNING, home_of, make
+from nnmpi.schedule.simulate import simulate_schedule
+from nnmpi.tensor.parameter import Parameter
+
+NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
+END_S = 25e-6  # processor time of a pipeline's message at each end
+BEST = 10  # layouts that `plan` returns by default
+Memory = Mapping[str, int]
+"""Bytes by the ledger's kinds."""
+PIPELINES: tuple[tuple[PipelineName, int], ...] = (
+    *(("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)),
+    *((name, 2) for name in TURNING),
+)
+MICROBATCHES = (1, 2, 4, 8)  # per rank of a pipeline
+Refusals: TypeAlias = Counter[str]
+"""{reason: number of impossible layouts}."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One layout.
+
+    Attributes:
+        dp, pp, tp, sp: ranks on each axis.
+        zero: ZeRO stage of the replicas.
+        pipeline, virtual_stages, microbatches: its schedule, stages per rank, parts of a batch.
+        recompute: True saves as few activations as possible and recomputes the others.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    sp: int = 1
+    zero: int = 0
+    pipeline: PipelineName = "1f1b"
+    virtual_stages: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+
+    @property
+    def axes(self) -> tuple[int, int, int, int]:
+        """dp, pp, tp and sp."""
+        return self.dp, self.pp, self.tp, self.sp
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes)
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with equal parameters, which sum their gradients."""
+        return self.dp * self.sp
+
+    @property
+    def division(self) -> tuple[int, int, int, Home]:
+        """How the ranks of a replica divide the model: tp, pp, stages per rank, their home."""
+        return self.tp, self.pp, self.virtual_stages, home_of(self.pipeline)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The axes in use, and whether ZeRO is in use. Prices of one kind have similar errors."""
+        return tuple(size > 1 for size in self.axes), self.zero > 0
+
+    def rows(self, batch_size: int) -> list[int]:
+        """Return the rows of each microbatch on the replica with the most."""
+        return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
+
+    def options(self) -> dict[str, Any]:
+        """Return the train command's options for this layout, without the split and defaults."""
+        result: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
+        if self.zero:
+            result["zero"] = self.zero
+        if self.pp > 1:
+            result |= {"pipeline": self.pipeline, "microbatches": self.microbatches}
+            if self.virtual_stages > 1:
+                result["virtual_stages"] = self.virtual_stages
+        if self.recompute:
+            result["activation_memory"] = "least"
+        return result
+
+    def __str__(self) -> str:
+        words = [
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in self.options().items()
+            if value != 1 or name == "zero"
+        ]
+        axes = sum(size > 1 for size in self.axes)
+        return ", ".join([" x ".join(words[:axes]) or "1 rank", *words[axes:]])
+
+
+def candidates(
+    ranks: int, batch_size: int, shares: Collection[tuple[int, int]], layers: int
+) -> tuple[list[Candidate], Refusals]:
+    """Return the possible layouts, and the number of impossible ones by reason.
+
+    Args:
+        ranks: the number of ranks.
+        batch_size: rows of a global batch.
+        shares: the possible (tp, sp) of the model.
+        layers: the length of the model's chain.
+    """
+    result: list[Candidate] = []
+    refused = Refusals()
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pp, tp, sp in product(divisors, divisors, divisors):
+        dp, left = divmod(ranks, pp * tp * sp)
+        if left:
+            continue
+        if (tp, sp) not in shares:
+            refused[
+                "the model's layers (tp) or positions (sp) cannot be sharded over so many ranks"
+            ] += 1
+        elif dp > batch_size:
+            refused["more replicas than rows of a batch"] += 1
+        else:
+            for item in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
+                for zero, recompute in product(
+                    (0, *STAGES) if item.replicas > 1 else (0,), (False, True)
+                ):
+                    result += _checked(replace(item, zero=zero, recompute=recompute), refused)
+    return result, refused
+
+
+def _pipelines(
+    plain: Candidate, batch_size: int, layers: int, refused: Refusals
+) -> Iterator[Candidate]:
+    if plain.pp == 1:
+        yield plain
+        return
+    for (pipeline, virtual), times in product(PIPELINES, MICROBATCHES):
+        microbatches = times * plain.pp
+        if microbatches * plain.dp > batch_size:
+            refused["more microbatches than the replicas have rows"] += 1
+        elif plain.pp * virtual > layers:
+            refused["more stages than the model has layers to cut between"] += 1
+        else:
+            yield replace(
+                plain, pipeline=pipeline, virtual_stages=virtual, microbatches=microbatches
+            )
+
+
+def _checked(candidate: Candidate, refused: Refusals) -> Iterator[Candidate]:
+    options = candidate.options()
+    options.pop("microbatches", None)
+    try:
+        Layout(**options)
+    except UsageError as error:
+        refused[str(error).partition(",")[0].partition(";")[0]] += 1
+    else:
+        yield candidate
+
+
+# ---- measurements ----
+
+
+Share = tuple[int, int]
+"""(tp, sp): the ranks over which layers, and positions, are sharded."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of one replica on one rank.
+
+    Attributes:
+        seconds: of forward and backward.
+        update_s: seconds of the optimizer's update.
+        activations: bytes.
+        least: bytes, with as few as possible.
+    """
+
+    seconds: float
+    update_s: float
+    activations: float
+    least: float
+
+
+@dataclass(frozen=True)
+class ShareCost:
+    """A step of a replica on its (tp, sp) ranks, relative to one rank.
+
+    Attributes:
+        seconds, activations: the ratio of a rank's to one rank's; messages are not included.
+        exchanges: (operation, axis, bytes per row, count) of the messages between the ranks.
+    """
+
+    seconds: float = 1.0
+    activations: float = 1.0
+    exchanges: tuple[tuple[str, str, float, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measurements of a workload.
+
+    Attributes:
+        steps: {rows: cost}.
+        shares: {(tp, sp): cost}.
+        layers: in the order of the chain, for `layer_rows` rows. Only ratios of their times are
+            used.
+        few: the same for `few_rows` rows, as not all bytes grow with the rows.
+        raced: {layout as text: seconds of a step in a race}.
+    """
+
+    steps: Mapping[int, StepCost]
+    shares: Mapping[Share, ShareCost]
+    layers: tuple[LayerCost, ...]
+    layer_rows: int
+    few: tuple[LayerCost, ...] = ()
+    few_rows: int = 0
+    raced: Mapping[str, float] = field(default_factory=dict)
+
+    def step(self, rows: int, name: str) -> float:
+        """Return a field of `StepCost` for any number of rows, interpolated linearly."""
+        known = {item: float(getattr(cost, name)) for item, cost in sorted(self.steps.items())}
+        if len(known) == 1:
+            ((only, value),) = known.items()
+            return value * rows / only
+        measured = list(known)
+        right = min(max(int(np.searchsorted(measured, rows)), 1), len(measured) - 1)
+        low, high = measured[right - 1], measured[right]
+        return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, the inverse of `files.rebuilt`."""
+        result = asdict(self)
+        return result | {name: list(result[name].items()) for name in ("steps", "shares")}
+
+
+# ---- prices ----
+
+
+@dataclass(frozen=True)
+class LayoutPrice:
+    """The predicted seconds of a layout's step.
+
+    Attributes:
+        computing_s: forward and backward of the busiest rank.
+        bubble_s: that rank's waiting time in its pipeline.
+        exposed_s: messages that no computation hides.
+        update_s: of the weights.
+    """
+
+    computing_s: float
+    bubble_s: float
+    exposed_s: float
+    update_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The sum: seconds of a step."""
+        return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
+
+
+class ModelShapes:
+    """A model's shapes under a layout: the pipeline's stages, and each rank's bytes.
+
+    Args:
+        build: returns the model, uninitialized.
+        dtype: of the model.
+        state_arrays: arrays of each parameter's size in the optimizer's state.
+        sample: one row of model input.
+        seconds: of the layers, to balance stages.
+        backend: needed for shapes; nothing is computed.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Module],
+        dtype: str,
+        state_arrays: int,
+        sample: Any,
+        seconds: Sequence[float],
+        backend: Backend,
+    ) -> None:
+        self._build, self._dtype, self._state_arrays = build, dtype, state_arrays
+        self._sample, self._seconds, self._backend = sample, seconds, backend
+        self.cuts, self.states = cache(self._cuts), cache(self._states)
+        self.tied_bytes = cache(self._tied_bytes)
+        self._model = cache(self._spread)
+
+    def _tied_bytes(self, tp: int, pp: int, virtual: int, home: Home) -> int:
+        """Return the bytes of tied parameters with copies on several ranks of a pipeline."""
+        tied = sum(parameter.size for parameter in self._tied(tp, pp, virtual, home))
+        return tied * np.dtype(self._dtype).itemsize
+
+    def _tied(self, tp: int, pp: int, virtual: int, home: Home) -> set[Parameter]:
+        """Return the parameters that several ranks of a pipeline have."""
+        ranks = Counter(
+            parameter
+            for stages in self._stages_of(tp, pp, virtual, home)
+            for parameter in parameters_of(list(chain.from_iterable(stages)))
+        )
+        return {parameter for parameter, count in ranks.items() if count > 1}
+
+    def _stages_of(
+        self, tp: int, pp: int, virtual: int, home: Home
+    ) -> list[list[Sequence[ChainLayer]]]:
+        """Return the layers of each stage of each rank of a pipeline."""
+        _, layers = self._model(tp)
+        cuts = self.cuts(pp, virtual)
+        return [
+            [layers[cuts[s].start : cuts[s].stop] for s in stages_of(rank, pp, len(cuts), home)]
+            for rank in range(pp)
+        ]
+
+    def _states(
+        self,
+        tp: int,
+        pp: int,
+        virtual: int,
+        home: Home,
+        zero: int,
+        replicas: int,
+        once: bool = False,
+    ) -> tuple[StateBytes, ...]:
+        """Return the bytes of weights, gradients and optimizer state on each pipeline rank.
+
+        Args:
+            once: the replicas read one copy of the weights in their node's shared memory.
+        """
+        itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
+        model, _ = self._model(tp)
+        parts: list[tuple[Module, UnitCut | None]] = [(model, None)]
+        if pp > 1:
+            tied, parts = self._tied(tp, pp, virtual, home), []
+            for stages in self._stages_of(tp, pp, virtual, home):
+                part, units = ModelPart(model, list(chain.from_iterable(stages))), None
+                if zero > 1:
+                    cut = [cut_runs(layers, UNIT_BYTES[zero], itemsize) for layers in stages]
+                    units = as_units(part, list(chain.from_iterable(cut)), tied)
+                parts.append((part, units))
+        return tuple(
+            predict_bytes(part, zero, 0, replicas, itemsize, arrays, None, once, units=units)
+            for part, units in parts
+        )
+
+    def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
+        """Return the model as tp rank 0 has it, uninitialized, and its chain."""
+        model = self._build()
+        if tp > 1:
+
+            def spread(group: Group) -> Module:
+                layout = Layout(1, 1, tp)
+                return arrange(
+                    self._build(), group, layout, self._sample, self._dtype, self._backend
+                ).model
+
+            model = simulate(spread, tp)[0]
+        return model, open_chain(model)
+
+    def _cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
+        return partition(self._seconds, pp * virtual)
+
+
+class Pricer:
+    """Price layouts of one workload on one machine.
+
+    Args:
+        batch_size: rows of the global batch.
+        row_bytes: of a sample and its labels.
+        profile: measurements of the workload.
+        network: costs of messages.
+        shapes: of the model under layouts.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        row_bytes: int,
+        profile: Profile,
+        network: PlannedNetwork,
+        shapes: ModelShapes,
+    ) -> None:
+        self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
+        self.network, self.shapes = network, shapes
+        self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
+        self._piped, self._stage_cost = cache(self._bubble), cache(self._cost_of_stage)
+        self._lowered = cache(lambda *schedule: lower(make(*schedule)))
+
+    # ---- seconds ----
+
+    def price(self, candidate: Candidate, simulated: bool = True) -> LayoutPrice:
+        """Return the price of a step; of a pipeline that is not simulated, the least possible."""
+        busy_s, bubble_s = self._computing(candidate), 0.0
+        if candidate.pp > 1:
+            busy_s, _ = self._work(candidate)
+            bubble_s = self._piped(replace(candidate, zero=0)) if simulated else 0.0
+        return LayoutPrice(
+            busy_s, bubble_s, self._exposed(candidate, busy_s, bubble_s), self._update_s(candidate)
+        )
+
+    def _rows(self, candidate: Candidate) -> int:
+        return candidate.rows(self.batch_size)[0]
+
+    def _computing(self, candidate: Candidate) -> float:
+        """Return a microbatch's seconds of forward and backward through all layers of a replica."""
+        again = 1 + candidate.recompute * self._forward_part()
+        return (
+            again
+            * self.profile.step(self._rows(candidate), "seconds")
+            * self.profile.shares[candidate.tp, candidate.sp].seconds
+        )
+
+    def _forward_part(self) -> float:
+        layers = self.profile.layers
+        return sum(layer.keep_s for layer in layers) / max(
+            sum(layer.seconds for layer in layers), 1e-12
+        )
+
+    def _work(self, candidate: Candidate) -> tuple[float, list[float]]:
+        """Return the busiest rank's seconds of computing, and those of each stage's microbatch."""
+        schedule, cuts = self._stages(candidate)
+        layers = self.profile.layers
+        scale = self._computing(candidate) / (sum(layer.seconds for layer in layers) or 1.0)
+        sent_s = self._sent(candidate) / len(cuts)
+        work = [
+            scale * sum(layers[i].seconds for i in cut)
+            + sent_s
+            + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
+            for stage, cut in enumerate(cuts)
+        ]
+        most_s = max(
+            sum(work[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp)
+        )
+        return most_s * candidate.microbatches, work
+
+    def _bubble(self, candidate: Candidate) -> float:
+        """Return the busiest rank's seconds of waiting in a step."""
+        schedule, cuts = self._stages(candidate)
+        rows, forward = self._rows(candidate), self._forward_part()
+        backward = 1 - forward
+        busy_s, work = self._work(candidate)
+        costs = {
+            Kind(kind): [part * seconds for seconds in work]
+            for kind, part in zip(
+                "FBIW", (forward, backward, backward / 2, backward / 2), strict=True
+            )
+        }
+
+        def lengths(send: Instruction) -> tuple[int]:
+            layer = cuts[send.stage + (send.kind is Kind.SEND_ACT)].start
+            return (round(self._entering(layer, rows) / candidate.sp),)
+
+        pipelines = self._mesh(*candidate.axes).groups(PP)
+        return -busy_s + max(
+            simulate_schedule(schedule, costs, part, lengths).makespan_s
+            for part in self.network.machine.parts(pipelines, candidate.ranks)
+        )
+
+    def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
+        pp, virtual = candidate.pp, candidate.virtual_stages
+        schedule = self._lowered(candidate.pipeline, pp, candidate.microbatches, virtual)
+        return schedule, self.shapes.cuts(pp, virtual)
+
+    def _update_s(self, candidate: Candidate) -> float:
+        """Return the seconds of the update, in proportion to a rank's parameters."""
+        (full,) = self.shapes.states(*Candidate().division, 0, 1)  # one rank
+        states = self.shapes.states(*candidate.division, 0, 1)
+        part = max(state.parameters for state in states) / max(full.parameters, 1)
+        shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
+        return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
+
+    def _through_memory(self, candidate: Candidate) -> bool:
+        """Whether gradients are summed through the node's shared memory, with a fitted time."""
+        return self.network.has_shared and candidate.pp == candidate.tp == 1
+
+    def _fused(self, candidate: Candidate) -> bool:
+        """Whether each rank updates a slice of the node's parameters, see `parallel.fused`."""
+        return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
+
+    def _exposed(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
+        """Return the seconds of messages that no computation hides, except a pipeline's.
+
+        With a pipeline, `_work` adds those of sharded layers and `_bubble` those between stages.
+        """
+        network, mesh = self.network, self._mesh(*candidate.axes)
+        result = 0.0 if candidate.pp > 1 else self._sent(candidate)
+        if not self._fused(candidate):
+            for axes in (AXES, AXES if candidate.zero else (PP, TP)):  # numbers, gradient norm
+                groups = mesh.groups(*axes)
+                result += network.exchange("all-gather", groups, len(groups[0]) * NUMBERS_BYTES)
+        if candidate.pp > 1:
+            # assume that the first and the last stage share them, as embedding and output layer do
+            ends = [(ranks[0], ranks[-1]) for ranks in mesh.groups(PP)]
+            tied = self.shapes.tied_bytes(*candidate.division)
+            result += network.exchange("all-reduce", ends, tied)
+        return result + (self._sums(candidate, busy_s, bubble_s) if candidate.replicas > 1 else 0.0)
+
+    def _sent(self, candidate: Candidate) -> float:
+        """Return a microbatch's seconds of messages between the ranks of sharded layers."""
+        mesh, result = self._mesh(*candidate.axes), 0.0
+        share = self.profile.shares[candidate.tp, candidate.sp]
+        for what, axis, row_bytes, count in share.exchanges:
+            nbytes, groups = round(row_bytes * self._rows(candidate)), mesh.groups(axis)
+            result += count * self.network.exchange(what.partition(" ")[0], groups, nbytes)
+        return result
+
+    def _sums(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
+        """Return the seconds of summing gradients over replicas and of gathering parameters."""
+        network, groups = self.network, self._mesh(*candidate.axes).groups(DP, SP)
+        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas)
+        if candidate.zero:
+            # in a pipeline each microbatch has its own sums, and its own gathers
+            times, gathers, result = 1, 2.0 if candidate.zero == 3 else 1.0, 0.0
+            if candidate.pp > 1 and candidate.zero > 1:
+                times = candidate.microbatches
+                halved = Kind.W in self._stages(candidate)[0].kinds
+                gathers *= times + times * halved / 2 if candidate.zero == 3 else 1
+            for nbytes in max(states, key=lambda item: item.total).lengths:
+                if self._through_memory(candidate):  # one shared copy: nothing to gather
+                    result += network.shared(nbytes) / 2
+                else:
+                    result += times * network.exchange("reduce-scatter", groups, nbytes)
+                    result += gathers * network.exchange("all-gather", groups, nbytes)
+            return result
+        nbytes = max(state.gradients for state in states)
+        if self._through_memory(candidate):
+            return network.shared(nbytes)
+        total_s = network.exchange("all-reduce", groups, nbytes)
+        if candidate.pp > 1:
+            # The other stages end earlier, and sum while the pipeline drains.
+            hidden_s, least = bubble_s, groups[: candidate.tp]
+        elif len({*network.nodes}) == 1:
+            return total_s
+        else:
+            # Buckets are summed during backward, which may hide all but the last one.
+            hidden_s, least = busy_s * (1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))), groups
+            nbytes = min(nbytes, BUCKET_BYTES)
+        least_s = network.exchange("all-reduce", least, nbytes)
+        return max(total_s - (1 - self._forward_part()) * hidden_s, least_s)
+
+    # ---- bytes ----
+
+    def memory(self, candidate: Candidate) -> Memory:
+        """Return the bytes by kind, of the rank with the largest sum."""
+        return max(self.memory_of_ranks(candidate), key=lambda kinds: sum(kinds.values()))
+
+    def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
+        """Return the bytes by kind of each rank of a pipeline."""
+        once = candidate.zero > 0 and self._through_memory(candidate)
+        states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas, once)
+        return [
+            self._memory_of(candidate, *item)
+            for item in zip(states, self._activations(candidate), strict=True)
+        ]
+
+    def _memory_of(self, candidate: Candidate, state: StateBytes, activations: int) -> Memory:
+        # the fused update keeps one shared copy per node
+        shares = candidate.dp if self._fused(candidate) else 1
+        return {
+            PARAMETERS: state.parameters // shares,
+            GRADIENTS: state.gradients,
+            STATE: state.optimizer // shares,
+            ACTIVATIONS: activations,
+            COMMUNICATION: state.units,
+            BATCHES: sum(candidate.rows(self.batch_size)) * self.row_bytes // candidate.sp,
+        }
+
+    def _activations(self, candidate: Candidate) -> list[int]:
+        """Return the activation bytes of each rank of a pipeline.
+
+        Without a pipeline they are measured. With one they are summed over the schedule's live
+        microbatches, as the ledger does.
+        """
+        rows, profile = self._rows(candidate), self.profile
+        ratio = profile.shares[candidate.tp, candidate.sp].activations
+        if candidate.pp == 1:
+            name = "least" if candidate.recompute else "activations"
+            return [round(ratio * profile.step(rows, name))]
+        schedule, cuts = self._stages(candidate)
+
+        def peak(layers: tuple[LayerCost, ...], rank: int) -> float:
+            costs = {s: self._stage_cost(layers, cuts[s]) for s in schedule.stages_of(rank)}
+            return peak_of_stages(costs, schedule, rank, costs if candidate.recompute else ())
+
+        part = (rows - profile.few_rows) / (profile.layer_rows - profile.few_rows)
+        result = []
+        for rank in range(candidate.pp):
+            few = peak(profile.few, rank) if profile.few else 0.0
+            result.append(round(ratio * (few + part * (peak(profile.layers, rank) - few))))
+        return result
+
+    def _cost_of_stage(self, every: tuple[LayerCost, ...], cut: range) -> StageCost:
+        """Return what a microbatch costs a stage, from the costs of all layers."""
+        layers = every[cut.start : cut.stop]
+        last = layers[-1]
+        inputs = every[cut.start - 1].value if cut.start else 0
+        inner = saved_bytes(layers, range(len(layers))) - last.value * last.saves_result
+        work = price_plan(layers, keep_all(layers)).peak - inner
+        return StageCost(inputs, inner, last.value, work=work)
+
+    def _entering(self, layer: int, rows: int) -> float:
+        if not layer:
+            return rows * self.row_bytes
+        return self.profile.layers[layer - 1].value * rows / self.profile.layer_rows
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with its price, the largest rank's bytes, and each stage's number of layers."""
+
+    candidate: Candidate
+    price: LayoutPrice
+    memory: Memory
+    split: Sequence[int]
+
+    @property
+    def bytes(self) -> int:
+        """The sum over all kinds."""
+        return sum(self.memory.values())
+
+    def options(self) -> dict[str, object]:
+        """Return the train command's options for this layout, with the split."""
+        return self.candidate.options() | ({"split": tuple(self.split)} if self.split else {})
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """The fastest layouts in order, impossible layouts by reason, and the number of priced ones."""
+
+    best: tuple[PlannedLayout, ...]
+    refused: Refusals
+    considered: int
+
+
+def plan(
+    pricer: Pricer,
+    limit_bytes: int | None = None,
+    count: int = BEST,
+    kind: Callable[[Candidate], Hashable] = lambda candidate: candidate,
+) -> LayoutSearch:
+    """Return the best layouts of a workload on a machine.
+
+    Args:
+        pricer: of the workload on the machine.
+        limit_bytes: the memory of a rank; None for no limit.
+        count: the maximal number of layouts returned.
+        kind: layout -> its kind. Only the fastest layout of each kind is returned.
+
+    Raises:
+        LayoutError: when no layout is possible, or none fits the memory. It names the one that
+            needs the least.
+    """
+    ranks = pricer.network.ranks
+    result, refused = candidates(
+        ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers)
+    )
+    if not result:
+        reasons = "; ".join(
+            f"{count} excluded: {reason}" for reason, count in refused.most_common()
+        )
+        raise LayoutError(
+            f"{ranks} ranks can have no layout of this model ({reasons}); give other ranks"
+        )
+    best: dict[Hashable, PlannedLayout] = {}
+    too_large: list[PlannedLayout] = []
+    # Most pipelines are too slow even without a bubble, and need not be simulated.
+    queue = sorted((pricer.price(item, False).seconds, item.pp == 1, item) for item in result)
+    while queue and len(best) < count:
+        _, simulated, candidate = heappop(queue)
+        if kind(candidate) in best:
+            continue
+        price = pricer.price(candidate)
+        if not simulated:
+            heappush(queue, (price.seconds, True, candidate))
+            continue
+        split = (
+            tuple(map(len, pricer.shapes.cuts(candidate.pp, candidate.virtual_stages)))
+            if candidate.pp > 1
+            else ()
+        )
+        planned = PlannedLayout(candidate, price, pricer.memory(candidate), split)
+        if limit_bytes is not None and planned.bytes > limit_bytes:
+            too_large.append(planned)
+            continue
+        best[kind(candidate)] = planned
+    if not best:
+        nearest = min(too_large, key=lambda item: item.bytes)
+        raise LayoutError(
+            f"no layout of {ranks} rank{'s'[: ranks > 1]} fits {limit_bytes} bytes on each;"
+            f" {nearest.candidate} would with {nearest.bytes}: give that much, more ranks or a"
+            " smaller batch"
+        )
+    if too_large:
+        refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(
+            too_large
+        )
+    return LayoutSearch(tuple(best.values()), refused, len(result))

@@ -1,0 +1,334 @@
+"""The profile of a model's parts on this machine, measured once and cached.
+
+    steps      of one replica, for several numbers of rows: seconds, update, activations
+    shares     of replicas whose layers or positions are sharded: the ratio to one rank, and the
+               messages between the ranks
+    layers     of the chain, forward and backward: their ratios, and their bytes
+
+All ranks measure at the same time, since they will compute at the same time and share caches and
+memory bandwidth; the slowest counts. Replicas with sharded layers or sequences run on simulated
+ranks, and only the ratio of their time to that of one simulated rank is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product, repeat
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.precision import use_precision
+from nnmpi.base.custom import custom_file
+from nnmpi.base.errors import NnmpiError, UsageError
+from nnmpi.base.files import cache_folder, json_text, parse_json, read_json, rebuilt, write_json
+from nnmpi.base.timeline import Timeline, tracing
+from nnmpi.base.version import VERSION
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import SP, TP
+from nnmpi.comm.saved_fit import find_fit
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Samples
+from nnmpi.data.loader import Batch
+from nnmpi.lab.measure import time_calls
+from nnmpi.lab.planner.network import PlannedNetwork, Say
+from nnmpi.lab.planner.price import ModelShapes, Pricer, Profile, Share, ShareCost, StepCost
+from nnmpi.memory.layers import measure as measure_layers
+from nnmpi.memory.layers import of_chain
+from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.plan import LayerCost
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.ops.collectives import CATEGORY
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.train.build import build_model, find_layout, trial_run
+from nnmpi.train.computing import explain_errors
+from nnmpi.train.config import Config, to_json
+from nnmpi.train.signature import ModelSignature
+
+FORMAT = 17  # of the cached profile; part of its key
+MOST_SHARES = 8  # largest tp x sp that is measured and considered
+PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
+LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
+MEASURE_S, WARM_UP_STEPS = 0.5, 3
+LEAST = {"activation_memory": "least"}
+QUARTILE = 0.25  # other programs disturb the steps above it
+# The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
+# longer.
+SETTLED = 3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A configuration with its training and test set."""
+
+    config: Config
+    samples: tuple[Samples, Samples]
+
+    @property
+    def dtype(self) -> str:
+        """The model's dtype."""
+        return self.config.run.dtype
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        return self.config.optimization.rows(len(self.samples[0]))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample and its labels."""
+        return int(self.rows(1).nbytes + self.samples[0].labels(np.arange(1)).nbytes)
+
+    @property
+    def outputs(self) -> int:
+        """The model's number of outputs: classes or quantities."""
+        return ModelSignature.of(self.samples[0], None).outputs
+
+    def rows(self, count: int) -> Any:
+        """Return the first `count` samples as model input."""
+        return self.samples[0].rows(np.arange(count), self.dtype)
+
+    def build(self) -> Module:
+        """Return the model, uninitialized."""
+        return build_model(self.config.model, self.samples[0].sample_shape, self.outputs)
+
+    def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
+        """Return a pricer of the workload's layouts."""
+        seconds, arrays = (
+            [layer.seconds for layer in profile.layers],
+            self.config.optimization.state_arrays,
+        )
+        shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
+        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
+
+    def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
+        """Return everything on which the measured times depend, equal on all ranks. Collective."""
+        config, options = self.config, self.config.optimization
+        files = [
+            file
+            for name in (config.model.model, options.optimizer, options.loss)
+            if (file := custom_file(name))
+        ]
+        pools = threadpoolctl.threadpool_info()
+        key = {
+            "format": FORMAT,
+            "model": to_json(config.model),
+            "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+            "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
+            "optimizer": [options.optimizer, options.momentum, config.numerics.clip],
+            "numbers": [config.run.dtype, config.numerics.precision, config.run.jit, backend.name],
+            "blas": [
+                [pool.get(name) for name in ("internal_api", "version", "num_threads")]
+                for pool in pools
+            ],
+            "ranks": [ranks, group.size],
+            "host": [platform.node(), VERSION],
+        }
+        return group.share(parse_json(json_text(key)))
+
+
+# ---- the cache ----
+
+
+def find_profile(
+    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
+) -> tuple[Profile, Callable[[Profile], None]]:
+    """Return a workload's cached or measured profile, and a function to cache one. Collective.
+
+    Args:
+        workload: to measure.
+        group: the ranks that measure.
+        ranks: the planned number of ranks.
+        backend: of this rank.
+        say: called with a sentence before measuring, and if the profile cannot be cached.
+    """
+    key = workload.key(group, ranks, backend)
+    digest = hashlib.blake2b(json_text(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def load() -> Any:
+        """Return the profile as JSON values; None if it is missing or damaged."""
+        with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
+            result = read_json(cache_folder() / f"profile-{digest}.json")
+            if result.pop("key") == key and rebuilt(Profile, result):
+                return result
+        return None
+
+    def store(profile: Profile) -> None:
+        if not group.is_root:
+            return
+        try:
+            file = cache_folder() / f"profile-{digest}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"key": key, **profile.to_json()})
+        except (OSError, UsageError) as error:  # such as no home folder: measured in each run
+            say(f"the profile cannot be kept: {error}")
+
+    saved = on_root(group, load)
+    if saved is not None:
+        return rebuilt(Profile, saved), store
+    say("measuring the model's parts, which is done once and kept")
+    with explain_errors(
+        backend,
+        "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
+    ):
+        result = measure(workload, group, ranks, shares_of(ranks), backend)
+    store(result)
+    return result, store
+
+
+def shares_of(ranks: int) -> list[Share]:
+    """Return the (tp, sp) to measure for a number of ranks, without (1, 1)."""
+    few = [n for n in range(1, min(ranks, MOST_SHARES) + 1) if ranks % n == 0]
+    return [
+        (tp, sp)
+        for tp, sp in product(few, few)
+        if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0
+    ]
+
+
+# ---- measuring ----
+
+
+def measure(
+    workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend
+) -> Profile:
+    """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
+
+    Args:
+        workload: to measure.
+        group: the ranks that measure.
+        ranks: the planned number of ranks, which limits the parts of a batch.
+        shares: (tp, sp) to measure besides (1, 1); those impossible for the model are left out.
+        backend: of this rank.
+    """
+    alone, batch = group.split(group.rank), workload.batch_size
+    steps: dict[int, StepCost] = {}
+    for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
+        expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
+        if expected <= LONGEST_S:
+            steps[rows] = _measure_replica(workload, rows, group, alone, backend)
+    alone.free()
+    few_rows, rows = min(steps), max(steps)
+    layers = _measure_layers(workload, rows, backend)
+    few = _measure_layers(workload, few_rows, backend) if few_rows < rows else ()
+    result = {(1, 1): ShareCost()}
+    for share in shares:
+        cost = _measure_share(group, workload, share, rows, backend)
+        if cost is not None:
+            result[share] = cost
+    return Profile(steps, result, layers, rows, few, few_rows if few else 0)
+
+
+def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerCost, ...]:
+    x = Tensor(backend.asarray(workload.rows(rows)))
+    with use_precision(workload.config.numerics.precision), training():
+        model = workload.build()
+        layers = of_chain(model, open_chain(model), workload.dtype, backend)
+        # pipelines have several microbatches
+        return tuple(measure_layers(layers, x, backend, adds=True))
+
+
+def _measure_replica(
+    workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
+) -> StepCost:
+    with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
+        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
+        update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
+        least = activations = worker.ledger.report().peaks[ACTIVATIONS]
+    with (
+        suppress(UsageError),  # a model that is not recomputed
+        ready(workload, {"batch_size": rows, **LEAST}, alone, backend) as (worker, _),
+    ):
+        least = worker.ledger.report().peaks[ACTIVATIONS]
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations, least)
+
+
+def _measure_share(
+    group: Group, workload: Workload, share: Share, rows: int, backend: Backend
+) -> ShareCost | None:
+    """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
+
+    def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, str, int], int]]:
+        options = {"tp": tp, "sp": sp, "batch_size": rows}
+        with ready(workload, options, local, backend) as (worker, batches):
+            timeline = Timeline()
+            with tracing(timeline):
+                worker.step(next(batches), lr=0.0)
+            mesh = worker.arrangement.mesh.sizes
+            axis_of = {f"{tuple(ranks)}": axis for axis in (SP, TP) for ranks in mesh.groups(axis)}
+            sent = Counter(
+                (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))
+                for e in timeline.events
+                if e.category == CATEGORY
+            )
+            step_s = typical_s(local, lambda batch: worker.step(batch, lr=0.0), batches)
+            return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
+
+    try:
+        with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
+            ((single_s, full, _),) = simulate(partial(run, 1, 1), 1)
+            (step_s, activations, sent), *_ = simulate(partial(run, *share), share[0] * share[1])
+    except NnmpiError:
+        return None
+    (ratio,) = group.max_floats([step_s / max(single_s, 1e-12)])
+    exchanges = tuple(
+        (what, axis, nbytes / rows, count) for (what, axis, nbytes), count in sent.items()
+    )
+    return ShareCost(ratio, activations / max(full, 1), exchanges)
+
+
+@contextmanager
+def ready(
+    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
+) -> Iterator[tuple[Worker, Iterator[Batch]]]:
+    """Yield a warmed-up trainer of a workload in a layout, with batches; see `trial_run`.
+
+    Args:
+        workload: to train.
+        options: of the layout and the batch, in place of the run's.
+        group: all ranks.
+        backend: of this rank.
+    """
+    config = workload.config.having(**options, layout="given")
+    layout, _ = find_layout(config, group)
+    if group.size > 1 and group.fit is None:
+        group.fit = find_fit(group)
+    with trial_run(config, workload.samples, layout, group, backend) as (worker, _, batches):
+        for _ in range(WARM_UP_STEPS):
+            worker.step(next(batches), lr=0.0)
+        yield worker, batches
+
+
+def typical_s(
+    group: Group,
+    call: Callable[[Any], Any],
+    arguments: Iterator[Any],
+    budget_s: float = MEASURE_S,
+) -> float:
+    """Return the lower quartile of a call's seconds, the slowest rank's each time. Collective.
+
+    Args:
+        group: all ranks.
+        call: to time.
+        arguments: of the calls, made outside the measured time.
+        budget_s: for all calls.
+    """
+    argument: list[Any] = [None]
+
+    def refill() -> None:
+        argument[0] = next(arguments)
+
+    times = time_calls(group, [(lambda: call(argument[0]), refill)], budget_s)[0]
+    return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))

@@ -1,0 +1,1 @@
+"""Collectives and pipeline schedules as text and pictures."""

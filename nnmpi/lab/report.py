@@ -1,0 +1,205 @@
+"""`nnmpi report RUN`: one page of a run: curves, where time went, memory, options.
+
+    nnmpi report runs/digits-cnn                 writes runs/digits-cnn/report.html
+    nnmpi report runs/digits-cnn --out page.html
+    nnmpi report runs/digits-cnn --tensorboard FOLDER
+
+All numbers come from the run's files, so that the command also works during the run. The page is
+one file with its data and scripts inside (see nnmpi.lab.pages).
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nnmpi.base.command import as_words, read_command, say
+from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.files import foreign, read_json, rebuilt
+from nnmpi.compose.stats import PARTS, ROUNDING
+from nnmpi.lab.pages.page import write_page
+from nnmpi.train.config import all_options
+from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.metrics import read_metrics, sum_staleness
+
+MOST_POINTS, MOST_BARS = 500, 60
+ACCURACY = "accuracy"
+TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
+BOTH = TRAINED | TESTED
+PANELS = [  # title, key of the values, kinds of records
+    ("Loss", "loss", BOTH),
+    ("Perplexity", "perplexity", BOTH),
+    ("Accuracy", ACCURACY, BOTH),
+    ("Root of the mean squared error", "rmse", BOTH),
+    ("Share of the variance that is explained (R2)", "r2", BOTH),
+    ("Learning rate", "learning_rate", TRAINED),
+    ("Gradient norm", "grad_norm", TRAINED),
+]
+Confusion: TypeAlias = tuple[tuple[int, ...], ...]
+RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
+_MEMORY = "memory_"
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Output."""
+
+    out: Path | None = None
+    """The page (default: RUN/report.html)."""
+    tensorboard: Path | None = None
+    """Folder to write the metrics to for TensorBoard, too."""
+
+
+def main(words: Sequence[str]) -> str:
+    """Write the page, and return a sentence with its path.
+
+    Raises:
+        UsageError: without a run, for unreadable files, and for a page that cannot be written.
+    """
+    run, options = read_command("RUN", "nnmpi report", __doc__ or "", (ReportConfig,), words)
+    file = options.out or RunFolder(run).page
+    if options.tensorboard is not None:
+        read_run(run, str(run))
+        write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
+    write_page(file, "run", f"run {run.resolve().name}", gather(run))
+    return f"open {file} in a browser"
+
+
+def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write every number of the records as TensorBoard's scalar KIND/KEY at its step.
+
+    Raises:
+        UsageError: without tensorboardX, and for a folder that cannot be written.
+    """
+    if find_spec("tensorboardX") is None:
+        raise UsageError(
+            "TensorBoard's files are written by tensorboardX; pip install tensorboardX"
+        )
+    from tensorboardX import SummaryWriter
+
+    with raised_as(UsageError, f"{folder} cannot be written"), SummaryWriter(str(folder)) as writer:
+        for record in records:
+            for key, value in record.items():
+                if key not in ("kind", "global_step", "epoch", "time") and isinstance(
+                    value, int | float
+                ):
+                    writer.add_scalar(
+                        f"{record['kind']}/{key}", value, record["global_step"], record.get("time")
+                    )
+
+
+def gather(run: Path) -> dict[str, Any]:
+    """Return the page's data as JSON values; the head of pages/run.js lists them.
+
+    Raises:
+        UsageError: without a run in the folder, and for unreadable files.
+    """
+    options, folder, evaluation = read_run(run, str(run)), RunFolder(run), dict[str, Any]()
+    if folder.evaluation.is_file():
+        advice = "not what nnmpi evaluate writes; call it again, or remove the file"
+        with foreign(folder.evaluation, UsageError, advice):
+            evaluation = read_json(folder.evaluation)
+            _ = rebuilt(Confusion, evaluation.get("confusion") or ())
+    with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
+        records = read_metrics(folder.metrics)
+        starts = read_metrics(folder.starts) if folder.starts.is_file() else []
+        commands = [f"{shlex.join(item['command'])}    # ranks: {item['ranks']}" for item in starts]
+        trained = [record for record in records if record["kind"] == "train"]
+        tests = [record for record in records if record["kind"] in ("eval", "test")]
+        stale = sum_staleness(records)
+        heights = [
+            [histogram.get(n, 0) for n in range(stale.largest() + 1)]
+            for histogram in stale.histograms
+            if stale.total
+        ]
+        steps = [0, *(record["global_step"] for record in trained)]
+        # a record is a mean over the steps since the one before; a resumed run's may be older
+        weights = [max(now - before, 1) for before, now in pairwise(steps)]
+        times = {
+            label: mean for key, label in PARTS.items() if (mean := _mean(trained, key, weights))
+        }
+        other_s = _mean(trained, "step_s", weights) - sum(times.values())
+        workers = max((record.get("workers", 1) for record in trained), default=1)
+        return {
+            "head": starts[-1].get("facts", []) if starts else [],
+            "results": [{key: test.get(key) for key in RESULT} for test in tests[-2:]],
+            "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
+            "names": [*PARTS.values()],
+            "whose": "on rank 0" if workers == 1 else f"as a mean over {workers} workers",
+            "times": times
+            | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
+            "parts": [
+                [part[-1]["global_step"], *(_mean(part, key, weight) for key in PARTS)]
+                for part, weight in zip(
+                    _cut(trained, MOST_BARS), _cut(weights, MOST_BARS), strict=True
+                )
+            ],
+            "memory": {
+                key.removeprefix(_MEMORY): n
+                for key, n in (trained or [{}])[-1].items()
+                if key.startswith(_MEMORY)
+            },
+            "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
+            "evaluation": evaluation,
+            "options": _options(options),
+            "commands": commands,
+        }
+
+
+def _chart(title: str, key: str, kinds: Mapping[str, str], records: Sequence[Any]) -> Any:
+    """Return a chart's lines of (step, seconds, value); none if all values are constant, such as a
+    fixed learning rate.
+    """
+    lines = []
+    for name, kind in kinds.items():
+        chosen = [
+            record
+            for record in records
+            if record["kind"] == kind
+            and all(isinstance(record.get(name), int | float) for name in (key, "global_step"))
+        ]
+        lines.append(
+            {
+                "name": name,
+                "points": [
+                    [item["global_step"], item.get("elapsed_s"), item[key]]
+                    for item, *_ in _cut(chosen, MOST_POINTS)
+                ],
+            }
+        )
+    varies = any(len({value for *_, value in line["points"]}) > 1 for line in lines)
+    lines = [line for line in lines if line["points"] and varies]
+    return {"title": title, "accuracy": key == ACCURACY, "lines": lines}
+
+
+def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """Return the records in parts of equal length, about `most` of them."""
+    length = max(1, len(records) // most)
+    return [records[begin : begin + length] for begin in range(0, len(records), length)]
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str, weights: Sequence[int]) -> float:
+    values = [
+        (weight, record[key])
+        for record, weight in zip(records, weights, strict=True)
+        if record.get(key) is not None
+    ]
+    return sum(n * value for n, value in values) / sum(n for n, _ in values) if values else 0.0
+
+
+def _options(options: Mapping[str, Any]) -> list[list[str]]:
+    """Return the run's options that differ from their defaults, given or chosen."""
+    known = all_options()
+    return [
+        [*as_words(name, value).partition(" ")[::2]]
+        for name, value in options.items()
+        if value != known[name].default
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

@@ -1,0 +1,167 @@
+"""`nnmpi schedule`: draw a pipeline schedule without MPI: grid, bubble, activations.
+
+nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8
+nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
+nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
+nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
+nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2 --program
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+
+from nnmpi.base.command import MOST, announce, check_numbers, read_command, say
+from nnmpi.base.custom import load_custom
+from nnmpi.base.picture import check_figure
+from nnmpi.base.units import Bytes, format_bytes, format_seconds
+from nnmpi.comm.fit import parse_network
+from nnmpi.lab.pages.page import write_page
+from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
+from nnmpi.schedule.check import check
+from nnmpi.schedule.lower import lower, offload, shard_weights, split_stages
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedules import SCHEDULES, make, named, usual_stages
+from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
+
+PROGRAM = "nnmpi schedule"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The schedule and its costs."""
+
+    pipeline: str
+    """Name of the schedule, such as 1f1b or zero-bubble, or FILE.py:NAME."""
+    stages: int
+    """Pipeline stages, one per rank."""
+    microbatches: int
+    """Microbatches per step."""
+    virtual_stages: int | None = None
+    """Stages per rank (default: 1; interleaved 2)."""
+    segments: int = 1
+    """Segments of each stage: what ZeRO gathers and sums at once."""
+    zero: int = 0
+    """The stage of ZeRO, 2 or 3, whose gathers and sums are added."""
+    offload: bool = False
+    """Move what forward passes save to a store, and back for the backward passes."""
+    program: bool = False
+    """Print every rank's instructions, in order."""
+    forward_ms: float = 1.0
+    """Milliseconds of a rank's forward pass of a microbatch."""
+    backward_ms: float | None = None
+    """Milliseconds of its backward pass (default: twice the forward pass)."""
+    network: str = ""
+    """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).
+    """
+    bytes: Bytes = Bytes("1MiB")
+    """Bytes of a message between two ranks."""
+    html: Path | None = None
+    """File for an interactive page."""
+    svg: Path | None = None
+    """File for a picture for slides: .svg, .png, .pdf."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
+        check_numbers(self, "zero", 0, 4)
+        check_numbers(self, "forward_ms backward_ms", 0, inf)
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the schedule's picture and figures, and write the requested files.
+
+    Raises:
+        UsageError: for wrong options, or a file that cannot be written.
+    """
+    (options,) = read_command("", PROGRAM, __doc__ or "", (ScheduleConfig,), words)
+    name = named(load_custom(options.pipeline, "--pipeline", "(rank, ranks, microbatches)"))
+    check_figure(options.svg)
+    virtual = options.virtual_stages or usual_stages(name)
+    stages, microbatches = options.stages, options.microbatches
+    work = f"a schedule of {stages} x {virtual} stages and {microbatches} microbatches"
+    announce(work, 2.5e-4 * stages * virtual * microbatches)
+    schedule = _with_memory(options, make(name, stages, microbatches, virtual))
+    check(schedule)
+    costs = _costs(options, schedule)
+    result = simulate_schedule(schedule, costs)
+    lines = [
+        describe(schedule),
+        "",
+        render(schedule, costs),
+        "",
+        *_figures(schedule, result, options),
+    ]
+    if options.program:
+        lines += ["", *programs(schedule)]
+    if options.svg:
+        about = _modelled(options, schedule.trains)
+        if options.network:
+            about += f", by {options.network} and {format_bytes(options.bytes)}"
+        picture(schedule, result, about).save(options.svg)
+    if options.html:
+        beside = {item: (item, usual_stages(item)) for item in SCHEDULES}
+        animations = compare(
+            beside | {schedule.name: (name, virtual)},
+            schedule.name,
+            stages,
+            microbatches,
+            partial(_costs, options),
+            change=partial(_with_memory, options),
+        )
+        write_page(options.html, "schedule", f"pipeline schedule {schedule.name}", animations)
+        lines.append(f"open {options.html} in a browser")
+    return "\n".join(lines)
+
+
+def _with_memory(options: ScheduleConfig, schedule: Schedule) -> Schedule:
+    """Return the executable schedule, with what the options add for the sake of memory."""
+    schedule = lower(split_stages(schedule, [options.segments] * schedule.stages))
+    if options.zero > 1:
+        schedule = shard_weights(schedule, gathers=options.zero > 2)
+    for rank in range(schedule.ranks * options.offload):
+        schedule = offload(schedule, rank, schedule.stages_of(rank))
+    return schedule
+
+
+def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:
+    """Return the costs by the options; the times of a rank's stages add up to the given ones."""
+    share = 1e-3 / schedule.virtual
+    backward_s = None if options.backward_ms is None else options.backward_ms * share
+    return even_costs(schedule.stages, options.forward_ms * share, backward_s, _message(options))
+
+
+def _message(options: ScheduleConfig) -> float:
+    machine = parse_network(options.network, options.stages) if options.network else None
+    return (
+        0.0 if machine is None else machine.link(machine.nodes is not None).one_way(options.bytes)
+    )
+
+
+def _modelled(options: ScheduleConfig, trains: bool) -> str:
+    """Return the costs that the options give, as text."""
+    backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
+    times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * trains]
+    times += [f"message {format_seconds(_message(options))}"] * bool(options.network)
+    return f"modelled; of each rank: {', '.join(filter(None, times))}"
+
+
+def _figures(schedule: Schedule, simulation: Simulation, options: ScheduleConfig) -> list[str]:
+    """Return the figures, one per line."""
+    full = " ".join(f"{saved / schedule.virtual:g}" for saved in simulation.peak_activations)
+    item = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {full}" * (
+        schedule.virtual > 1
+    )
+    about = _modelled(options, schedule.trains)
+    return [
+        f"makespan          {1e3 * simulation.makespan_s:g} ms   ({about})",
+        f"bubble            {100 * simulation.bubble:.1f} %   of all ranks' time",
+        f"peak activations  {' '.join(map(str, simulation.peak_activations))}   ({item})",
+        f"messages          {simulation.messages}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

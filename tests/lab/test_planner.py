@@ -1,0 +1,526 @@
+"""The planner: prices add up, the best are found, bytes are the ledger's; and `--layout auto`,
+which races them.
+"""
+
+import json
+import shlex
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from nnmpi import Group, nn, simulate
+from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.kernels import setting
+from nnmpi.base.errors import LayoutError, UsageError
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from nnmpi.commands import plan
+from nnmpi.data import Dataset
+from nnmpi.lab import measure
+from nnmpi.lab.planner import auto_layout, network, profile
+from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
+from nnmpi.lab.planner.network import PlannedNetwork, find_network
+from nnmpi.lab.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
+from nnmpi.lab.planner.price import plan as search
+from nnmpi.lab.planner.profile import Workload, find_profile, ready, shares_of
+from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.plan import LayerCost
+from nnmpi.nn.chain import ModelPart, open_chain
+from nnmpi.schedule.schedules import TURNING, usual_stages
+from nnmpi.train import computing
+from nnmpi.train.cli import main, parse
+from nnmpi.train.config import assemble
+
+CONTEXT, TOKENS = 8, 12
+PLANNED = "--model mlp --hidden 8 --dataset iris --batch-size 12"
+SMALL = f"{PLANNED} --epochs 1 --quiet".split()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plan for the smallest run, measure little, and keep nothing for others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(computing, "PAYS", 0.0)
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    monkeypatch.setattr(network, "FIT_S", 0.05)
+    monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
+    monkeypatch.setattr(
+        measure, "ALL_REDUCE_SIZES", measure.ALL_REDUCE_SIZES[:-3]
+    )  # up to a megabyte
+
+
+def workload(batch_size: int = 16, samples: Dataset | None = None, **options: Any) -> Workload:
+    drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
+    dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
+    gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
+    return Workload(
+        assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}), (dataset, dataset)
+    )
+
+
+def made_up(ranks: int, batch_size: int = 16) -> Profile:
+    """Return times that nobody has measured: a row costs what a layer's parameters say."""
+    model = workload().build()
+    elements = [
+        sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)
+    ]
+    item = [1e-6 + 1e-9 * batch_size * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
+    layers = tuple(
+        LayerCost(
+            *(str(i), 64 * batch_size, 0, 500 * batch_size, False, False),
+            *(seconds / 3, seconds / 3, 2 * seconds / 3),
+            elements=n,
+        )
+        for i, (seconds, n) in enumerate(zip(item, elements, strict=True))
+    )
+    steps = {
+        rows: StepCost(
+            sum(item) * rows / batch_size,
+            1e-4,
+            500 * rows * len(item),
+            (1000 + 64 * len(item)) * rows,
+        )
+        for rows in (1, batch_size)
+    }
+    shared = {
+        (tp, sp): ShareCost(
+            1.1 / tp / sp, 1 / tp / sp, (("all-reduce", "tp" if tp > 1 else "sp", 32.0, 9),)
+        )
+        for tp, sp in shares_of(ranks)
+    }
+    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size)
+
+
+@cache
+def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pricer:
+    """Return prices of a made-up machine, on which one field of the layers or steps is so many
+    times as much.
+    """
+
+    def more(record: Any) -> Any:
+        return (
+            replace(record, **{name: factor * getattr(record, name)})
+            if hasattr(record, name)
+            else record
+        )
+
+    work, times = workload(), made_up(ranks)
+    steps = {rows: more(cost) for rows, cost in times.steps.items()}
+    times = replace(times, steps=steps, layers=tuple(map(more, times.layers)))
+    nodes = None if per_node >= ranks else blocks(ranks, per_node)
+    machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
+    return work.pricer(times, PlannedNetwork("made up", machine, ranks), numpy_backend())
+
+
+def layouts(one: Pricer) -> list[Candidate]:
+    return candidates(
+        one.network.ranks, one.batch_size, one.profile.shares, len(one.profile.layers)
+    )[0]
+
+
+# ---- prices, and the search ----
+
+
+def test_the_search_finds_the_least_prices() -> None:
+    element = pricer(4, 2)
+    prices = sorted((element.price(item).seconds, item) for item in layouts(element))
+    for saved in (1, 3, 10, len(prices)):
+        result = search(element, count=saved)
+        assert [item.price.seconds for item in result.best] == [
+            seconds for seconds, _ in prices[:saved]
+        ]
+        assert result.considered == len(prices)
+    firsts = {item.kind: seconds for seconds, item in reversed(prices)}
+    result = search(element, count=3, kind=lambda entry: entry.kind)
+    assert [item.price.seconds for item in result.best] == sorted(firsts.values())[:3]
+
+
+STAGES, REPLICAS = Candidate(pp=4, microbatches=4), Candidate(dp=4)
+HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "dearer", "unchanged"),
+    [
+        ("update_s", [STAGES, REPLICAS, HALVES, SHARED], []),
+        ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
+        ("kept", [], [STAGES, REPLICAS]),
+    ],
+)
+def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
+    field: str, dearer: list[Candidate], unchanged: list[Candidate]
+) -> None:
+    plain, other = pricer(4, 4), pricer(4, 4, field, 3.0)
+    for item in dearer:
+        assert other.price(item).seconds > plain.price(item).seconds, item
+    for item in unchanged:
+        assert other.price(item).seconds == pytest.approx(plain.price(item).seconds), item
+
+
+def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
+    near, far = pricer(4, 4), pricer(4, 1)
+    few, many = (
+        near.price(replace(STAGES, pipeline="gpipe", microbatches=count)) for count in (4, 16)
+    )
+    assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
+    for item in (REPLICAS, STAGES, SHARED):
+        assert far.price(item).seconds > near.price(item).seconds
+    slower_s = far.network.exchange("message", [(0, 1)], 256) - near.network.exchange(
+        "message", [(0, 1)], 256
+    )
+    # over three links, and back
+    assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s
+    shared = [near.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
+    assert shared[0] == pytest.approx(4 * shared[1])
+    (state,) = far.shapes.states(*Candidate().division, 0, 1)
+    sums = (
+        far.network.exchange(*what)
+        for what in (
+            ("all-reduce", [range(4)], state.gradients),
+            ("all-gather", [range(4)], 4 * 40),
+        )
+    )
+    assert far.price(REPLICAS).exposed_s == pytest.approx(sum(sums))  # one bucket: nothing hides it
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches", "per_node"),
+    [("gpipe", 1, 3, 7, 1), ("1f1b", 1, 5, 11, 1), ("interleaved", 1, 3, 9, 1)]
+    + [(name, 1, 3, 7, 1) for name in TURNING]
+    + [("1f1b", 2, 2, 5, 2), ("zero-bubble", 3, 2, 4, 3)]
+    + [("1f1b", 4, 2, 4, 3), ("zero-bubble", 4, 2, 6, 3)],  # replicas begin in the middle of a node
+)
+def test_a_step_of_a_pipeline_takes_what_it_takes_on_simulated_ranks(
+    name: str, dp: int, pp: int, microbatches: int, per_node: int
+) -> None:
+    """A message takes twice a forward pass; all replicas' are at once on the nodes' links."""
+    one = Candidate(dp, pp, 1, 1, 0, name, usual_stages(name), microbatches)
+    stages, rows = pp * one.virtual_stages, 19
+    batch = rows * microbatches * dp
+    table = Dataset("table", np.ones((batch, 16), np.float32), np.zeros(batch, np.int64), 16)
+    work = workload(batch, table, model="mlp", hidden=[16] * (stages - 1))
+    layers = tuple(  # all linear layers cost the same
+        LayerCost(str(i), 64 * rows, 0, 0, False, False, i % 2, i % 2, i % 2 * 2.0)
+        for i in range(len(open_chain(work.build())))
+    )
+    step_s = 3.0 * stages
+    cost = Profile({rows: StepCost(step_s, 0.0, 0.0, 0.0)}, {(1, 1): ShareCost()}, layers, rows)
+    machine = Machine(Link.line(0.2, 1.6e-3), nodes=blocks(one.ranks, per_node))
+    priced = work.pricer(cost, PlannedNetwork("", machine, one.ranks), numpy_backend())
+    options = one.options() | {
+        "slow": f"ms={1e3 * step_s * microbatches / pp}",
+        "allreduce": "ring",
+        "split": tuple(map(len, priced.shapes.cuts(pp, one.virtual_stages))),
+        "batch_size": batch,
+    }
+
+    def run(group: Group) -> float:
+        return auto_layout.time_layout(work, options, group, numpy_backend())
+
+    took_s = simulate(run, one.ranks, machine, cpu_factor=0.0)[0]
+    assert priced.price(one).seconds == pytest.approx(took_s, rel=0.005 if dp == 1 else 0.05)
+
+
+@pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
+def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
+    work = workload()
+
+    def run(group: Group) -> dict[str, int]:
+        with ready(work, one.options() | {"batch_size": 4}, group, numpy_backend()) as (worker, _):
+            return dict(worker.ledger.report().held)
+
+    result, text = simulate(run, 2), pricer(2, 1).memory(one)
+    for kind in (GRADIENTS, STATE):
+        assert text[kind] == max(item[kind] for item in result), kind
+    assert text[PARAMETERS] >= max(item[PARAMETERS] for item in result)  # once on a node
+
+
+def test_activations_of_replicas_are_those_of_the_ledger() -> None:
+    """With all kept and with as few as possible, on one rank and on two.
+
+    Which layers are computed again depends on their measured times: on a busy machine others are.
+    """
+    work = workload()
+    (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
+    priced = work.pricer(times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), numpy_backend())
+    for item in (Candidate(recompute=True), Candidate(), Candidate(dp=2, recompute=True)):
+
+        def run(group: Group, item: Candidate = item) -> int:
+            with ready(work, item.options(), group, numpy_backend()) as (worker, _):
+                return worker.ledger.report().peaks[ACTIVATIONS]
+
+        counted = max(simulate(run, item.ranks, cpu_factor=0.0))
+        limit = 0.15 if item.recompute else 0.05
+        assert priced.memory(item)[ACTIVATIONS] == pytest.approx(counted, rel=limit)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> None:
+    """Layers are measured one by one, and a stage computes some together."""
+    table = Dataset("table", np.ones((1024, 64), np.float32), np.zeros(1024, np.int64), 8)
+    work = workload(1024, table, model="mlp", hidden=[32, 32, 32])
+    (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
+    item = Candidate(pp=2, pipeline="gpipe", microbatches=4, recompute=recompute)
+    priced = work.pricer(times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), numpy_backend())
+    options = {**item.options(), "split": tuple(map(len, priced.shapes.cuts(2, 1)))}
+
+    def run(group: Group) -> int:
+        with ready(work, options, group, numpy_backend()) as (worker, _):
+            return worker.ledger.report().peaks[ACTIVATIONS]
+
+    counted = max(simulate(run, 2, cpu_factor=0.0))
+    text = priced.memory(item)[ACTIVATIONS]
+    assert 0.75 * counted <= text <= 1.5 * counted
+
+
+def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -> None:
+    element = pricer(2, 2)
+    plain = min(
+        sum(element.memory(item).values()) for item in layouts(element) if not item.recompute
+    )
+    result = search(element, plain - 1)
+    assert all(item.bytes < plain and item.candidate.recompute for item in result.best)
+    assert any("bytes on a rank" in reason for reason in result.refused)
+    with pytest.raises(LayoutError, match=r"would with (\d+): give that much") as refused:
+        search(element, 1000)
+    least = int(str(refused.value).split("would with ")[1].split(":")[0])
+    assert search(element, least).best
+    with pytest.raises(LayoutError):
+        search(element, least - 1)
+
+
+def test_what_is_found_is_told_in_lines_and_in_options() -> None:
+    result = search(pricer(4, 2))
+    assert max(map(len, plan.describe(result))) <= 100
+    piped = replace(
+        result.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)
+    ).options()
+    text = {
+        "pp": 4,
+        "pipeline": "zero-bubble",
+        "microbatches": 4,
+        "activation_memory": "least",
+        "split": (2, 2, 1, 1),
+    }
+    assert text.items() <= piped.items()
+
+
+def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
+    result, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
+    assert {item.ranks for item in result} == {8}
+    assert {item.pipeline for item in result if item.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
+    for word in ("replicas than rows", "stages than the model", "microbatches than", "be sharded"):
+        assert any(word in reason for reason in refused), word
+
+
+@pytest.mark.parametrize(
+    ("known", "at", "value"),
+    [
+        ({2: 4.0}, 1, 2.0),
+        ({1: 1.0, 3: 5.0}, 2, 3.0),
+        ({1: 1.0, 3: 5.0}, 5, 9.0),
+        ({2: 1.0, 4: 9.0}, 1, 0.0),
+    ],
+)
+def test_values_between_rows_are_on_straight_lines(
+    known: dict[int, float], at: int, value: float
+) -> None:
+    steps = {rows: StepCost(seconds, 0.0, 0, 0) for rows, seconds in known.items()}
+    assert Profile(steps, {}, (), 1).step(at, "seconds") == value
+
+
+def test_a_network_has_the_rate_that_is_said() -> None:
+    result = simulate(lambda group: find_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
+    assert result.nodes == (0, 0, 1, 1)
+    for groups, shared in (([(0, 2)], 1), ([(0, 2), (1, 3)], 2)):
+        seconds = [result.exchange("message", groups, count * 10**9) for count in (1, 2)]
+        assert seconds[1] - seconds[0] == pytest.approx(0.8 * shared)
+
+
+# ---- measuring ----
+
+
+def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are measured as far as the model can have them; without a folder nothing is kept."""
+    table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
+    work = workload(16, table, model="mlp", hidden=[8])
+    result = simulate(
+        lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2
+    )[0]
+    assert sorted(result.steps) == [1, 8, 16]
+    assert result.shares[2, 1].exchanges and (1, 2) not in result.shares
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    measured: list[int] = []
+    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or result)
+
+    def take(batch_size: int = 16) -> Profile:
+        other = workload(batch_size, table, model="mlp", hidden=[8])
+        return simulate(lambda group: find_profile(other, group, 2, numpy_backend(), print), 1)[0][
+            0
+        ]
+
+    assert take() == take() == result and len(measured) == 1
+    (file,) = tmp_path.glob("profile-*.json")
+    take(8)
+    assert len(measured) == 2
+    for damage in ("{", "[]", json.dumps({**json.loads(file.read_text()), "steps": [1]})):
+        file.write_text(damage)
+        take()
+    assert len(measured) == 5
+
+    def homeless() -> NoReturn:
+        raise UsageError("this user has no home folder")
+
+    monkeypatch.setattr(profile, "cache_folder", homeless)
+    assert take() == result and len(measured) == 6
+
+
+# ---- --layout auto, and the command ----
+
+
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize("pays", [0.0, 1e12])
+def test_a_run_goes_with_the_layout_that_was_chosen(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: float
+) -> None:
+    """A small run does not wait for a search."""
+    monkeypatch.setattr(computing, "PAYS", pays)
+    out = tmp_path.parent / f"run-{group.size}-{pays:.0e}"
+    main([*SMALL, "--layout", "auto", "--out", str(out)], group)
+    group.barrier()  # the first rank prints last
+    console = (out / "console.txt").read_text()
+    searched = group.size > 1 and not pays
+    assert "planner: " in console
+    for words in ("race: ", "chosen: ", "step predicted "):
+        assert (words in console) == searched or words == "chosen: "
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["layout"] == "given"
+
+
+def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
+    ran: list[Any] = []
+
+    def time_layout(_: Workload, options: dict[str, Any], group: Group, *__: Any) -> float:
+        if group.is_root:
+            ran.append(options)
+        return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    text = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
+    monkeypatch.setattr(auto_layout, "find_network", lambda *_: text)
+    config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
+
+    def chosen() -> ChosenLayout:
+        return simulate(lambda group: choose(config, group, numpy_backend(), lambda _: None), 2)[0]
+
+    first, count = chosen(), len(ran)
+    assert len({str(item) for item in ran}) == auto_layout.RACERS
+    assert first.config == config.having(**ran[-1], layout="given")
+    again = chosen()
+    assert (again.config, len(ran)) == (first.config, count)
+    assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
+
+
+def test_a_race_goes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is disturbed once is not lost by it."""
+    took = {"a": [2.0, 1.0], "b": [9.0, 9.5], "c": [1.1, 1.3]}
+    ran: list[str] = []
+
+    def time_layout(_: Any, name: str, *__: Any) -> float:
+        ran.append(name)
+        return took[name][ran.count(name) - 1]
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    nobody: Any = None
+    assert race(nobody, list("abc"), nobody, nobody) == [1.0, 9.0, 1.1]  # type: ignore[arg-type]
+    assert ran == ["a", "b", "c", "c", "b", "a"]
+
+
+def test_options_that_say_a_layout_are_refused() -> None:
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("chooses --zero itself; leave", {"zero": 1}),
+        ("synchronous ranks", {"sync": "asp"}),
+        ("a new run", {"dp": 2, "resume": "run"}),
+    ]
+    for words, options in refused:
+        with pytest.raises(UsageError, match=words):
+            assemble({"layout": "auto", **options})
+
+
+def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
+    table = Dataset("table", np.ones((8, 3), np.float32), np.ones((8, 2), np.float32), 0)
+    model: nn.Module = workload(8, table, model="mlp", hidden=[4], loss="mse").build()
+    assert [p.shape for p in model.parameters()][-1] == (2,)
+
+
+def test_a_step_is_compared_with_its_prediction() -> None:
+    records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
+    chosen: Any = ChosenLayout(assemble({}), (), 0.1)
+    assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
+    assert "too few steps" in chosen.compare(20, [])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--ranks 0", "--ranks"),
+        ("--shape 8 --dataset iris", "--shape replaces --dataset"),
+        ("--memory much", "much"),
+        ("--dp 2", "--dp"),
+        ("--shape 8 8 --model gpt", "--shape for --model gpt is one number"),
+        ("--shape 8 --context 4 --model gpt", "--shape has 8 tokens, but --context is 4; leave"),
+    ],
+)
+def test_wrong_words_of_the_plan_are_refused(words: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        plan.parse(words.split())
+
+
+def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
+    given = shlex.split(
+        "--data-dir 'my data; rm' --dataset \"it's.csv\" --hidden 3 4 --no-normalize"
+    )
+    words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
+    assert " ".join(words[:5]) == "mpirun -n 2 nnmpi train"
+    assert parse(words[5:]) == parse([*given, "--dp", "2"])
+    words = shlex.split(
+        plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2})
+    )
+    assert parse([*words[5:-2], "--dataset", "text"]).model.context == 8
+
+
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+@pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
+def test_parts_are_measured_with_the_kernels_that_train(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, compiled: bool
+) -> None:
+    """By the plan command, and for a run whose layout is chosen."""
+    pytest.importorskip("numba")
+
+    def measured(*_: Any) -> NoReturn:
+        raise UsageError(f"compiled: {setting() is True}")
+
+    monkeypatch.setattr(plan, "find_profile", measured)
+    monkeypatch.setattr(auto_layout, "find_profile", measured)
+    with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+        plan.main([*SMALL[:-3], "--jit", word], group)
+    if group.size > 1:
+        with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+            main([*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")], group)
+
+
+@pytest.mark.simulated
+def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
+    for words, text in (
+        ("--shape 4 --loss mse", "has classes, but --loss mse predicts numbers"),
+        ("--shape 1000000 100000000", "32 samples of shape .* do not fit this memory"),
+        (f"{PLANNED} --network none --ranks 1", "network 'none' is not understood"),
+        (f"{PLANNED} --nodes 7 --ranks 1", "cannot be split evenly over 7 nodes"),
+        (f"{PLANNED} --nodes 2 --ranks 4", "no fit"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            plan.main(words.split(), group)
