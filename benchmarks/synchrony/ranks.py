@@ -24,7 +24,6 @@ import numpy as np
 from benchmarks.synchrony.curve import Evaluation, write
 from benchmarks.synchrony.modes import MODES, slow_text
 from benchmarks.synchrony.recipe import Data, Recipe
-from nnmpi.asynchronous.consistency import Staleness
 from nnmpi.asynchronous.server import ParameterServer
 from nnmpi.asynchronous.worker import AsynchronousWorker
 from nnmpi.backend.array import Array
@@ -33,6 +32,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.compose.layout import GradientExchange
+from nnmpi.compose.stats import Staleness
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation

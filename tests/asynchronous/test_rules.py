@@ -11,13 +11,13 @@ import pytest
 from nnmpi import Sync, simulate
 from nnmpi.asynchronous.consistency import (
     ConsistencyController,
-    Staleness,
     Task,
     WorkerClocks,
     WorkQueue,
 )
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.synchrony.slow import Slow
+from nnmpi.compose.stats import Staleness
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ tell of it.
 import pytest
 
 from nnmpi import Group, Sync
-from nnmpi.asynchronous.consistency import Staleness
 from nnmpi.asynchronous.worker import SHOWN_WORKERS, describe_segments
-from nnmpi.compose.stats import Totals
+from nnmpi.compose.stats import Staleness, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport
 from tests.asynchronous.runs import make, name_of, skip_unless_fitting, train
 from tests.compose.small_runs import ROWS

@@ -30,11 +30,12 @@ import numpy as np
 import nnmpi
 from nnmpi import NnmpiError, simulate
 from nnmpi.base.errors import HelpAsked
-from nnmpi.commands import doctor, evaluate, export, generate, plan, predict, report
+from nnmpi.commands import evaluate, export, generate, predict
 from nnmpi.data import load_tokenizer
 from nnmpi.data.images import load_cifar, load_idx, read_image
 from nnmpi.data.tables import load_npz, read_csv
 from nnmpi.data.text import read_documents
+from nnmpi.lab import doctor, plan, report
 from nnmpi.lab.comm import main as comm
 from nnmpi.models.torch_weights import read_torch
 from nnmpi.teaching.exercise.solution import Solution

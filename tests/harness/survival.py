@@ -46,7 +46,7 @@ from nnmpi.base.launcher import usable_cores
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.commands import run as supervisor
+from nnmpi.lab import run as supervisor
 from nnmpi.lab.launching import Launcher
 from nnmpi.lab.run import GaveUp, SupervisedRun, Supervisor
 from nnmpi.train import checkpoint, inputs

@@ -17,9 +17,8 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import setting
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.commands import plan
 from nnmpi.data import Dataset
-from nnmpi.lab import measure
+from nnmpi.lab import measure, plan
 from nnmpi.lab.planner import auto_layout, network, profile
 from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.lab.planner.network import PlannedNetwork, find_network

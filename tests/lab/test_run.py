@@ -21,8 +21,8 @@ import pytest
 
 from nnmpi import simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.commands import run as supervisor
 from nnmpi.lab import launching
+from nnmpi.lab import run as supervisor
 from nnmpi.lab.launching import Launcher, find_launcher, given_hosts
 from nnmpi.lab.run import USAGE, GaveUp, SupervisedRun, Supervisor, main, without
 from nnmpi.train.cli import main as train_command

@@ -12,8 +12,9 @@ import pytest
 import nnmpi
 from nnmpi.base import files
 from nnmpi.base.errors import UsageError
-from nnmpi.commands import doctor, evaluate, export, report
+from nnmpi.commands import evaluate, export
 from nnmpi.data.tokenizer import ByteTokenizer
+from nnmpi.lab import doctor, report
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.models.torch_weights import save_arrays
 from nnmpi.train.checkpoint import CheckpointWriter
