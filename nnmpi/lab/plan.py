@@ -66,6 +66,8 @@ class PlanConfig:
     """
     kept: int = 10
     """Layouts to print."""
+    again: bool = False
+    """Measure the model's parts again, though a profile was kept."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -142,18 +144,25 @@ def main(words: Sequence[str], group: Group) -> None:
         # the network first: it may be invalid, and measuring the model takes longer
         network = find_network(group, console.say, ranks, machine.nodes, machine.network)
         workload = Workload(config, (samples, samples))
-        profile, _ = find_profile(workload, group, ranks, backend, console.say)
+        profile, _ = find_profile(workload, group, ranks, backend, console.say, machine.again)
 
         def search() -> list[str]:
             result = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
             command = train_command(asked, ranks, result.best[0].options())
             step_s = profile.step(workload.batch_size, "seconds")
-            return [*_header(asked, ranks, network, step_s), *describe(result), "", command]
+            return [
+                *_header(asked, ranks, network, step_s, profile.date),
+                *describe(result),
+                "",
+                command,
+            ]
 
         console.finish(*on_root(group, search))
 
 
-def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:
+def _header(
+    asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float, date: str
+) -> list[str]:
     machine = asked.machine
     memory = "any memory" if machine.memory is None else f"{format_bytes(machine.memory)} each"
     return [
@@ -163,8 +172,8 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
         ),
         f"messages: {network.name}",
         (
-            f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)}"
-            " without the update"
+            f"computing: measured here on {date}; a step of one rank takes"
+            f" {format_seconds(step_s, 3)} without the update"
         ),
         "",
     ]

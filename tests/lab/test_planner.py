@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 from nnmpi import Group, nn, simulate
 from nnmpi.backend.backend import numpy_backend
@@ -353,15 +354,41 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.shares[2, 1].exchanges and (1, 2) not in result.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     measured: list[int] = []
-    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or result)
+    made = [replace(result, busy=0.0)]
+    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or made[0])
+    took = [result.steps[1].seconds + result.steps[1].update_s]
+    monkeypatch.setattr(profile, "typical_s", lambda *_: took[0])
+    said: list[str] = []
 
-    def take(batch_size: int = 16) -> Profile:
+    def take(batch_size: int = 16, again: bool = False) -> Profile:
         other = workload(batch_size, table, model="mlp", hidden=[8])
-        return simulate(lambda group: find_profile(other, group, 2, numpy_backend(), print), 1)[0][
-            0
-        ]
 
-    assert take() == take() == result and len(measured) == 1
+        def find(group: Group) -> Profile:
+            return find_profile(other, group, 2, numpy_backend(), said.append, again)[0]
+
+        return simulate(find, 1)[0]
+
+    assert take() == take() == made[0] and len(measured) == 1
+    take(again=True)
+    took[0] *= 1.5  # another clock, or other kernels that no key knows
+    take()
+    assert len(measured) == 3 and " now, and " in said[-1]
+    took[0] /= 1.5
+    pools = threadpoolctl.threadpool_info()
+    with monkeypatch.context() as other:
+        other.setattr(
+            threadpoolctl,
+            "threadpool_info",
+            lambda: [{**x, "architecture": "Prescott"} for x in pools],
+        )
+        made[0] = replace(result, busy=0.4)
+        take()
+        take()
+    assert len(measured) == 5 and "other programs took 40%" in said[-1]
+    made[0] = replace(result, busy=0.0)
+    measured.clear()
+    measured.append(1)
+    assert len([*tmp_path.glob("profile-*.json")]) == 1
     (file,) = tmp_path.glob("profile-*.json")
     take(8)
     assert len(measured) == 2
@@ -374,7 +401,24 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         raise UsageError("this user has no home folder")
 
     monkeypatch.setattr(profile, "cache_folder", homeless)
-    assert take() == result and len(measured) == 6
+    assert take() == made[0] and len(measured) == 6
+
+
+def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
+    work = workload(16, table, model="mlp", hidden=[8])
+    measure_layers, times = profile.measure_layers, iter(range(1, 100))
+
+    def slower(*args: Any, **options: Any) -> list[LayerCost]:
+        costs = measure_layers(*args, **options)
+        return [replace(cost, forward_s=float(next(times))) for cost in costs]
+
+    monkeypatch.setattr(profile, "measure_layers", slower)
+    first, *others = simulate(
+        lambda group: profile.measure(work, group, 3, [], numpy_backend()).to_json(), 3
+    )
+    assert all(other == first for other in others)
+    assert first["layers"][0]["forward_s"] > 4  # of the rank that was last
 
 
 # ---- --layout auto, and the command ----

@@ -127,7 +127,8 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
     order = sorted((profile.raced[name], i) for i, name in enumerate(names))
     name, options, seconds = first[order[0][1]]
     lines = [
-        f"planner: {considered} layouts; messages {network.name}",
+        f"planner: {considered} layouts; computing measured on {profile.date}; messages"
+        f" {network.name}",
         *(
             f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
             f" {format_seconds(first[i][2], 3)}, took {format_seconds(measured_s, 3)}"

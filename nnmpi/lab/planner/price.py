@@ -265,6 +265,8 @@ class Profile:
             used.
         few: the same for `few_rows` rows, as not all bytes grow with the rows.
         raced: {layout as text: seconds of a step in a race}.
+        date: when it was measured.
+        busy: the share of the processor time that other programs took meanwhile.
     """
 
     steps: Mapping[int, StepCost]
@@ -274,6 +276,8 @@ class Profile:
     few: tuple[LayerCost, ...] = ()
     few_rows: int = 0
     raced: Mapping[str, float] = field(default_factory=dict)
+    date: str = ""
+    busy: float = 0.0
 
     def step(self, rows: int, name: str) -> float:
         """Return a field of `StepCost` for any number of rows, interpolated linearly."""

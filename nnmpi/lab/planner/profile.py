@@ -6,18 +6,25 @@
     layers     of the chain, forward and backward: their ratios, and their bytes
 
 All ranks measure at the same time, since they will compute at the same time and share caches and
-memory bandwidth; the slowest counts. Replicas with sharded layers or sequences run on simulated
-ranks, and only the ratio of their time to that of one simulated rank is used.
+memory bandwidth; the slowest counts, and all get the same profile. Replicas with sharded layers or
+sequences run on simulated ranks, and only the ratio of their time to that of one simulated rank is
+used.
+
+A profile holds for what it was measured with: the kernels that ran, the processors, the ranks of
+each node. Other ones are another key. What no key can say, such as a slower clock, is found by a
+step that is measured again before the profile is used. A profile that was measured beside other
+programs is used once, and not kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product, repeat
 from typing import Any
@@ -26,11 +33,14 @@ import numpy as np
 import threadpoolctl
 
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.blas import read_cpu
 from nnmpi.backend.precision import use_precision
 from nnmpi.base.custom import custom_file
 from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.base.files import cache_folder, json_text, parse_json, read_json, rebuilt, write_json
+from nnmpi.base.launcher import usable_cores
 from nnmpi.base.timeline import Timeline, tracing
+from nnmpi.base.units import format_seconds
 from nnmpi.base.version import VERSION
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
@@ -53,11 +63,11 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.collectives import CATEGORY
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.build import build_model, find_layout, trial_run
-from nnmpi.train.computing import explain_errors
+from nnmpi.train.computing import explain_errors, installed_numba
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 17  # of the cached profile; part of its key
+FORMAT = 18  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
@@ -67,6 +77,11 @@ QUARTILE = 0.25  # other programs disturb the steps above it
 # The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
 # longer.
 SETTLED = 3
+# Shares of a kept profile's step by which one may differ that is measured now. Alone on two cores
+# of an AMD EPYC forty of them differed by 9 % at most; with other BLAS kernels, or beside another
+# program, by 40 % and more.
+STALE, CHECK_S = 0.25, 0.1
+BUSY = 0.15  # of the processor time, taken by other programs
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,10 @@ class Workload:
             for name in (config.model.model, options.optimizer, options.loss)
             if (file := custom_file(name))
         ]
-        pools = threadpoolctl.threadpool_info()
+        # BLAS has kernels for each processor, and a variable may name others
+        names = ("internal_api", "version", "architecture", "num_threads")
+        pools = [[pool.get(name) for name in names] for pool in threadpoolctl.threadpool_info()]
+        local = [platform.node(), read_cpu("model name"), installed_numba(), backend.card, pools]
         key = {
             "format": FORMAT,
             "model": to_json(config.model),
@@ -129,12 +147,9 @@ class Workload:
             "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
             "optimizer": [options.optimizer, options.momentum, config.numerics.clip],
             "numbers": [config.run.dtype, config.numerics.precision, config.run.jit, backend.name],
-            "blas": [
-                [pool.get(name) for name in ("internal_api", "version", "num_threads")]
-                for pool in pools
-            ],
+            "hosts": sorted(Counter(group.gather(json_text(local))).items()),
             "ranks": [ranks, group.size],
-            "host": [platform.node(), VERSION],
+            "nnmpi": VERSION,
         }
         return group.share(parse_json(json_text(key)))
 
@@ -143,16 +158,17 @@ class Workload:
 
 
 def find_profile(
-    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
+    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say, again: bool = False
 ) -> tuple[Profile, Callable[[Profile], None]]:
-    """Return a workload's cached or measured profile, and a function to cache one. Collective.
+    """Return a workload's kept or measured profile, and a function to keep one. Collective.
 
     Args:
         workload: to measure.
         group: the ranks that measure.
         ranks: the planned number of ranks.
         backend: of this rank.
-        say: called with a sentence before measuring, and if the profile cannot be cached.
+        say: called with a sentence before measuring, and if the profile is not kept.
+        again: measure even if a profile was kept.
     """
     key = workload.key(group, ranks, backend)
     digest = hashlib.blake2b(json_text(key, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -166,7 +182,7 @@ def find_profile(
         return None
 
     def store(profile: Profile) -> None:
-        if not group.is_root:
+        if not group.is_root or profile.busy > BUSY:
             return
         try:
             file = cache_folder() / f"profile-{digest}.json"
@@ -175,17 +191,38 @@ def find_profile(
         except (OSError, UsageError) as error:  # such as no home folder: measured in each run
             say(f"the profile cannot be kept: {error}")
 
-    saved = on_root(group, load)
-    if saved is not None:
-        return rebuilt(Profile, saved), store
-    say("measuring the model's parts, which is done once and kept")
+    saved = None if again else on_root(group, load)
+    kept = None if saved is None else rebuilt(Profile, saved)
+    why = "" if kept is None else _why_stale(kept, workload, group, backend)
+    if kept is not None and not why:
+        return kept, store
+    say(f"{why}measuring the model's parts, which is done once and kept")
     with explain_errors(
         backend,
         "the model's parts are measured here, and do not fit ({}); give a smaller model or batch",
     ):
         result = measure(workload, group, ranks, shares_of(ranks), backend)
+    if result.busy > BUSY:
+        say(
+            f"other programs took {result.busy:.0%} of the processor meanwhile, so this profile is"
+            " too slow, and is not kept"
+        )
     store(result)
     return result, store
+
+
+def _why_stale(kept: Profile, workload: Workload, group: Group, backend: Backend) -> str:
+    """Return the sentence of a step that does not take what a profile says; else nothing."""
+    rows, cost = min(kept.steps.items())
+    alone = group.split(group.rank)
+    with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
+        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, CHECK_S)
+    alone.free()
+    expected_s = cost.seconds + cost.update_s
+    if abs(step_s / max(expected_s, 1e-12) - 1) <= STALE:
+        return ""
+    took, was = (format_seconds(seconds, 3) for seconds in (step_s, expected_s))
+    return f"a step of {rows} rows takes {took} now, and {was} in the profile of {kept.date}; "
 
 
 def shares_of(ranks: int) -> list[Share]:
@@ -214,6 +251,7 @@ def measure(
         backend: of this rank.
     """
     alone, batch = group.split(group.rank), workload.batch_size
+    wall_s, own_s = time.perf_counter(), time.process_time()
     steps: dict[int, StepCost] = {}
     for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
         expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
@@ -221,23 +259,46 @@ def measure(
             steps[rows] = _measure_replica(workload, rows, group, alone, backend)
     alone.free()
     few_rows, rows = min(steps), max(steps)
-    layers = _measure_layers(workload, rows, backend)
-    few = _measure_layers(workload, few_rows, backend) if few_rows < rows else ()
+    layers = _measure_layers(workload, rows, group, backend)
+    few = _measure_layers(workload, few_rows, group, backend) if few_rows < rows else ()
     result = {(1, 1): ShareCost()}
     for share in shares:
         cost = _measure_share(group, workload, share, rows, backend)
         if cost is not None:
             result[share] = cost
-    return Profile(steps, result, layers, rows, few, few_rows if few else 0)
+    wall_s, own_s = time.perf_counter() - wall_s, time.process_time() - own_s
+    # ranks wait in calls that do not sleep, so alone a rank has all the time of its core
+    on_node = max(Counter(group.nodes()).values())
+    own = own_s / wall_s * max(1.0, on_node / usable_cores()[1])
+    (busy,) = group.max_floats([0.0 if backend.is_device else max(0.0, 1 - own)])
+    profile = Profile(
+        steps,
+        result,
+        layers,
+        rows,
+        few,
+        few_rows if few else 0,
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        busy=busy,
+    )
+    return rebuilt(Profile, group.share(profile.to_json()))
 
 
-def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerCost, ...]:
+def _measure_layers(
+    workload: Workload, rows: int, group: Group, backend: Backend
+) -> tuple[LayerCost, ...]:
+    """Return the costs of the slowest rank's layers, on all ranks."""
     x = Tensor(backend.asarray(workload.rows(rows)))
     with use_precision(workload.config.numerics.precision), training():
         model = workload.build()
         layers = of_chain(model, open_chain(model), workload.dtype, backend)
         # pipelines have several microbatches
-        return tuple(measure_layers(layers, x, backend, adds=True))
+        costs = measure_layers(layers, x, backend, adds=True)
+    by_rank = [
+        tuple(rebuilt(LayerCost, cost) for cost in item)
+        for item in group.gather([asdict(cost) for cost in costs])
+    ]
+    return max(by_rank, key=lambda layers: sum(layer.seconds for layer in layers))
 
 
 def _measure_replica(
