@@ -23,7 +23,15 @@ from nnmpi.lab import measure, plan
 from nnmpi.lab.planner import auto_layout, network, profile
 from nnmpi.lab.planner.auto_layout import ChosenLayout, choose, race
 from nnmpi.lab.planner.network import PlannedNetwork, find_network
-from nnmpi.lab.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
+from nnmpi.lab.planner.price import (
+    Candidate,
+    LayoutPrice,
+    Pricer,
+    Profile,
+    ShareCost,
+    StepCost,
+    candidates,
+)
 from nnmpi.lab.planner.price import plan as search
 from nnmpi.lab.planner.profile import Workload, find_profile, ready, shares_of
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
@@ -453,6 +461,9 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
         return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    # the machine of a test may have other work
+    monkeypatch.setattr(profile, "_why_stale", lambda *_: "")
+    monkeypatch.setattr(profile, "BUSY", 2.0)
     text = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
     monkeypatch.setattr(auto_layout, "find_network", lambda *_: text)
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
@@ -502,9 +513,14 @@ def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
 
 def test_a_step_is_compared_with_its_prediction() -> None:
     records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
-    chosen: Any = ChosenLayout(assemble({}), (), 0.1)
+    chosen: Any = ChosenLayout(assemble({}), (), LayoutPrice(0.06, 0.02, 0.01, 0.01))
     assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
     assert "too few steps" in chosen.compare(20, [])[0]
+    slow = {"compute_s": 0.08, "wait_s": 0.02, "sync_s": 0.1, "input_s": 0.0}
+    assert chosen.compare(40, [record | slow for record in records]) == [
+        "step predicted 100 ms, measured 200 ms (-50 %); most of it in synchronization, predicted"
+        " 10 ms, measured 100 ms; nnmpi comm fit measures the messages"
+    ]
 
 
 @pytest.mark.parametrize(

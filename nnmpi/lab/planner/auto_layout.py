@@ -21,8 +21,9 @@ from nnmpi.base.errors import counted
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.compose.stats import PARTS
 from nnmpi.lab.planner.network import Say, find_network
-from nnmpi.lab.planner.price import plan
+from nnmpi.lab.planner.price import LayoutPrice, plan
 from nnmpi.lab.planner.profile import Workload, find_profile, ready, typical_s
 from nnmpi.train import computing as host
 from nnmpi.train.build import build_full_model
@@ -33,6 +34,13 @@ from nnmpi.train.inputs import load_samples
 RACE_S = 0.6  # seconds per layout and round
 RACERS = 4  # layouts of different kinds
 RACE_ROUNDS = 2
+FAR_OFF = 0.15  # of a step's time
+MENDS = {
+    "compute_s": "nnmpi plan --again measures the model anew",
+    "wait_s": "nnmpi plan --again measures the stages anew",
+    "sync_s": "nnmpi comm fit measures the messages",
+    "input_s": "the plan has no time for it: give the loader more workers",
+}
 
 
 @dataclass(frozen=True)
@@ -42,27 +50,44 @@ class ChosenLayout:
     Attributes:
         config: with the layout's options.
         lines: for the header.
-        predicted_s: seconds of a step; None without a search.
+        price: of a step; None without a search.
     """
 
     config: Config
     lines: tuple[str, ...]
-    predicted_s: float | None = None
+    price: LayoutPrice | None = None
 
     def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a line with a step's predicted time and the measured one (the metrics' median)."""
-        if self.predicted_s is None:
+        """Return a line with a step's predicted time and the measured one (the metrics' median).
+
+        Beyond `FAR_OFF` it names the part of the step that differs most.
+        """
+        if self.price is None:
             return []
-        rates = [
-            record["samples_per_second"] for record in records if record.get("kind") == "train"
-        ]
-        rates = [rate for rate in rates[1:] or rates if rate]
-        predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
-        if not rates:
+        windows = [record for record in records if record.get("kind") == "train"]
+        # the first one compiles, records and fills caches
+        windows = [item for item in windows[1:] or windows if item["samples_per_second"]]
+        predicted = f"step predicted {format_seconds(self.price.seconds, 3)}"
+        if not windows:
             return [f"{predicted}; too few steps to measure it"]
-        measured_s = batch_size / median(rates)
-        error = 100 * (self.predicted_s / measured_s - 1)
-        return [f"{predicted}, measured {format_seconds(measured_s, 3)} ({error:+.0f} %)"]
+        measured_s = batch_size / median(item["samples_per_second"] for item in windows)
+        error = self.price.seconds / measured_s - 1
+        line = f"{predicted}, measured {format_seconds(measured_s, 3)} ({round(100 * error):+d} %)"
+        if abs(error) <= FAR_OFF:
+            return [line]
+        price = self.price
+        expected = {
+            "compute_s": price.computing_s + price.update_s,
+            "wait_s": price.bubble_s,
+            "sync_s": price.exposed_s,
+            "input_s": 0.0,
+        }
+        took = {part: median(item.get(part, 0.0) for item in windows) for part in expected}
+        part = max(expected, key=lambda part: abs(took[part] - expected[part]))
+        was, now = (format_seconds(item[part], 3) for item in (expected, took))
+        return [
+            f"{line}; most of it in {PARTS[part]}, predicted {was}, measured {now}; {MENDS[part]}"
+        ]
 
 
 def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
@@ -110,7 +135,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         if replicas and not any(replica in racing for replica in replicas):
             racing[RACERS - 1 :] = replicas[:1]
         return [
-            [str(item.candidate), item.options(), item.price.seconds] for item in racing
+            [str(item.candidate), item.options(), vars(item.price)] for item in racing
         ], result.considered
 
     first, considered = on_root(group, search)
@@ -125,21 +150,23 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         profile = replace(profile, raced=dict(zip(names, times, strict=True)))
         store(profile)
     order = sorted((profile.raced[name], i) for i, name in enumerate(names))
-    name, options, seconds = first[order[0][1]]
+    prices = [LayoutPrice(**price) for *_, price in first]
+    name, options, _ = first[order[0][1]]
+    price = prices[order[0][1]]
     lines = [
         f"planner: {considered} layouts; computing measured on {profile.date}; messages"
         f" {network.name}",
         *(
             f"race{' (kept)' if saved else ''}: {names[i]}: predicted"
-            f" {format_seconds(first[i][2], 3)}, took {format_seconds(measured_s, 3)}"
+            f" {format_seconds(prices[i].seconds, 3)}, took {format_seconds(measured_s, 3)}"
             for measured_s, i in order
         ),
         (
-            f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
+            f"chosen: {name}; a step is predicted to take {format_seconds(price.seconds, 3)} (found in "
             f"{format_seconds(clock.now() - begin, 2)})"
         ),
     ]
-    return ChosenLayout(config.having(**options, layout="given"), tuple(lines), seconds)
+    return ChosenLayout(config.having(**options, layout="given"), tuple(lines), price)
 
 
 def race(
