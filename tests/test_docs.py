@@ -205,6 +205,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     helped["scripts/train"] = helped["nnmpi train"]
     for command in ("nnmpi run", "nnmpi speedup"):
         helped[command] += helped["nnmpi train"]  # behind --
+    helped["scripts/size"] = (ROOT / "scripts/size").read_text()
     # they add options to pytest
     plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))
     helped["scripts/test "] = helped["tests.harness"] + "".join(

@@ -31,7 +31,7 @@ from nnmpi.base.errors import HelpAsked, UsageError
 from nnmpi.train.config import Config
 
 ROOT = Path(__file__).parents[2]
-SCHEDULE = "nnmpi.schedule --pipeline gpipe --microbatches 2 --stages"
+SCHEDULE = "nnmpi schedule --pipeline gpipe --microbatches 2 --stages"
 
 
 def ran(words: str, rank: int) -> tuple[int, str, str]:
@@ -48,7 +48,7 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    "words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help", "nnmpi.comm"]
+    "words", [f"{SCHEDULE} 2", "nnmpi schedule --help", "nnmpi comm list --help", "nnmpi comm"]
 )
 def test_the_first_rank_says_it(words: str) -> None:
     status, text, wrong = ran(words, 0)
@@ -57,7 +57,7 @@ def test_the_first_rank_says_it(words: str) -> None:
     assert ran(words, 1) == (0, "", "")
 
 
-@pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi.comm list x"])
+@pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi comm list x"])
 def test_it_says_what_is_wrong(words: str) -> None:
     status, text, wrong = ran(words, 0)
     assert (status, text) == (2, "")
@@ -219,7 +219,8 @@ def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
     command = [
         sys.executable,
         "-m",
-        "nnmpi.schedule",
+        "nnmpi",
+        "schedule",
         "--pipeline",
         "gpipe",
         "--stages",

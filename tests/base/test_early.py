@@ -66,7 +66,7 @@ def test_other_programs_keep_their_signals(tmp_path: Path) -> None:
         assert run(words, tmp_path, MOMENTS[0], int(signal.SIGTERM)).returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("words", ["-m nnmpi report x", "PLACE/nnmpi report x", "-m nnmpi.comm"])
+@pytest.mark.parametrize("words", ["-m nnmpi report x", "PLACE/nnmpi report x", "-m nnmpi comm"])
 def test_ctrl_c_ends_a_command_without_a_traceback(words: str, tmp_path: Path) -> None:
     done = run(words, tmp_path, "nnmpi.base.units", int(signal.SIGINT))
     assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")
