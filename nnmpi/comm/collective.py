@@ -180,10 +180,6 @@ class Collective:
         """
         return tuple(step for phase in self.phases for step in call_user(phase, Step, rank, size))
 
-    def sent(self, size: int) -> list[float]:
-        """Return the buffers that each rank sends: its chunks / size."""
-        return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
-
 
 def as_collective(
     algorithm: Collective | Algorithm, contract: Contract | None = None

@@ -116,6 +116,18 @@ def simulate_collective(
     return clocks
 
 
+@lru_cache(maxsize=2**8)
+def buffers_sent(collective: Collective, size: int) -> Sequence[float]:
+    """Return the buffers that each rank sends: its chunks / size."""
+    total = [0] * size
+    for phase in collective.phases:
+        same = _steps_of_all(phase, size)
+        for rank in range(size):
+            steps = call_user(phase, Step, rank, size) if same is None else same
+            total[rank] += sum(len(step.send) for step in steps)
+    return [chunks / size for chunks in total]
+
+
 @lru_cache(maxsize=32)  # the planner prices the same ones with other lengths
 def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
     """Return rank 0's steps if the phase is symmetric, else None.

@@ -345,10 +345,13 @@ class NativeExecution(Stages):
 
 def _find_calls(array: CommBuffer, comm: Comm, operation: str) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the operation's calls of the communicator, by name, with their arguments."""
-    parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
-    counts, at_once = [part.size for part in parts], len([*pieces(array)]) < 2
+    whole = [*pieces(array)]
+    if operation == ALL_REDUCE.name:
+        return [("allreduce", (piece,)) for piece in whole]
     if operation == BROADCAST.name:
-        return [("broadcast", (piece, ROOT)) for piece in pieces(array)]
+        return [("broadcast", (piece, ROOT)) for piece in whole]
+    parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
+    counts, at_once = [part.size for part in parts], len(whole) < 2
     if operation == ALL_GATHER.name and at_once:
         return [("allgatherv", (None, array, counts))]
     if operation == ALL_GATHER.name:  # each owner broadcasts its chunk, piece by piece
@@ -356,6 +359,6 @@ def _find_calls(array: CommBuffer, comm: Comm, operation: str) -> list[tuple[str
         return [("broadcast", (piece, owner)) for owner, piece in owned]
     if operation == REDUCE_SCATTER.name and at_once:
         return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
-    # An all-reduce, or a reduce-scatter too long for one message: its pieces would each need counts
-    # of their own, so every rank gets the complete sum.
-    return [("allreduce", (piece,)) for piece in pieces(array)]
+    # A reduce-scatter too long for one message: its pieces would each need counts of their own, so
+    # every rank gets the complete sum.
+    return [("allreduce", (piece,)) for piece in whole]

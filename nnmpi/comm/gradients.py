@@ -42,6 +42,7 @@ from nnmpi.comm.algorithms.registry import (
 )
 from nnmpi.comm.buffers import CommBuffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
+from nnmpi.comm.duration import buffers_sent
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
@@ -228,7 +229,8 @@ class BucketExchange:
         if size > COUNTED_RANKS or not names <= ALGORITHMS.keys():
             return None
         shares = {
-            name: np.array(find_collective(ALL_REDUCE.name, name).sent(size)) for name in names
+            name: np.array(buffers_sent(find_collective(ALL_REDUCE.name, name), size))
+            for name in names
         }
         sent = [
             n * shares[choice.algorithm]

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from math import inf
 from pathlib import Path
@@ -491,14 +491,14 @@ class Scheduler:
             return ()
         if not within[0].startswith(PACKAGE_FOLDER):
             return (within,)
-        own = next((line for line in frames if not _lies_in(PACKAGE_FOLDER, line[0])), None)
+        own = next((line for line in frames if not line[0].startswith(PACKAGE_FOLDER)), None)
         return (within,) if own is None else (within, own)
 
     def _frames(self, frame: FrameType | None) -> Iterator[tuple[str, int]]:
         """Yield the lines of a call, innermost first, without hidden ones."""
         while frame is not None:
             file = frame.f_code.co_filename
-            if not any(_lies_in(folder, file) for folder in self.hidden):
+            if not file.startswith(self.hidden):
                 yield file, frame.f_lineno
             frame = frame.f_back
 
@@ -536,11 +536,6 @@ def describe_at(lines: Lines) -> str:
 def describe_lines(lines: Lines) -> str:
     """Return source lines as text on one line."""
     return " from ".join(f"{file}:{line}" for file, line in lines) or "an unknown line"
-
-
-@cache  # called for every frame around every message
-def _lies_in(folder: str, file: str) -> bool:
-    return file.startswith(folder)
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:

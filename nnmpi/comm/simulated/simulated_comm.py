@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial, partialmethod
+from functools import partial, partialmethod
 from itertools import count
 from math import inf
 from mmap import mmap
@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from nnmpi.base.errors import CommError
 from nnmpi.comm.algorithms.registry import native_algorithms
 from nnmpi.comm.buffers import CommBuffer, as_bytes
-from nnmpi.comm.collective import Collective
-from nnmpi.comm.duration import price
+from nnmpi.comm.duration import buffers_sent, price
 from nnmpi.comm.machine import EAGER_BYTES, Links, Machine
 from nnmpi.comm.simulated.scheduler import (
     Lines,
@@ -331,7 +330,6 @@ class MessageBoard:
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(
             MessageQueue
         )
-        self._sent = cache(Collective.sent)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
@@ -372,7 +370,7 @@ class MessageBoard:
         algorithms = native_algorithms(_OPERATIONS.get(name, "broadcast"))
         call = len(ranks), nbytes or 1, machine
         item = min(algorithms, key=lambda algorithm: price(algorithm, *call))
-        for rank, sent in zip(ranks, self._sent(item, len(ranks)), strict=True):
+        for rank, sent in zip(ranks, buffers_sent(item, len(ranks)), strict=True):
             self.sent[rank] += round(sent * nbytes)
             self.received[rank] += round(sent * nbytes)
         seconds = price(item, *call)
