@@ -1,23 +1,25 @@
 """nnmpi's errors: each message is one sentence, with the values and a remedy.
 
 `exit_status` is the command line's: 2 for wrong use (the user changes the command), 1 for a
-failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again.
+failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs again, 73
+(EX_CANTCREAT) for a disk on which nothing can be written.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR
+from errno import EACCES, EDQUOT, EISDIR, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EROFS
 from functools import wraps
 from math import inf, nan
 from operator import index
 
-# 65; `nnmpi run` restarts a job that ends with it once, and then gives up
-from os import EX_DATAERR
+# 73 and 65; `nnmpi run` restarts a job that ends with them once, and then gives up
+from os import EX_CANTCREAT, EX_DATAERR
 from typing import Any, ClassVar, TypeVar
 
 from nnmpi.base.words import answering, raise_missing
 
 T = TypeVar("T")
+DISK = (ENOSPC, EDQUOT, EROFS)  # of a disk that no other start of the same command finds better
 
 
 def counted(n: int, singular: str, plural: str = "") -> str:
@@ -240,7 +242,10 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
     try:
         yield
     except OSError as error:
-        raise kind(f"{what} ({error.strerror or error}){advice and f'; {advice}'}") from None
+        result = kind(f"{what} ({error.strerror or error}){advice and f'; {advice}'}")
+        if error.errno in DISK:
+            result.exit_status = EX_CANTCREAT
+        raise result from None
 
 
 def translated(error: BaseException) -> BaseException:

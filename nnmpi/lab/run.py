@@ -8,7 +8,7 @@
 Each start runs the train command, with --resume after the first: it accepts any number of ranks.
 
 A start makes progress if it writes a new checkpoint. `--restarts` starts in a row without progress
-end the run. Two suffice for damaged data or a loss that is not finite, since these recur. Starts
+end the run. Two suffice for damaged data, a loss that is not finite or a full disk: these recur. Starts
 without progress are followed by a pause that doubles each time. After every second one the job
 leaves out a replica, as far as the layout allows: the machine may have lost memory or cores. Hosts
 are probed before each start; a host that does not answer is left out with its ranks.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from os import EX_DATAERR
+from os import EX_CANTCREAT, EX_DATAERR
 from pathlib import Path
 from shlex import quote
 from types import FrameType
@@ -54,6 +54,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # Status of errors that a restart does not cure. One exception: a killed job may still hold the
 # run's folder for a moment.
 USAGE = 2
+RECURRING = (USAGE, EX_DATAERR, EX_CANTCREAT)
 IN_VAIN = 2  # starts without progress before a replica is left out
 
 
@@ -166,7 +167,7 @@ class Supervisor:
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._log_fault(starts, outcome)
             if in_vain > self._plan.restarts or (
-                outcome.status in (USAGE, EX_DATAERR) and in_vain >= IN_VAIN
+                outcome.status in RECURRING and in_vain >= IN_VAIN
             ):
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
@@ -375,7 +376,9 @@ def describe_status(status: int, launcher: Launcher) -> str:
     """
     if status == STALLED:
         return f"it stalled, and its watchdog ended it (status {status})"
-    if status in (USAGE, EX_DATAERR):
+    if status == EX_CANTCREAT:
+        return f"its disk is full, over its quota, or read-only (status {status})"
+    if status in RECURRING:
         return f"it failed in a way that a new start would repeat (status {status})"
     if status == 0:
         return "it ended with status 0, but is not finished (there is no new finished.json)"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.base.custom import is_foreign, short_name
-from nnmpi.base.errors import CheckpointError, NnmpiError, UsageError, raised_as
+from nnmpi.base.errors import DISK, CheckpointError, NnmpiError, UsageError, raised_as
 from nnmpi.base.files import (
     LOCK_FILE,
     folder_atomically,
@@ -50,8 +50,6 @@ from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # default parent of runs, and the link in it
-# Errors of the disk, not of the command: a restart may succeed. Their exit status differs.
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 LAST_WORDS = "nnmpi: "  # before the sentence that ended a start, in console.txt
 
@@ -201,14 +199,12 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or error
-            if error.errno in PASSING:
-                raise CheckpointError(
-                    f"--out {self.path} cannot be written ({reason}); make room there"
-                ) from None
-            raise UsageError(
-                f"--out {self.path} cannot be written ({reason}); give a writable folder"
-            ) from None
+            what = f"--out {self.path} cannot be written"
+            if error.errno in (*DISK, errno.EIO):  # of the disk, not of the command
+                with raised_as(CheckpointError, what, "make room there"):
+                    raise
+            with raised_as(UsageError, what, "give a writable folder"):
+                raise
 
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from os import EX_DATAERR
+from os import EX_CANTCREAT, EX_DATAERR
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -141,7 +141,7 @@ def test_it_gives_up_where_nothing_goes_on(
     )
 
 
-@pytest.mark.parametrize("status", [USAGE, EX_DATAERR])
+@pytest.mark.parametrize("status", [USAGE, EX_DATAERR, EX_CANTCREAT])
 def test_what_comes_again_is_tried_twice(
     status: int, play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path
 ) -> None:
@@ -154,6 +154,7 @@ def test_what_comes_again_is_tried_twice(
         *["exit 9"] * 2, f"up; checkpoint 00000007; exit {status}", *[f"exit {status}"] * 4
     )
     assert len(commands) == 2 + 3 and "nnmpi doctor" in text[-1]
+    assert ("disk is full" in text[-1]) == (status == EX_CANTCREAT)
 
 
 @pytest.mark.parametrize(
