@@ -56,11 +56,19 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """Return the launch of an environment; None without a known launcher."""
     for name, *others, here, node in LAUNCHERS:
         size, rank = (_number(environ, other) for other in others)
+        if here not in environ and "SLURM_PROCID" in environ and not node:
+            continue  # `srun --mpi=pmi2` sets PMI_RANK as MPICH's mpirun does
         if size is not None and rank is not None:
             return Launch(
                 name, size, rank, _tasks_here(environ.get(here, ""), _number(environ, node) or 0)
             )
     return None
+
+
+def start_words(ranks: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return how this process's launcher starts some ranks: "mpirun -n 4"."""
+    launch = read_launch(environ)
+    return f"{'srun' if launch is not None and launch.name == 'srun' else 'mpirun'} -n {ranks}"
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -70,13 +78,16 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def _tasks_here(text: str, node: int) -> int | None:
     """Return a node's tasks from a number or from Slurm's list: "4(x2),3" means 4, 4 and 3."""
-    counts: list[int] = []
+    before, here = 0, None
     for word in text.split(","):
         result = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if result is None:
             return None
-        counts += [int(result[1])] * int(result[2] or 1)
-    return counts[node] if node < len(counts) else None
+        nodes = int(result[2] or 1)
+        if before <= node < before + nodes:
+            here = int(result[1])
+        before += nodes
+    return here
 
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

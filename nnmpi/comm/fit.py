@@ -17,6 +17,7 @@ from typing import Any
 
 from nnmpi.base.errors import UsageError, counted
 from nnmpi.base.files import cache_folder, foreign, read_json, rebuilt, write_json
+from nnmpi.base.launcher import start_words
 from nnmpi.base.units import format_bytes, format_seconds, parse_settings
 from nnmpi.comm.algorithms.registry import (
     ALGORITHMS,
@@ -167,7 +168,7 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return the error for a missing fit, with the ways to get one."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with"
-        f" mpirun -n {ranks} nnmpi comm fit, or give the cost of messages, such as"
+        f" {start_words(ranks)} nnmpi comm fit, or give the cost of messages, such as"
         f" {NETWORK}"
     )
 

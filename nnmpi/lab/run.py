@@ -8,10 +8,11 @@
 Each start runs the train command, with --resume after the first: it accepts any number of ranks.
 
 A start makes progress if it writes a new checkpoint. `--restarts` starts in a row without progress
-end the run. Two suffice for damaged data, a loss that is not finite or a full disk: these recur. Starts
-without progress are followed by a pause that doubles each time. After every second one the job
-leaves out a replica, as far as the layout allows: the machine may have lost memory or cores. Hosts
-are probed before each start; a host that does not answer is left out with its ranks.
+end the run. One suffices if it ends as the one before it, by damaged data, a loss that is not
+finite or a full disk: these recur. Starts without progress are followed by a pause that doubles
+each time. After every second one the job leaves out a replica, as far as the layout allows: the
+machine may have lost memory or cores. Hosts are probed before each start; a host that does not
+answer is left out with its ranks.
 
 The supervisor does not use MPI: an MPI process would be killed with the job.
 """
@@ -157,7 +158,7 @@ class Supervisor:
 
     def _start_until_finished(self) -> int:
         """Return the number of starts."""
-        in_vain, starts, best = 0, 0, self._step()
+        in_vain, starts, best, before = 0, 0, self._step(), 0
         while True:
             starts += 1
             outcome = self._start(starts)
@@ -166,9 +167,9 @@ class Supervisor:
             self._check(outcome)
             in_vain, best = (0, outcome.step) if outcome.step > best else (in_vain + 1, best)
             self._log_fault(starts, outcome)
-            if in_vain > self._plan.restarts or (
-                outcome.status in RECURRING and in_vain >= IN_VAIN
-            ):
+            recurs = in_vain and outcome.status in RECURRING and outcome.status == before
+            before = outcome.status
+            if in_vain > self._plan.restarts or recurs:
                 raise GaveUp(self._report(in_vain, outcome), outcome.status or 1)
             if in_vain and in_vain % IN_VAIN == 0 and not self._plan.hosts:
                 self._ranks = max(self._fewest, self._ranks - self._plan.replica)
@@ -214,7 +215,7 @@ class Supervisor:
             f". nnmpi doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
         )
         return (
-            f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last"
+            f"gave up: {counted(in_vain, 'start')}{' in a row' * (in_vain > 1)} brought no checkpoint {since}; the last"
             f" one ended after {outcome.seconds:.0f} s:"
             f" {outcome.fault}{more if self._files.config.exists() else ''}"
         )

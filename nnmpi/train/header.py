@@ -8,6 +8,7 @@ from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.backend.cuda import cudnn
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
+from nnmpi.base.launcher import start_words
 from nnmpi.comm.fit import describe_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import Slow
@@ -178,7 +179,7 @@ def _fit(group: Group) -> str:
     if group.size == 1:
         return "none, one rank sends nothing"
     if group.fit is None:
-        return f"none; make one with: mpirun -n {group.size} nnmpi comm fit"
+        return f"none; make one with: {start_words(group.size)} nnmpi comm fit"
     return (
         f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
     )

@@ -64,7 +64,9 @@ def compare_hosts(window: Totals, hosts: int) -> str:
         exposed_s, source = max(sums_s - hidden_s, 0.0), "by the fitted model"
     ratio = (compute_s + exposed_s) / max(one_s, 1e-12)
     gain = (
-        f"take {ratio:.2g} times as long as one"
+        "take as long as one"
+        if f"{ratio:.2g}" == "1"
+        else f"take {ratio:.2g} times as long as one"
         if ratio >= 1
         else f"are {1 / ratio:.2g} times as fast as one"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nnmpi.base.launcher import Launch, read_launch
+from nnmpi.base.launcher import Launch, read_launch, start_words
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -43,9 +43,21 @@ def test_the_innermost_launcher_counts() -> None:
     assert (result.name, result.size) == ("Open MPI's mpirun", 8)
 
 
+def test_srun_may_speak_as_mpichs_mpirun() -> None:
+    """With --mpi=pmi2; but MPICH's mpirun in a job of Slurm's is MPICH's."""
+    names = []
+    for here in ({"PMI_SIZE": "8", "PMI_RANK": "5"}, MPICH):
+        launch = read_launch(SLURM | here)
+        assert launch is not None
+        names.append(launch.name)
+    assert names == ["srun", "MPICH's mpirun"]
+    assert start_words(3, SLURM) == "srun -n 3" and start_words(3, MPICH) == "mpirun -n 3"
+
+
 @pytest.mark.parametrize(
     ("text", "node", "expected"),
     [
+        ("9(x999999999),2", 999999999, 2),
         ("3", 0, 3),
         ("4(x2),3", 0, 4),
         ("4(x2),3", 1, 4),

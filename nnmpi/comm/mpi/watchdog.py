@@ -312,7 +312,7 @@ def describe(
         for rank, seconds in silent.items()
     ]
     if unknown:
-        parts.append(f"{name_ranks(sorted(unknown))} has never been heard of")
+        parts.append(f"{_plural(sorted(unknown), 'has', 'have')} never been heard of")
     busy = {rank: status for rank, status in statuses.items() if not status.waits_s}
     parts += [f"{_plural(ranks, 'is', 'are')} {what}" for what, ranks in _by_activity(busy).items()]
     waiting = {rank: status for rank, status in statuses.items() if status.waits_s}
