@@ -51,6 +51,9 @@ from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, handling
 
 POLL_S = 0.05
+# A launcher whose ranks on this host have gone ends at once, but for Open MPI's after a link was cut:
+# it waits for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM.
+LAUNCHER_S, LOOK_S = 10.0, 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # Status of errors that a restart does not cure. One exception: a killed job may still hold the
 # run's folder for a moment.
@@ -285,7 +288,17 @@ class Supervisor:
         """Wait for a job's end; return its status and the cause in words."""
         starts, is_passed_on = count_lines(self._files.starts), False
         limit_s, is_up = self._plan.start_limit_s, False
+        looked_s, gone_s, had_ranks = begin_s, 0.0, False
         while job.poll() is None:
+            if is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
+                here = bool(ranks_of(job.pid))
+                had_ranks |= here
+                gone_s = 0.0 if here or not had_ranks else gone_s + now_s - looked_s
+                looked_s = now_s
+                if gone_s > LAUNCHER_S:
+                    kill(job.pid)
+                    job.wait()
+                    return 1, "its ranks on this host had gone, and its launcher did not end"
             with suppress(subprocess.TimeoutExpired):
                 job.wait(POLL_S)
             if self._insists:

@@ -186,6 +186,21 @@ def test_a_job_that_does_not_come_up_is_started_again(
     assert time.monotonic() - begin < 10
 
 
+def test_a_launcher_without_ranks_is_ended(
+    play: Callable[..., tuple[list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Open MPI's, when the link to another host is cut: it waits for that host's daemon."""
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.05)
+    monkeypatch.setattr(supervisor, "LAUNCHER_S", 0.2)
+    alive = [[7]] * 3
+    monkeypatch.setattr(supervisor, "ranks_of", lambda _: alive.pop() if alive else [])
+    begin = time.monotonic()
+    _, text = play("up; sleep 100", "up; finish")
+    assert "had gone, and its launcher did not end" in text[1]
+    assert text[-1].startswith("finished after 2 starts")
+    assert time.monotonic() - begin < 20
+
+
 def test_a_host_that_does_not_answer_is_left_out(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
