@@ -188,7 +188,8 @@ def kill(session: int) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = ("mpich_shm_", "sm_segment.")  # MPICH's and Open MPI's, between ranks of a node
+# MPICH's, Open MPI's and UCX's, between ranks of a node
+SEGMENTS = ("mpich_shm_", "sm_segment.", "ucx_shm_posix_")
 
 
 def remove_segments() -> None:

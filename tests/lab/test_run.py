@@ -264,7 +264,13 @@ def test_shared_memory_of_killed_ranks_goes(
 ) -> None:
     """Of no process that still maps it, and nothing else."""
     monkeypatch.setattr(launching, "SHARED_MEMORY", tmp_path)
-    for name in ("mpich_shm_dead", "sm_segment.host.0.1", "mpich_shm_alive", "precious"):
+    for name in (
+        "mpich_shm_dead",
+        "sm_segment.host.0.1",
+        "ucx_shm_posix_1f",
+        "mpich_shm_alive",
+        "precious",
+    ):
         (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
     (tmp_path / "mpich_shm_going").symlink_to("gone")  # as one that somebody removes meanwhile
     with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
