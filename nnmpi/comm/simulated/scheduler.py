@@ -29,7 +29,7 @@ import heapq
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -483,24 +483,27 @@ class Scheduler:
         left[0]._gate.release()  # one at a time: each hands over to the next when it has ended
         return False
 
-    def find_lines(self) -> Lines:
-        """Return the lines of the present call: nnmpi's, and the program's that called it."""
-        frames = self._frames(sys._getframe(1))
-        within = next(frames, None)
-        if within is None:
-            return ()
-        if not within[0].startswith(PACKAGE_FOLDER):
-            return (within,)
-        own = next((line for line in frames if not line[0].startswith(PACKAGE_FOLDER)), None)
-        return (within,) if own is None else (within, own)
-
-    def _frames(self, frame: FrameType | None) -> Iterator[tuple[str, int]]:
-        """Yield the lines of a call, innermost first, without hidden ones."""
+    def find_lines(
+        self,
+        frame: FrameType | None = None,
+        library: str | tuple[str, ...] = PACKAGE_FOLDER,
+    ) -> Lines:
+        """Return the lines of a call, by default the present one: a library's, and the program's
+        that called it.
+        """
+        hidden = self.hidden
+        found: Lines = ()
+        frame = frame or sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith(self.hidden):
-                yield file, frame.f_lineno
+            inside, is_hidden = file.startswith(library), file.startswith(hidden)
+            if not (is_hidden or (inside and found)):
+                # Python searches a table for the number: for two frames, not for all
+                found = *found, (file, frame.f_lineno)
+            if not (inside or is_hidden):
+                break
             frame = frame.f_back
+        return found
 
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.halted]

@@ -80,7 +80,5 @@ class ProgramScheduler(Scheduler):
                     if item._awaits is not None
                 ]
                 head = f"rank {rank.number} has made no call for {self._stall_s:.0f} s"
-                lines = [*self._frames(frame)]
-                own = [line for line in lines if not line[0].startswith(LIBRARY_FOLDERS)]
-                at = describe_at(tuple(own or lines)[:1])
+                at = describe_at(self.find_lines(frame, LIBRARY_FOLDERS)[-1:])
                 self._say("\n".join([f"{head}{at}", *others]))
