@@ -16,12 +16,11 @@ runs there.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -80,18 +79,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if same else None
 
 
-def beyond(count: int, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of each test beyond so many, which are told by their names."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for case in cases.values() for item in sorted(case, key=_place)[count:]]
-
-
-def _place(item: pytest.Item) -> int:
-    return crc32(item.nodeid.encode())
-
-
 class Everywhere:
     """The tests, on the device."""
 
@@ -123,7 +110,7 @@ class Everywhere:
         if config.option.quick:
             others = {
                 *on_host,
-                *beyond(MOST_CASES, [item for item in items if left_out.is_dealt(item)]),
+                *left_out.beyond(filter(left_out.is_dealt, items), lambda _: MOST_CASES),
             }
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]

@@ -205,14 +205,12 @@ class Row:
     alone: Setup | None = None
 
 
-QUICK = (
+SHARED = (
     Layout(sp=2),
     Layout(sp=3, sp_attention="ring"),
     Layout(sp=2, pp=2, split=(4, 4)),
     Layout(sp=2, tp=2, sp_attention="ring"),
     Layout(sp=8, sp_attention="ring"),  # a rank has no position
-)
-SHARED = (
     Layout(sp=2, sp_attention="ring"),
     Layout(sp=3),
     Layout(sp=4),
@@ -279,14 +277,8 @@ PIPELINES: tuple[tuple[Setup, Layout], ...] = (
     (LIMITED, Layout(dp=2, pp=2, split=(4, 4), unit_bytes=1, expert_parallel=True)),
     (NOISY, Layout(dp=3, pp=3, unit_bytes=500)),
 )
-# each with one of the two stages of ZeRO that share out gradients, and with the other
-SHARDED = [
-    [
-        (setup, replace(layout, zero=(2, 3)[(i // 2 + turn) % 2]))
-        for i, (setup, layout) in enumerate(PIPELINES)
-    ]
-    for turn in (0, 1)
-]
+# each with the two stages of ZeRO that share out gradients
+SHARDED = [(setup, replace(layout, zero=stage)) for setup, layout in PIPELINES for stage in (2, 3)]
 FITTED: tuple[tuple[Setup, Layout], ...] = (
     (GPT, Layout(pp=2, split=(4, 4), activation_memory=60_000)),
     (GPT, Layout(pp=2, split=(2, 2, 2, 2), pipeline="zb-v", activation_memory=160_000)),
@@ -414,14 +406,15 @@ ROWS = {
 # Layouts of a number of ranks of their own: branches, shared sequences, ZeRO beside other axes.
 TOWERS = Setup(own.branched, microbatches=3, worker={"clip": 0.05})
 SINGLE: list[tuple[Setup, Layout]] = [
-    *((TOWERS, Layout(**layout)) for layout in ({"tp": 2}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2})),
-    *((GPT, layout) for layout in QUICK),
+    *((TOWERS, Layout(dp, pp, 2)) for dp in (1, 2) for pp in (1, 2)),
+    *((GPT, layout) for layout in SHARED),
     (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
-    *SHARDED[0][::2],
-    *FITTED[::2],
+    (GPT, Layout(dp=3, tp=2, zero=2)),
+    *SHARDED,
+    *FITTED,
     (FLAT, Layout(dp=2, pp=2, zero=1)),  # a stage has no parameters to share out
     *((FLAT, Layout(dp=2, zero=stage)) for stage in (2, 3)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
@@ -431,14 +424,5 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (SETUPS["mlp"], Layout(dp=2, tp=2, zero=2, unit_bytes=1000)),
     (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
     (EXPERTS, Layout(dp=2, tp=2)),
-    *WITH_EXPERTS[2::2],
-]
-REST: list[tuple[Setup, Layout]] = [
-    (TOWERS, Layout(tp=2, dp=2, pp=2)),
-    *((GPT, layout) for layout in SHARED),
-    (GPT, Layout(dp=3, tp=2, zero=2)),
-    *SHARDED[0][1::2],
-    *SHARDED[1],
-    *FITTED[1::2],
-    *(WITH_EXPERTS[0], *WITH_EXPERTS[1::2]),
+    *WITH_EXPERTS,
 ]

@@ -1,7 +1,8 @@
 """What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which
 runs what is left.
 
-Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out: each
+Slow tests are left out where a quicker one of the kind runs, and half of the cases of a test that
+has many, told by their names. Most MPI tests are dealt out: each
 runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. Those
 of messages themselves run on 2, 3 and 4, and with --all on 6 or 8, too. For simulated ranks, on which
 most of what they try is tried on other numbers, see `simulated`.
@@ -9,7 +10,8 @@ most of what they try is tried on other numbers, see `simulated`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
+CASES = 8  # of a test that has no more, all run
+WORLD = re.compile(r"\d+-ranks-seed-\d+")  # in the name of a simulated test
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "gpu/", "train/")
 DEALT += ("test_docs.py", "test_examples.py", "commands/test_verify.py", "comm/test_fit.py")
+CHECKED = "layering/"  # by scripts/check, which every change passes
 # with --all: the contract itself, promised on every number of ranks
 EVERYWHERE = "equivalence/test_layouts.py"
 
@@ -48,6 +53,23 @@ def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = Fal
         "--deal",
         ",".join(map(str, shared)),
         *but,
+    ]
+
+
+def beyond(
+    tests: Iterable[pytest.Item], most: Callable[[int], int] = lambda count: max(CASES, count // 2)
+) -> list[pytest.Item]:
+    """Return the cases of each test beyond so many, which are told by their names."""
+    cases: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in tests:
+        name = WORLD.sub("", item.nodeid)
+        cases.setdefault(name.partition("[")[0], {}).setdefault(name, []).append(item)
+    others = (
+        sorted(named, key=lambda name: crc32(name.encode()))[most(len(named)) :]
+        for named in cases.values()
+    )
+    return [
+        item for names in others for name in names for item in cases[name.partition("[")[0]][name]
     ]
 
 
@@ -85,6 +107,8 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     if quick and slow is not None:
         return f"slow: {slow.args[0]}"
     place = test.nodeid.removeprefix("tests/")
+    if quick and place.startswith(CHECKED):
+        return "scripts/check runs it"
     dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)
     needed = test.get_closest_marker("needs_ranks")
     able = [item for item in among if needed is None or item in needed.args]

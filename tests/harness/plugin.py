@@ -28,6 +28,7 @@ from nnmpi.base.launcher import read_launch
 from nnmpi.comm.mpi.start import start
 from tests.harness import left_out, records
 from tests.harness.records import CLAIMS, DEFAULT_LIMIT_S, LIMIT, RUN_FOLDER
+from tests.harness.slow import MORE_CASES
 
 CALLS = 8  # lines of a traceback that a failure's summary has
 PYTEST = re.compile(r"[/\\](_pytest|pytest|pluggy)[/\\]|<frozen runpy>")
@@ -72,6 +73,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text()
     return None if "mark.mpi" in text or "mark.both_worlds" in text else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark as slow the cases that a plain run leaves out, before others choose."""
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    for item in left_out.beyond(quick):
+        item.add_marker(pytest.mark.slow(MORE_CASES))
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness import left_out
-from tests.harness.left_out import options, reason
+from tests.harness.left_out import beyond, options, reason
 from tests.harness.records import PASSED
 from tests.harness.simulated import most_ranks
 from tests.harness.slow import HARNESS
@@ -81,6 +81,15 @@ def test_simulated_trainings_are_dealt_to_few_ranks(
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
+def test_half_of_many_cases_run() -> None:
+    """All of up to eight; a case is one on any number of simulated ranks."""
+    few = [item(f"a.py::test_few[{n}]") for n in range(8)]
+    many = [item(f"a.py::test_b[{size}-ranks-seed-0-{n}]") for n in range(30) for size in (2, 33)]
+    others = [test.nodeid for test in beyond([*few, *many])]
+    assert len(others) == 30 and all("test_b" in name for name in others)
+    assert len({name.rpartition("-")[2] for name in others}) == 15
+
+
 def test_options_of_a_run() -> None:
     """A plain one leaves out what is slow; with --all it runs on few ranks."""
     quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
@@ -100,7 +109,7 @@ def test_options_of_a_run() -> None:
 
 PLANTED = """
 import pytest
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(12))
 def test_serial(number): pass
 @pytest.mark.slow("why")
 def test_slow(): pass
@@ -110,7 +119,7 @@ def test_simulated(group): pass
 @pytest.mark.slow("why")
 def test_slow_simulated(group): pass
 @pytest.mark.both_worlds
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(12))
 def test_both(group, number): pass
 @pytest.mark.mpi
 @pytest.mark.slow("why")

@@ -13,11 +13,8 @@ from benchmarks.training.zoo import MODELS, TEXT
 from nnmpi import models, nn, ops, optim
 from nnmpi.optim.clip import clip_by_global_norm
 from nnmpi.tensor.tensor import Tensor
-from tests.harness.slow import MORE_LAYOUTS, cases
 
 pytestmark = pytest.mark.host_only("a device's graphs cannot be compared")
-
-QUICK = "mlp-norm", "lenet5", "char-lstm", "char-gru", "gpt"
 
 
 def dropping() -> nn.Module:
@@ -66,10 +63,7 @@ def run(name: str, compiled: bool, number: int) -> Any:
     return losses, model.state(), taken
 
 
-@pytest.mark.parametrize(
-    "name",
-    cases([(n,) for n in NAMES], lambda n: n in (*QUICK, *OWN), MORE_LAYOUTS),
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_one_recording(name):
     right, state, _ = run(name, False, 9)
     losses, came, step = run(name, True, 9)
