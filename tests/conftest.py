@@ -2,7 +2,12 @@
 
 from hypothesis import settings
 
-pytest_plugins = ("tests.harness.plugin", "tests.harness.simulated", "tests.device.plugin")
+pytest_plugins = (
+    "tests.harness.plugin",
+    "tests.harness.simulated",
+    "tests.harness.recordings",
+    "tests.device.plugin",
+)
 
 # All ranks must see the same examples, or their collectives do not pair: nothing random, nothing
 # remembered, and no deadline, since many ranks share few cores.

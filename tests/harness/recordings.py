@@ -1,0 +1,37 @@
+"""In which tests a Worker records its passes: in all of a file that speaks of replays, and in one of
+three others, told by its name.
+
+A recording takes several times as long as the pass, and most trainings of tests end where replays
+would begin. That replays are the passes as they stand is what `compose/test_replayed.py`,
+`nn/test_compiled.py` and the suite of equivalence are about. The double of a device has all.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from unittest.mock import patch
+from zlib import crc32
+
+import pytest
+
+ONE_OF = 3
+REFUSAL = "this test is not dealt a recording"
+PASSES = "nnmpi.compose.passes"
+
+
+def records(item: pytest.Item) -> bool:
+    """Return whether passes are recorded in a test."""
+    return (
+        crc32(item.nodeid.encode()) % ONE_OF == 0
+        or "replay" in item.path.read_text()
+        or item.config.getoption("--backend", default="numpy") != "numpy"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run a test with recordings or without."""
+    passes = sys.modules.get(PASSES)
+    eager = passes is not None and not records(item)
+    with patch.object(passes, "_refusal", lambda *_: REFUSAL) if eager else nullcontext():
+        return (yield)
