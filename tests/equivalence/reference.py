@@ -128,6 +128,7 @@ def build(
     group: Group,
     layout: Layout | None = None,
     counts: bool = False,
+    replays: bool = True,
     **worker_options: Any,
 ) -> Worker:
     """Return a worker with a new model.
@@ -135,6 +136,7 @@ def build(
     Args:
         counts: whether its ledger counts a pass, which is then eager, and takes all ranks of a
             process three times as long.
+        replays: whether passes are recorded, which takes half of so short a run, and replayed.
     """
     dataset = setup.data()
     model = setup.model(dataset.sample_shape, dataset.classes, **setup.model_options)
@@ -152,6 +154,8 @@ def build(
     worker = Worker(model, optimizer, group, arrangement=where, **grouped(**options))
     if not counts:
         worker._counted_bytes = sys.maxsize
+    if not replays:
+        worker.passes.replay._refused = True
     return worker
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.job import Ending, mpirun, run
+from tests.harness.slow import once_more
 
 LIMIT_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def train(folder: Path, model: str, schedule: str) -> Ending:
     )
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", [once_more("gpipe"), "1f1b"])
 def test_an_activation_whose_shape_depends_on_the_data_is_a_sentence(
     tmp_path: Path, schedule: str
 ) -> None:

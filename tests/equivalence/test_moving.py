@@ -70,9 +70,9 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
     limit = tolerance(setup.dtype, STEPS, setup.optimizer)
     chosen = kinds(group.size, setup)
     for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
-        before = build(setup, group, first)
+        before = build(setup, group, first, replays=False)
         result = steps(setup, before, 0, BEFORE)
-        after = build(setup, group, second)
+        after = build(setup, group, second, replays=False)
         for array in after.model.storage.data:
             array[...] = 9.0
         move(before, after)

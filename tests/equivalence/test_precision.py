@@ -20,7 +20,6 @@ from tests.equivalence import own
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import Run, Setup, run, serial_run
 from tests.equivalence.rows import NOISY, replicas
-from tests.harness.slow import MORE_LAYOUTS
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # How many roundings a gradient or five updates may differ by: twice what was seen. Where rounding
@@ -50,7 +49,6 @@ ROWS: dict[str, tuple[Setup, Any, dict[str, Any]]] = {
     "clipped": (replace(CNN, worker={"clip": 0.5}), replicas, {}),
 }
 HOST = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-MORE = pytest.mark.slow(MORE_LAYOUTS)
 
 
 def distance(ours: dict[str, Array], theirs: dict[str, Array], length: float) -> float:
@@ -89,16 +87,7 @@ def start(setup: Setup) -> dict[str, Array]:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(
-            name,
-            precision,
-            marks=[HOST] * (name == "fused update")
-            + [MORE]
-            * (
-                (name, precision)
-                in (("cnn", "fp16"), ("words", "fp16"), ("tied", "bf16"), ("noisy", "bf16"))
-            ),
-        )
+        pytest.param(name, precision, marks=[HOST] * (name == "fused update"))
         for name, precision in product(ROWS, ROUNDING)
     ],
 )
@@ -110,8 +99,9 @@ def test_it_is_the_run_of_one_rank(group: Group, alone: Group, name: str, precis
     setup = replace(setup, worker={**setup.worker, "precision": precision})
     reference = serial_run(setup, alone) if group.is_root else None
     limit = GROWTH.get(name, GROWTH["cnn"]) * ROUNDING[precision]
-    for layout in layouts(group.size, setup):
-        parallel = run(setup, group, layout, synchronous_sends=True, **options)
+    for number, layout in enumerate(layouts(group.size, setup)):
+        more = {"synchronous_sends": True, "replays": number == 0, **options}
+        parallel = run(setup, group, layout, **more)
         result = {} if reference is None else errors(parallel, reference, start(setup))
         wrong = {what: error for what, error in result.items() if not error <= limit}
         everyone = group.gather([wrong, parallel.losses])

@@ -16,7 +16,6 @@ from nnmpi.memory.plan import Act
 from nnmpi.nn.sharding import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT
-from tests.harness.slow import cases
 
 LEAST = {"activation_memory": "least"}
 STATE, ALL = {"offload_state": "optimizer"}, {"offload_state": "all"}
@@ -39,7 +38,7 @@ ROWS = (
 def compare(setup, layout, folder, allreduce, *changes):
     """Train in a layout as it is, and with each of the changes."""
     ranks = prod(layout.shape)
-    options = {"allreduce": allreduce, "fused_update": False}
+    options = {"allreduce": allreduce, "fused_update": False, "replays": False}
 
     def train(**change):
         at = replace(layout, **change)
@@ -55,7 +54,7 @@ def compare(setup, layout, folder, allreduce, *changes):
 @pytest.mark.host_only("the same strategies run on the double in tests/parallel")
 @pytest.mark.parametrize(
     ("setup", "layout", "changes"),
-    cases(ROWS, lambda setup, layout, changes: layout.zero != 2 and layout.sp_attention != RING),
+    ROWS,
     ids=lambda item: item.model.__name__ if isinstance(item, Setup) else str(item),
 )
 def test_every_layout_gives_its_own_bits(setup, layout, changes, tmp_path):

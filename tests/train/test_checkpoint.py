@@ -33,6 +33,7 @@ from nnmpi.train.metrics import MetricsRecorder
 from tests.equivalence.reference import batches, build
 from tests.equivalence.rows import GPT
 from tests.harness.refusals import told_on_all
+from tests.harness.slow import MORE_LAYOUTS
 from tests.parallel.test_model_state import equal
 
 
@@ -80,6 +81,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow(MORE_LAYOUTS)
 @pytest.mark.host_only("the device's double takes long; test_resume.py resumes there")
 @pytest.mark.simulated(min_size=4, max_size=4)
 def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
@@ -99,7 +101,7 @@ def test_what_any_layout_has_saved_is_read_by_any_other_and_serially(
         save_at(writes, folder, group, step)
         expected = everything(writes)
         for other, ranks in ((LAYOUTS[step % len(LAYOUTS)], group), (Layout(), alone)):
-            reads = build(GPT3, ranks, other)
+            reads = build(GPT3, ranks, other, replays=False)
             restore(reads, find(folder, ranks), folder, RunState(samples=9))
             assert all(group.gather(all(map(equal, everything(reads), expected)))), (
                 f"{layout} by {other}"
