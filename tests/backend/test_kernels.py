@@ -118,6 +118,7 @@ print(sum(found.stats.cache_hits.values()), sum(found.stats.cache_misses.values(
     assert result == ["0 1", "1 0", "0 1"]
 
 
+@pytest.mark.slow(KERNELS)
 def test_one_process_compiles_and_the_others_load(tmp_path):
     """Of several at once; the others have waited."""
     pytest.importorskip("numba")

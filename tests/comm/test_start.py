@@ -139,12 +139,8 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
 QUICK = (
     "an exception",
     "the lines of the rank that failed, agreed on",
-    "a sentence",
     "a good end too early",
-    "a thread",
-    "a good end",
     "a failed fork",
-    "forks that end",
 )
 
 

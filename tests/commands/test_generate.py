@@ -15,6 +15,7 @@ from nnmpi.commands.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size
 from nnmpi.train.cli import main as train
 from tests.harness.commands import on_ranks
+from tests.harness.slow import MORE_LAYOUTS, once_more
 
 TOKENS, CONTEXT = 17, 12
 
@@ -46,7 +47,7 @@ def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: 
     return capfd.readouterr().out.splitlines()[0]
 
 
-@pytest.mark.parametrize("model", ["gpt", "lstm"])
+@pytest.mark.parametrize("model", ["gpt", once_more("lstm", reason=MORE_LAYOUTS)])
 def test_every_layout_writes_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str
 ) -> None:

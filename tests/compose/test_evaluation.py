@@ -60,8 +60,9 @@ def test_it_is_the_mean_over_all_samples(group: Group, kind: str) -> None:
 
 
 @pytest.mark.simulated(min_size=4, max_size=4)
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half"])
-@pytest.mark.parametrize("options", [{"zero": 3}, {"expert_parallel": True}])
+@pytest.mark.parametrize(
+    ("schedule", "options"), [("1f1b", {"zero": 3}), ("v-half", {"expert_parallel": True})]
+)
 def test_replicas_that_meet_in_a_forward_have_as_many(
     group: Group, schedule: str, options: dict[str, Any]
 ) -> None:

@@ -181,8 +181,9 @@ def choosing() -> nn.Module:
 
 
 @pytest.mark.simulated(min_size=2, max_size=4)
-@pytest.mark.parametrize("microbatches", [2, 3, 4])
-@pytest.mark.parametrize("name", ["dropping", "choosing"])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("dropping", 2), ("dropping", 4), ("choosing", 3)]
+)
 def test_other_ranks_rows_change_while_this_ranks_stay(
     group: Group, name: str, microbatches: int
 ) -> None:
@@ -196,11 +197,10 @@ def test_other_ranks_rows_change_while_this_ranks_stay(
 
 
 @pytest.mark.simulated(min_size=4, max_size=4)
-@pytest.mark.parametrize("microbatches", [2, 3, 4])
-def test_second_halves_meet_as_often_in_a_replay(group: Group, microbatches: int) -> None:
+def test_second_halves_meet_as_often_in_a_replay(group: Group) -> None:
     """Of experts, whose backward is a pass through graphs of their own."""
     layout = Layout(dp=2, pp=2, pipeline="v-half", split=(1, 2, 2, 1), zero=3, expert_parallel=True)
-    assert_equal(group, (choosing, tokens), layout, microbatches=microbatches)
+    assert_equal(group, (choosing, tokens), layout, microbatches=3)
 
 
 @pytest.mark.simulated(max_size=2)
@@ -251,7 +251,7 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
         yield Layout(
             dp=1, pp=size, pipeline="interleaved", virtual_stages=4, split=cut(make, 4 * size)
         )
-    if size == 4:
+    if size == 4 and make is not passing:
         yield Layout(dp=2, pp=2, zero=1, split=cut(make, 2))
         yield Layout(dp=2, pp=2, zero=3, pipeline="zero-bubble", split=cut(make, 2))
         if make in (MODELS["mlp"][0], MODELS["gpt"][0]):
@@ -261,7 +261,8 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
 
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize(
-    "name", [once_more(name, name in ("dropping", "gpt"), MORE_LAYOUTS) for name in MODELS]
+    "name",
+    [once_more(name, name in ("dropping", "gpt"), MORE_LAYOUTS) for name in [*MODELS][:-1]],
 )
 def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
     """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of

@@ -18,7 +18,7 @@ from nnmpi.schedule.schedule import Instruction, Kind
 from tests.harness.refusals import caught
 from tests.worker_options import arranged
 
-TRAINING = [name for name in schedules.SCHEDULES if name != "inference"]
+TRAINING = ["gpipe", "1f1b", "zero-bubble", "v-half", "pipedream"]
 
 
 def losses(group: Group, schedule: Any, microbatches: int = 4) -> list[float]:

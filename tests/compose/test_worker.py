@@ -309,8 +309,7 @@ def test_what_is_done_to_weights_between_two_runs_survives(
     assert kept == [True] * bool(parameters) + [False] * (len(parameters) - 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"zero": 2}])
+@pytest.mark.parametrize(("layout", "ranks"), [({}, 2), ({"zero": 1}, 3), ({"zero": 2}, 2)])
 def test_averaged_weights_go_in_and_out(layout: dict[str, Any], ranks: int) -> None:
     """The ranks share one copy of the weights, which one writes while another still reads."""
     train, test = data.load("iris")
@@ -361,8 +360,9 @@ def test_gradients_after_a_step_are_the_global_ones_or_none(fused: bool) -> None
                 np.testing.assert_allclose(ours, right, rtol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "own"), [("gpipe", False), ("1f1b", True), ("zero-bubble", False)]
+)
 def test_a_label_that_the_last_stage_refuses_is_told_to_all(schedule: str, own: bool) -> None:
     """In the first step, and in a replayed one; the next good step is the serial run's."""
     draw = np.random.default_rng(0)

@@ -23,8 +23,8 @@ def is_waiting(thread: threading.Thread) -> bool:
     return caller is not None and caller.f_code.co_name == "result"
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 5])
-@pytest.mark.parametrize("ahead", [1, 3, 50])
+@pytest.mark.parametrize("workers", [0, 1, 5])
+@pytest.mark.parametrize("ahead", [1, 50])
 def test_items_come_in_order(workers: int, ahead: int) -> None:
     def make(i: int) -> int:
         time.sleep(0.001 * (i % 3))  # later items are often ready before earlier ones

@@ -69,10 +69,7 @@ def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-QUICK = ("clipped-parts", "pipeline")
-
-
-@pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in LAYOUTS])
+@pytest.mark.parametrize("name", [once_more(name, name != "pipeline") for name in LAYOUTS])
 def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
     """Losses and gradients step by step, and the evaluation, under every way to use several
     ranks.
@@ -157,6 +154,7 @@ def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert saved and all("4" in item or "2" in item for item in saved)
 
 
+@pytest.mark.slow(ONCE_MORE)
 def test_layouts_on_a_device_can_be_verified(tmp_path: Path) -> None:
     """By the command that compares them with one rank, which is then on the device, too."""
     words = "--backend cupy --model mlp --hidden 12 10 --pp 2 --steps 2"

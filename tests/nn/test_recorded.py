@@ -109,7 +109,7 @@ def test_no_idiom_is_silently_wrong_in_a_worker(ranks, tmp_path):
     """All ranks raise the error of an audit at the same update; nobody waits for ever."""
     idioms = [item for item in all_idioms(tmp_path) if item.use in WORKER_USES]
     random.Random(1).shuffle(idioms)
-    for idiom in idioms[: 40 // ranks]:
+    for idiom in idioms[: 24 // ranks]:
         read, put = sources(tmp_path)[idiom.source]
         use, change = USES[idiom.use], CHANGES[idiom.change]
         run = partial(train, read=read, put=put, use=use, change=change)

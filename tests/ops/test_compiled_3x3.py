@@ -100,8 +100,9 @@ def test_pooled(sizes):
     compare(sizes, 2)
 
 
-@pytest.mark.parametrize("sizes", [(3, 6, 4, 5, 7), once_more((2, 30, 2, 1, 3), True, KERNELS)])
-@pytest.mark.parametrize("pool", [1, once_more(None, True, KERNELS)])
+@pytest.mark.slow(KERNELS)
+@pytest.mark.parametrize("sizes", [(3, 6, 4, 5, 7), (2, 30, 2, 1, 3)])
+@pytest.mark.parametrize("pool", [1, None])
 def test_not_pooled(sizes, pool):
     """With ReLU alone, and the convolution alone."""
     compare(sizes, pool)

@@ -2,8 +2,6 @@
 is left to these.
 """
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -221,15 +219,18 @@ def test_pooling_after_a_convolution(pool, compiled_calls):
     assert {"planes_bias_relu", "planes_grad"} <= {*compiled_calls}
 
 
-# Windows, and strides with dilations. A window is compiled for each stride, in a second or two.
-WINDOWS = [(3, 3), (4, 2), (1, 5)]
-STEPS = [(1, 1), ((2, 3), 1), (1, (1, 2)), ((3, 2), 2)]
-QUICK = [(WINDOWS[i], STEPS[j]) for i, j in ((0, 0), (0, 1), (1, 3), (2, 2))]
+# Windows, and strides with dilations. A window is compiled for each stride, in seconds.
+WINDOWS = [
+    ((3, 3), (1, 1)),
+    ((1, 5), (1, (1, 2))),
+    ((3, 3), ((2, 3), 1)),
+    ((4, 2), ((3, 2), 2)),
+    ((4, 2), (1, 1)),
+]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "steps"),
-    cases(product(WINDOWS, STEPS), lambda *pair: pair in QUICK, KERNELS),
+    ("kernel", "steps"), cases(WINDOWS, lambda *pair: pair in WINDOWS[:2], KERNELS)
 )
 @pytest.mark.parametrize("padding", [0, 1, (0, 2)])
 @pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 10, 5), (2, 7, 9, 33)])

@@ -199,7 +199,7 @@ def run(seed: int, plant: str, ranks: int) -> tuple[list[Loop], NnmpiError | Val
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_one_rank_does_differently_is_found(plant: str) -> None:
-    for seed in range(8):
+    for seed in (0, 1, 4, 11, 27):  # each strategy, on 2 to 4 ranks
         loops, error = run(seed, plant, 2 + seed % 3)
         what = f"seed {seed}, stage {loops[0].stage}, update {loops[0].at}: {error}"
         assert error is not None, what
@@ -211,7 +211,7 @@ def test_what_one_rank_does_differently_is_found(plant: str) -> None:
 
 
 def test_no_rank_is_refused_without_a_difference() -> None:
-    for seed in range(40):
+    for seed in range(20):
         loops, error = run(seed, "", 1 + seed % 5)
         assert error is None, f"seed {seed}, stage {loops[0].stage}: {error}"
         assert {len(loop.done) for loop in loops} == {UPDATES}

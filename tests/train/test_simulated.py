@@ -98,7 +98,7 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
     words = f"{SHORT} --model mlp {words}" + (" --slow ms=5" if cpu_factor == 0 else "")
     runs = [
         simulated(tmp_path, words, 5, seed, cpu_factor)
-        for seed in ((0, 0, 1, 2, 3) if cpu_factor else (0, 0))
+        for seed in ((0, 0, 1, 2) if cpu_factor else (0, 0))
     ]
     result = [arrays(run) for run in runs]
     assert result[0] == result[1]
@@ -180,9 +180,7 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "network"), [("1f1b", ""), ("gpipe", ""), ("gpipe", "alpha_us=500,gbit=1")]
-)
+@pytest.mark.parametrize(("schedule", "network"), [("1f1b", ""), ("gpipe", "alpha_us=500,gbit=1")])
 def test_a_paced_pipeline_takes_what_its_schedule_says(
     schedule: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,7 +297,7 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
     assert "--simulate runs all ranks in one process" in ending.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """Python gives signals to the main thread, which is none of the ranks."""
     run = tmp_path / "run"

@@ -13,6 +13,7 @@ import pytest
 
 from nnmpi import Group, simulate
 from nnmpi.base.errors import CommError
+from nnmpi.comm.simulated import scheduler
 from nnmpi.schedule.lower import add_transfers, fuse
 from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
 from nnmpi.schedule.schedules import make
@@ -236,14 +237,14 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("cpu_factor", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_named(fault: str, cpu_factor: float) -> None:
-    """Whatever the seed, and with the line of this file in which it was made."""
+def test_a_mistake_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the seed, by time or drawn, and with the line of this file in which it was made."""
+    monkeypatch.setattr(scheduler, "FRUITLESS_POLLS", 2000)
     work, words = FAULTS[fault]
-    for seed in range(3):
+    for seed in range(4):
         with pytest.raises(CommError) as raised:
-            simulate(lambda group: work(group.comm), ranks=3, seed=seed, cpu_factor=cpu_factor)
+            simulate(lambda group: work(group.comm), ranks=3, seed=seed, cpu_factor=seed % 2)
         text = str(raised.value)
         assert re.search(words, text, re.DOTALL), text
         assert re.search(rf"{HERE}:\d+", text), text

@@ -36,9 +36,13 @@ def everywhere(build: Callable[[], Module], shape: tuple[int, ...], **options: A
         )
 
 
-@pytest.mark.parametrize(("features", "heads"), [(12, 2), (15, 5), (12, 3), (5, 1)])
 @pytest.mark.parametrize(
-    "table", [HEADS, {"mlp.0": C, "mlp.2": R}, {**HEADS, "mlp.*": C}, {"attention.proj": R}]
+    ("features", "heads", "table"),
+    [
+        *((features, heads, HEADS) for features, heads in ((12, 2), (15, 5), (5, 1))),
+        *((12, 3, table) for table in ({**HEADS, "mlp.*": C}, {"mlp.0": C, "mlp.2": R})),
+        (15, 5, {"attention.proj": R}),
+    ],
 )
 def test_transformer_blocks(features: int, heads: int, table: Mapping[str, Sharding]) -> None:
     """Attention by heads, also when heads do not divide, and when some ranks have none."""

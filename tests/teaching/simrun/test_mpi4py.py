@@ -17,7 +17,7 @@ from tests.harness.job import run
 
 VERSION = "4.1.2"
 DOWNLOAD_S, RUN_S = 100, 600.0
-SUITE = "more of mpi4py's own tests, like those that ran"
+SUITE = "mpi4py's own tests on simulated ranks; its defects and programs ran"
 
 # For each file, the tests that pass under mpirun on 3 ranks, by Open MPI 5.0 and MPI 4.1 (874), and
 # those of them that do not on simulated ranks, by class and name.
@@ -51,12 +51,6 @@ LEFT_OUT = {
     "test_threads": "testIsThreadMain testIsThreadMainInThread",
     "test_msgspec": "TestMessageRMA TestMessageCAIBuf TestMessageDLPackCPUBuf testBuffer",
 }
-QUICK = (
-    "test_group",
-    "test_comm_topo",
-    "test_p2p_obj",
-    "test_cco_obj",
-)
 # a minute and more each: only in the program above
 LONG = (
     "test_cco_buf",
@@ -105,25 +99,16 @@ def outcomes(suite: Path, file: str) -> dict[str, str]:
     return result
 
 
-def check(suite: Path, file: str) -> None:
+@pytest.mark.slow(SUITE)
+@pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize("file", [file for file in PASSES if file not in LONG])
+def test_tests_of_mpi4py_pass(file: str, suite: Path) -> None:
     result = outcomes(suite, file)
     left_out = LEFT_OUT.get(file, "").split()
     failed = [name for name, outcome in result.items() if outcome in ("failed", "missing")]
     unnamed = [name for name in failed if not {*name.split(".")[1:]} & {*left_out}]
     assert not unnamed
     assert sum(outcome == "passed" for outcome in result.values()) >= PASSES[file] - len(failed)
-
-
-@pytest.mark.parametrize("file", QUICK)
-def test_tests_of_mpi4py_pass(file: str, suite: Path) -> None:
-    check(suite, file)
-
-
-@pytest.mark.slow(SUITE)
-@pytest.mark.timeout(RUN_S)
-@pytest.mark.parametrize("file", [file for file in PASSES if file not in (*QUICK, *LONG)])
-def test_all_tests_of_mpi4py_pass(file: str, suite: Path) -> None:
-    check(suite, file)
 
 
 def main() -> None:

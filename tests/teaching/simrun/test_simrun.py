@@ -15,6 +15,7 @@ from textwrap import dedent
 import pytest
 
 from nnmpi.base.errors import CommError, UsageError
+from nnmpi.comm.simulated import scheduler
 from nnmpi.teaching import simrun
 from nnmpi.teaching.simrun import main
 from tests.harness.job import mpirun, run
@@ -545,8 +546,9 @@ def test_a_mistake_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(simrun, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(scheduler, "FRUITLESS_POLLS", 2000)
     text, kind, sentence = DEFECTS[defect]
-    for seed in "012":
+    for seed in "01":
         with pytest.raises(kind) as error:
             main(["-n", "3", "--seed", seed, programs(text)])
         assert re.search(sentence, f"{error.value}\n{capsys.readouterr().err}", re.DOTALL)
@@ -667,9 +669,9 @@ def test_time_grows_as_lines_and_messages(text: str, programs: Callable[[str], s
         main(["-n", "3", programs(dedent(text).format(number))])
         return time.process_time() - begin
 
-    seconds(300)
-    few = min(seconds(1_500) for _ in range(2))
-    assert seconds(12_000) < 8 * 2 * few + 0.25
+    seconds(100)
+    few = min(seconds(800) for _ in range(2))
+    assert seconds(6_400) < 8 * 2 * few + 0.2
 
 
 @pytest.mark.parametrize("body", ["pass", "print('x' * 1000)", "threading.Event().wait(2)"])
