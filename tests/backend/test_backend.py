@@ -17,7 +17,6 @@ from tests.device.library import device_backend, load
 pytestmark = pytest.mark.host_only("it asks for the host's backend and the device's by itself")
 
 MIB = 2**20
-BACKENDS = pytest.mark.parametrize("make", [numpy_backend, device_backend], ids=["numpy", "cupy"])
 
 
 @pytest.fixture
