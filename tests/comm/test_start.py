@@ -13,7 +13,6 @@ import pytest
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.mpi.start import read_limit
 from tests.harness.job import Ending, mpirun, run
-from tests.harness.slow import once_more
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -136,15 +135,7 @@ def run_program(folder: Path, body: str, ranks: int, **environ: str | None) -> E
     )
 
 
-QUICK = (
-    "an exception",
-    "the lines of the rank that failed, agreed on",
-    "a good end too early",
-    "a failed fork",
-)
-
-
-@pytest.mark.parametrize("name", [once_more(name, name not in QUICK) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_how_a_job_ends(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     ending = run_program(tmp_path, BEGIN + case.body, ranks=3)

@@ -22,7 +22,6 @@ from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing
 from tests.harness.commands import on_ranks
-from tests.harness.slow import MORE_LAYOUTS
 from tests.train.jobs import arrays, train
 
 SHORT = "--max-steps 8 --batch-size 30 --log-every 4 --backend numpy"
@@ -59,14 +58,8 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.needs_ranks(LAYOUTS[name][0]),
-                *[pytest.mark.slow(MORE_LAYOUTS)] * (number % 2),
-            ],
-        )
-        for number, name in enumerate(LAYOUTS)
+        pytest.param(name, marks=pytest.mark.needs_ranks(ranks))
+        for name, (ranks, _) in LAYOUTS.items()
     ],
 )
 def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
