@@ -262,7 +262,7 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
 @pytest.mark.simulated(min_size=2, max_size=4)
 @pytest.mark.parametrize(
     "name",
-    [once_more(name, name in ("dropping", "gpt"), MORE_LAYOUTS) for name in [*MODELS][:-1]],
+    [once_more(name, name not in ("mlp", "lstm"), MORE_LAYOUTS) for name in [*MODELS][:-1]],
 )
 def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
     """Running statistics, masks, a tied table, shortcuts over several stages; microbatches of
