@@ -147,7 +147,7 @@ def main():
     if os.environ["NNMPI_FAULT"] == "other data" and guilty():
         note()
         os.chdir("other")
-    from nnmpi.train.cli import launch
+    from nnmpi.train.__main__ import launch
 
     launch(["--model", f"{Path(__file__).resolve()}:build", *sys.argv[1:]])
 

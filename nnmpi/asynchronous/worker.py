@@ -47,9 +47,10 @@ from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.synchrony.sync import Sync
+from nnmpi.compose.evaluation import evaluate_all
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss
-from nnmpi.compose.passes import Passes, evaluate_all
+from nnmpi.compose.passes import Passes
 from nnmpi.compose.stats import Staleness, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, to_evaluate
 from nnmpi.data.loader import Batch
@@ -420,7 +421,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         self.steps = -1
         self._unreported = SegmentReport()  # of the segments since the last summary
 
-    def _run(self, segment: TrainingSegment) -> SegmentReport:
+    def run_segment(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
         with group.collective("begin"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting
@@ -510,11 +511,11 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with use_precision(self.precision):
-            given, (evaluate, sums) = (
-                to_evaluate(batches),
-                (self._passes.evaluate, self._passes.evaluated),
+            given, passes = to_evaluate(batches), self._passes
+            sums, check = passes.evaluated, self._check
+            return evaluate_all(
+                self.group, given, lambda batch: passes.evaluate(batch).counts, sums, check
             )
-            return evaluate_all(self.group, given, evaluate, sums, self._check)
 
     def summary(self) -> list[str]:
         """Return lines about staleness and sent bytes since the last call."""

@@ -8,8 +8,11 @@ Read in this order:
     worker         Worker: all ranks do every step together; a synchronous step from the batch to
                    the update
     passes         batches through the executor: losses, scores, gradients
-    executor       the one loop over the instructions of a step's program; replayed: recording and
-                   replaying it
+    walk           a pass, instruction by instruction, and what is done around each; executor: the
+                   stages and programs that all passes share; replayed: recording and replaying
+    activations    activations within a limit; watch: buffers and parameters of users' models;
+                   forecast: a pipeline's passes beside their simulation
+    evaluation     loss and score over many batches
     losses         losses and scores by name; numbers that are read from a device once
     inference      the same loop without losses: a model's outputs
     stats          the numbers of a step, a pass and a segment

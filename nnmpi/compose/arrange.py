@@ -41,7 +41,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
@@ -180,6 +180,15 @@ class Arrangement:
             number: self.layers[cut.start : cut.stop]
             for number, (stage, cut) in numbers
             if stage in self.stages
+        }
+
+    @cached_property
+    def numbers(self) -> dict[int, list[int]]:
+        """The storage numbers of each segment's parameters, for this rank's segments."""
+        number_of = {span.parameter: i for i, span in enumerate(self.model.storage.spans)}
+        return {
+            number: sorted(number_of[parameter] for parameter in parameters_of(layers))
+            for number, layers in self.own_segments.items()
         }
 
     @cached_property

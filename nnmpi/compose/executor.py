@@ -6,7 +6,7 @@ Pass         one batch, instruction by instruction (see `compose.walk`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate, chain
@@ -105,7 +105,7 @@ class Executor:
     Args:
         arrangement: the model's distribution over the ranks.
         backend: of the arrays.
-        compute: computes a model that is not cut.
+        run: runs a model that is not cut, as its only stage.
         replay: records and replays passes; None to run each eagerly.
         synchronous_sends: let no message leave before its receive is posted (for tests; see
             `comm.point_to_point`).
@@ -133,12 +133,12 @@ class Executor:
         self,
         arrangement: Arrangement,
         backend: Backend,
-        compute: Callable[[Tensor, Visit], Tensor],
+        run: RunStage,
         replay: Replay | None = None,
         synchronous_sends: bool = False,
     ) -> None:
         layout, mesh = arrangement.layout, arrangement.mesh
-        self._sequence, self._compute = arrangement.sequence, compute
+        self._sequence = arrangement.sequence
         self.world, self.backend, self.replay = mesh.world.comm.world, backend, replay
         self._cuts_classes = arrangement.classes > 0
         self.label = f"d{mesh.coordinates.d}t{mesh.coordinates.t}" + (
@@ -155,7 +155,7 @@ class Executor:
             assert isinstance(arrangement.model.storage, ShardedStorage)
             self.storage = arrangement.model.storage
         self._schedule: Generator = SERIAL
-        self.stages = {0: Stage(self._run_uncut)}
+        self.stages = {0: Stage(self._for_positions(run, True))}
         if segments:
             self._schedule = layout.pipeline if self.ranks > 1 else SERIAL
             self.stages = {
@@ -175,36 +175,30 @@ class Executor:
                 for peer in {home(s, self.ranks), home(s + 1, self.ranks)} - {self.rank}:
                     self.boundaries[s] = StageBoundary(self.messages, peer, s, backend)
 
-    def _run_uncut(self, tensors: Sequence[Tensor], single: bool, visit: Visit) -> Outputs:
-        return [self._compute(self._to_sharded(tensors[0], visit), visit)], True
-
     def _make_stage(self, arrangement: Arrangement, number: int, first: int) -> Stage:
         is_last, layers = number == self.count - 1, arrangement.own_segments[number]
         run = run_chain(number, layers, stashed_at(arrangement.layers, first), is_last)
-        run = run if self._sequence is None else self._for_positions(run, is_last)
+        run = self._for_positions(run, is_last)
         recomputes = arrangement.layout.activation_memory is not None
         if recomputes:
             run = partial(repeatable, ModelPart(arrangement.model, layers), {}, run)
         return Stage(run, is_last, recomputes, is_cut=True)
 
     def _for_positions(self, chain: RunStage, is_last: bool) -> RunStage:
-        """Return the chain with inputs marked as this rank's positions of sequences.
+        """Return the chain, under sequence parallelism with inputs marked as this rank's positions.
 
         Its outputs are plain tensors again, as messages between stages need them.
         """
-        assert self._sequence is not None
-        to_local = self._sequence.as_local
+        if self._sequence is None:
+            return chain
+        to_local, to_sharded = self._sequence.as_local, self._sequence.as_sharded
 
         def run(tensors: Sequence[Tensor], single: bool, visit: Visit) -> Outputs:
-            inputs = [self._to_sharded(x, visit) for x in tensors]
+            inputs = [to_sharded(x, visit.length) for x in tensors]
             outputs, single = chain(inputs, single, visit)
             return (outputs if is_last else [to_local(y, visit.length) for y in outputs]), single
 
         return run
-
-    def _to_sharded(self, x: Tensor, visit: Visit) -> Tensor:
-        """Mark a stage's input as this rank's positions, under sequence parallelism."""
-        return x if self._sequence is None else self._sequence.as_sharded(x, visit.length)
 
     def whole(self, result: Tensor, length: int) -> Tensor:
         """Return the model's result, gathered if its features are sharded.

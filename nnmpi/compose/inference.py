@@ -29,6 +29,7 @@ from nnmpi.compose.walk import Pass
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
 from nnmpi.ops.collectives import gather
+from nnmpi.parallel.pipeline.stage import run_whole
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.placement import features
 from nnmpi.tensor.tensor import Tensor
@@ -59,8 +60,9 @@ class _ForwardPass(Pass):
         """See `Pass`."""
         return self._mode()
 
-    def head(self, result: Tensor, microbatch: int) -> Tensor:
+    def head(self, microbatch: int, result: Tensor) -> Tensor:
         """See `Pass`."""
+        result = self.executor.whole(result, self.length)
         self.kept[microbatch] = self._keep(result._data)
         return result
 
@@ -95,7 +97,7 @@ class Inference:
         self._mode = mode
         # the outputs' dtype and shape, by the input's shape
         self._signatures: dict[tuple[int, ...], list[Any]] = {}
-        self._executor = Executor(arrangement, backend, lambda x, visit: visit.end(self.model(x)))
+        self._executor = Executor(arrangement, backend, run_whole(lambda x: self.model(x)))
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica. Collective.

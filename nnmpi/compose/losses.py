@@ -358,6 +358,14 @@ def count_correct(logits: Array, y: Array) -> Array | float:
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
+def score_of(loss: SumLoss) -> Callable[[Array, Array], Array | float]:
+    """Return a loss's score: (logits, labels) -> the sum over samples.
+
+    Call it on every rank, since it communicates if the classes are sharded.
+    """
+    return loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
+
+
 def squared_errors(outputs: Array, targets: Array) -> Array | float:
     """Return minus the sum of samples' mean squared errors; NaN if the shapes do not fit."""
     if not _fits(outputs, targets):

@@ -20,7 +20,7 @@ once with a stand-in for NumPy, and to compile the trace, was tried and dropped:
 steps later, far from their cause.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from nnmpi.backend.kernels import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
+from nnmpi.compose.layout import Layout
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Watch
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
@@ -79,6 +80,7 @@ class Replay(Compiled):
         self._refused = bool(self._reason)
         self._shapes: set[Any] = set()
         self._watch: Watch | None = None  # of the model
+        self._new: Any = None  # the key of a pass with a new or changed model, which comes first
         self._changes = self.replays = 0
 
     def explain(self) -> str:
@@ -94,34 +96,35 @@ class Replay(Compiled):
         """Call a method of the pass that is done now: a recording's calls outlive its own pass."""
         return method(self._now, *args)
 
-    def run_or_replay(self, kind: tuple[Any, ...], now: Walk, refusal: str) -> None:
-        """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
+    def takes(self, kind: tuple[Any, ...], now: Walk, refusal: str) -> bool:
+        """Do a pass that is replayed, or recorded: its shapes were seen before. Else return False.
+
+        The caller then walks, and calls `inspect`. To walk from here hid the pass behind this file
+        in every traceback.
 
         Args:
             kind: the recording's key: shapes, dtypes, and all else that the calls depend on.
             now: the pass.
             refusal: why this pass may not be recorded and replayed; otherwise empty.
         """
-        mode = current()
+        mode, self._new = current(), None
         if mode.observe is not None or active() is not None:
             refusal = OBSERVED
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal
-            now.walk()
-            return
+            return False
         key = (mode.fused, setting(), precision(), *kind)
         self._number += 1
         if self._watch is None or not self._watch.is_unchanged() or self._watch.moved():
-            now.walk()  # before the inspection: in this pass layers decide which of them are fused
-            self._inspect(key)
-            return
+            self._new = key
+            return False
         self._now, self._step = now, now.walk
         try:
-            self._replay_or_record(key, mode)
+            return self._replays_or_records(key, mode)
         finally:
             self._now, self._step = None, _no_step
 
-    def _replay_or_record(self, key: Any, mode: Mode) -> None:
+    def _replays_or_records(self, key: Any, mode: Mode) -> bool:
         recording = self._held.get(key)
         if recording is not None and recording.is_valid():
             recording.count += 1
@@ -130,10 +133,10 @@ class Replay(Compiled):
                 self._reason = "the pass is compared with its recording"
                 _, self.failed = self._audit(key, recording, (), mode)
                 self._reason = self.refusal or self._reason
-                return
+                return True
             self.replays, self._reason = self.replays + 1, ""
             recording.replay((), mode)
-            return
+            return True
         self._reason = "inputs of these shapes have not come often enough"
         if recording is not None:  # a parameter got another array, or was frozen
             del self._held[key]
@@ -143,15 +146,20 @@ class Replay(Compiled):
         elif (key in self._shapes or self._xp is not np) and len(self._held) < MOST_RECORDINGS:
             self._record(key, (), mode, xp=self._xp)
             self._reason = self.refusal or self._reason
-            return
+            return True
         elif len(self._shapes) < MOST_SHAPES:
             self._shapes.add(key)
-        self._step()
+        return False
 
-    def _inspect(self, key: Any) -> None:
-        """List the parts of a new or changed model, and decide whether it may be replayed."""
+    def inspect(self) -> None:
+        """List the parts of a new or changed model, and decide whether it may be replayed.
+
+        It comes after an eager pass: in that pass layers decide which of them are fused.
+        """
+        if self._new is None:
+            return
         self._held.clear()
-        self._shapes = {key}
+        self._shapes, self._new = {self._new}, None
         self._changes += 1
         modules = list(self._model.named_modules())
         strangers = [
@@ -169,6 +177,29 @@ class Replay(Compiled):
             self._reason = "the model changes all the time"
         self._refused = bool(strangers) or self._changes > MOST_CHANGES
         self._watch = Watch(self._model)
+
+
+def refusal_of(layout: Layout, in_segments: bool, strangers: Sequence[str], is_device: bool) -> str:
+    """Return why no pass of a layout can be replayed; empty if they can.
+
+    Args:
+        in_segments: whether the model is cut.
+        strangers: losses that are not nnmpi's own.
+    """
+    reasons = {
+        "an update within a pass replaces the weights' arrays": layout.asynchronous,
+        "gradients in a fixed order leave the device after each microbatch": (
+            layout.fixed and is_device
+        ),
+        "offloaded arrays are loaded and released between layers": layout.offload is not None,
+        "an activation plan has its own memory budget": (
+            layout.limits_activations or (layout.activation_memory is not None and not in_segments)
+        ),
+        f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(
+            strangers
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _no_step() -> None:

@@ -112,7 +112,7 @@ PollSignal: TypeAlias = Callable[[], int]
 
 @dataclass
 class TrainingSegment:
-    """The input of a trainer's `run`.
+    """The input of a trainer's `run_segment`: the arguments of `run`.
 
     Attributes:
         batches: the numbers of the batches in the epoch.
@@ -279,11 +279,11 @@ class Trainer(
             UsageError: for a loader of another rank's part, if the mode needs this rank's.
         """
         more = progress or (lambda _: None), poll_signal or (lambda: 0)
-        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, *more))
+        return self.run_segment(TrainingSegment(loader, epoch, range(first, stop), step, lr, *more))
 
     @abstractmethod
-    def _run(self, segment: TrainingSegment) -> SegmentReport:
-        """Train on a segment, and meet."""
+    def run_segment(self, segment: TrainingSegment) -> SegmentReport:
+        """Train on a segment, and meet; see `run`, which makes one."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:

@@ -14,10 +14,11 @@ sends travel while the rank computes, and every microbatch has buffers of its ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import compress
+from typing import Any, TypeAlias
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
@@ -25,6 +26,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.memory import Meter
 from nnmpi.backend.recording import active, record_call, record_note, recorded_input
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
+from nnmpi.compose.activations import ActivationLimit
 from nnmpi.compose.executor import WEIGHTS, Executor, RankProgram
 from nnmpi.compose.stats import PassReport
 from nnmpi.memory.fitting import StageCost, peak_of_stages
@@ -99,6 +101,10 @@ class Inbox:
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
 
 
+_Op: TypeAlias = Any  # an Instruction; those that compute or send have a number as microbatch
+_Call: TypeAlias = Callable[["Pass", _Op], None]
+
+
 class Pass:
     """One batch through this rank's stages: forward, and backward if it trains.
 
@@ -153,8 +159,12 @@ class Pass:
         """Return the mode for a forward; `again` for a recomputation."""
         raise NotImplementedError
 
-    def head(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return the last stage's output for the model's result: the scalar to differentiate."""
+    def head(self, microbatch: int, result: Tensor) -> Tensor:
+        """Return the last stage's output for the model's result: the scalar to differentiate.
+
+        Args:
+            result: as the last layer returns it; see `Executor.whole`.
+        """
         raise NotImplementedError
 
     def begin_backward(self, microbatch: int) -> None:
@@ -205,9 +215,9 @@ class Pass:
         """Do the pass by this rank's program. Collective.
 
         Args:
-            kind, refusal: see `Replay.run_or_replay`.
+            kind, refusal: see `Replay.takes`.
         """
-        executor, begin = self.executor, clock.now()
+        executor, replay, begin = self.executor, self.executor.replay, clock.now()
         executor.passes += 1
         self._program = executor.program(len(self.inputs), bool(self._seeds))
         self._paced = self._program.trains and bool(self.slow)
@@ -218,11 +228,11 @@ class Pass:
                 if executor.boundaries:
                     keys = [(tuple(x.shape), self._program.trains) for x in self.inputs]
                     self._inbox = Inbox(self._program, executor.boundaries, keys)
-                if executor.replay is None:
+                key = (self._paced, self._watched, *kind)
+                if replay is None or not replay.takes(key, self, refusal):
                     self.walk()
-                else:
-                    kind = (self._paced, self._watched, *kind)
-                    executor.replay.run_or_replay(kind, self, refusal)
+                    if replay is not None:
+                        replay.inspect()
                 if executor.boundaries:
                     self._drain()
         except BaseException:
@@ -235,27 +245,12 @@ class Pass:
 
     def walk(self) -> None:
         """Carry out the instructions in their order."""
-        executor, program = self.executor, self._program
-        paced, watched = self._paced, self._watched
-        for item in program.items:
+        calls = _calls(tuple([bool(holds(self)) for holds, _, _ in _WAY]))
+        for item in self._program.items:
             for op in item:
-                kind, stage, microbatch = op.kind, op.stage, op.microbatch
-                if executor.boundaries and kind in USES and microbatch is not None:
-                    self._take(USES[kind], stage, microbatch)
-                if executor.zero > 2 and kind in COMPUTE:
-                    self.do(record_call, Pass._wait_for_weights, stage)
-                if watched:
-                    self.do(record_call, Pass._begin, kind)
-                _ACTIONS[kind](self, stage, microbatch)
-                if paced and kind in WEIGHTS:
-                    self.do(record_call, Pass.pace_instruction)
-                if watched:
-                    # the peak is after a forward: backwards only free memory
-                    live = len(self._flights) if kind is Kind.F else 0
-                    self.do(record_call, Pass._end, op, live)
-                if stage == 0 and kind in _LAST:
-                    self.do(record_call, type(self).end_backward, microbatch)
-            if executor.messages is not None:
+                for call in calls[op.kind]:
+                    call(self, op)
+            if self.executor.messages is not None:
                 self.do(record_call, Pass._progress)
 
     def _progress(self) -> None:
@@ -264,10 +259,10 @@ class Pass:
         self.executor.messages.progress()
         self.progress()
 
-    def _begin(self, kind: Kind) -> None:
+    def _begin(self, op: _Op) -> None:
         self._began, self._paused_s = clock.now(), 0.0
         self._collective_s = self.executor.world.collective_s
-        self._share = WEIGHTS.get(kind, 0.0) / (self._program.weight or 1.0)
+        self._share = WEIGHTS.get(op.kind, 0.0) / (self._program.weight or 1.0)
 
     def pace_instruction(self, part: float = 1.0) -> None:
         """Wait until the current instruction has lasted for this part of its slowed-down time."""
@@ -275,7 +270,11 @@ class Pass:
         computed_s = clock.now() - self._began - self._paused_s - met_s
         self._paused_s += self.pace(computed_s, self._share * part, self._paused_s)
 
-    def _end(self, instruction: Instruction, live: int) -> None:
+    def _end(self, op: _Op) -> None:
+        # the peak is after a forward: backwards only free memory. A replay has no flights to count.
+        self.do(record_call, Pass._note, op, len(self._flights) if op.kind is Kind.F else 0)
+
+    def _note(self, instruction: Instruction, live: int) -> None:
         """Note the time and memory of an instruction."""
         kind, report, begin, end = instruction.kind, self.report, self._began, clock.now()
         if kind in COMPUTE:
@@ -305,6 +304,18 @@ class Pass:
             yield
         self.meter = before
 
+    @contextmanager
+    def fitting(self, limit: ActivationLimit) -> Iterator[None]:
+        """Fit segments into a limit by the pass in the block, if it is the largest so far."""
+        executor = self.executor
+        if self.size <= limit.size:
+            yield
+            return
+        executor.save_memory(executor.stages)  # until their costs are known
+        with self.measuring():
+            yield
+        executor.save_memory(*limit.fit(self.costs, self.peak_of, len(self.inputs), self.size))
+
     def peak_bytes(self) -> int:
         """Return the peak bytes of activations of the pass, which was measured."""
         executor = self.executor
@@ -320,32 +331,29 @@ class Pass:
 
     # ---- weights and gradients that replicas share out ----
 
-    def _gather(self, stage: int, microbatch: int) -> None:
+    def _gather(self, op: _Op) -> None:
         self.executor.storage.start(COMMON)
-        self.executor.storage.start(self.executor.unit_of[stage])
+        self.executor.storage.start(self.executor.unit_of[op.stage])
 
-    def _wait_for_weights(self, stage: int) -> None:
+    def _wait_for_weights(self, op: _Op) -> None:
         self.executor.storage.acquire(COMMON)
-        self.executor.storage.acquire(self.executor.unit_of[stage])
+        self.executor.storage.acquire(self.executor.unit_of[op.stage])
 
-    def _free(self, stage: int, microbatch: int) -> None:
-        self.executor.storage.release(self.executor.unit_of[stage])
+    def _free(self, op: _Op) -> None:
+        self.executor.storage.release(self.executor.unit_of[op.stage])
 
-    def _reduce(self, stage: int, microbatch: int | None) -> None:
+    def _reduce(self, op: _Op) -> None:
         if self.executor.zero > 1:
-            self.executor.storage.reduce(self.executor.unit_of[stage])
+            self.executor.storage.reduce(self.executor.unit_of[op.stage])
         else:
-            self.reduce(stage, microbatch)
+            self.reduce(op.stage, op.microbatch)
 
     # ---- computing ----
 
     def visit(self, microbatch: int) -> Visit:
         """Return how stages compute a microbatch."""
-        mode, end = partial(self.mode, microbatch), partial(self._at_end, microbatch)
+        mode, end = partial(self.mode, microbatch), partial(self.head, microbatch)
         return Visit(mode, end, self.length, self.size, self.adds)
-
-    def _at_end(self, microbatch: int, result: Tensor) -> Tensor:
-        return self.head(self.executor.whole(result, self.length), microbatch)
 
     def outputs(self, microbatch: int) -> Sequence[Tensor]:
         """Return the outputs of all stages for a microbatch in flight, if they are in memory."""
@@ -356,7 +364,8 @@ class Pass:
             if number == microbatch
         ]
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def _forward(self, op: _Op) -> None:
+        stage, microbatch = op.stage, op.microbatch
         if stage:
             values = self._values.pop((stage, microbatch))
         else:
@@ -375,7 +384,8 @@ class Pass:
     def _seed(self, microbatch: int) -> Array:
         return self._seeds[microbatch]
 
-    def _backward(self, stage: int, microbatch: int, halves: bool = False) -> None:
+    def _backward(self, op: _Op) -> None:
+        stage, microbatch, halves = op.stage, op.microbatch, op.kind is Kind.I
         if stage == self.executor.count - 1:
             if self.poll is not None:
                 record_call(self.poll)
@@ -392,10 +402,10 @@ class Pass:
         if stage:
             self._grads[stage - 1, microbatch] = grads_back
 
-    def _send_out(self, stage: int, microbatch: int) -> None:
+    def _send_out(self, op: _Op) -> None:
         executor = self.executor
         assert executor.store is not None
-        self._flights[stage, microbatch].send_out(executor.store, executor.backend)
+        self._flights[op.stage, op.microbatch].send_out(executor.store, executor.backend)
 
     # ---- messages ----
 
@@ -409,70 +419,57 @@ class Pass:
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, clock.now())
 
-    def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
-        if kind is Kind.SEND_ACT:
-            values = self._values.pop((stage + 1, microbatch))
+    def _send(self, op: _Op) -> None:
+        if op.kind is Kind.SEND_ACT:
+            values = self._values.pop((op.stage + 1, op.microbatch))
         else:
-            stage -= 1
-            values = BoundaryArrays(tuple(self._grads.pop((stage, microbatch))), ())
-        self.do(
-            *(record_call, Pass._send_over, kind, stage, microbatch, active() is not None),
-            *values,
-        )
+            values = BoundaryArrays(tuple(self._grads.pop((op.stage - 1, op.microbatch))), ())
+        self.do(record_call, Pass._send_over, op, active() is not None, *values)
 
-    def _send_over(
-        self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any
-    ) -> None:
+    def _send_over(self, op: _Op, copy: bool, *values: Any) -> None:
         """Send arrays over a boundary.
 
         Args:
             copy: send copies, since a replay reuses the arrays' memory while the message travels.
         """
-        outgoing, end, inbox = (
-            BoundaryArrays(*values),
-            self.executor.boundaries[boundary],
-            self._inbox,
-        )
+        outgoing, is_forward = BoundaryArrays(*values), op.kind is Kind.SEND_ACT
+        end, inbox = self.executor.boundaries[op.stage - (not is_forward)], self._inbox
         if copy:
             outgoing = outgoing._replace(
                 arrays=tuple(item.copy(order="K") for item in outgoing.arrays)
             )
-        if kind is Kind.SEND_ACT:
-            sent = end.send(inbox.keys[microbatch], outgoing, inbox.waits)
+        if is_forward:
+            sent = end.send(inbox.keys[op.microbatch], outgoing, inbox.waits)
         else:
             sent = end.send_back(outgoing.arrays, inbox.waits)
-        instruction = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
-        self.report.sent.append((instruction, [array.nbytes for array in sent]))
+        self.report.sent.append((op, [array.nbytes for array in sent]))
 
-    def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
-        self._inbox.post(kind, stage, microbatch)
+    def _receive(self, op: _Op) -> None:
+        self._inbox.post(op.kind, op.stage, op.microbatch)
 
-    def _take(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Wait for a receive's arrays, unless they come from a stage of this rank.
-
-        Args:
-            kind: of the receive.
-        """
-        if (kind, stage) not in self._program.receives:
+    def _take(self, op: _Op) -> None:
+        """Wait for the arrays that an instruction uses, unless they come from a stage of this rank."""
+        kind, where = USES[op.kind], (op.stage, op.microbatch)
+        if (kind, op.stage) not in self._program.receives:
             return
-        self.do(record_call, Pass._wait, kind, stage, microbatch)
+        self.do(record_call, Pass._wait, kind.at(*where))
         arrays = tuple(
             self.do(recorded_input, Pass._arrived, i) for i in range(len(self._received.arrays))
         )
         if kind is Kind.RECV_ACT:
-            self._values[stage, microbatch] = self._received._replace(arrays=arrays)
+            self._values[where] = self._received._replace(arrays=arrays)
         else:
-            self._grads[stage, microbatch] = arrays
+            self._grads[where] = arrays
 
     def _arrived(self, number: int) -> Array:
         return self._received.arrays[number]
 
-    def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def _wait(self, op: _Op) -> None:
         begin = clock.now()
-        self._received = self._inbox.take(kind, stage, microbatch)
+        self._received = self._inbox.take(op.kind, op.stage, op.microbatch)
         end = clock.now()
         self.report.wait_s += end - begin
-        self._show(kind.at(stage, microbatch), begin, end)
+        self._show(op, begin, end)
 
     def _arrow(self, instruction: Instruction) -> tuple[str, str]:
         """Return the trace's names of the messages that an instruction sends and receives."""
@@ -486,30 +483,56 @@ class Pass:
         return (name, "") if is_send else ("", name)
 
 
-def _recorded(method: Callable[..., None], *args: Any) -> Callable[[Pass, int, Any], None]:
-    """Return the action that is one call of a recording."""
-    return lambda now, *where: now.do(record_call, method, *args, *where)
+def _recorded(method: Callable[..., None]) -> _Call:
+    """Return the call that is one call of a recording."""
+    return lambda now, op: now.do(record_call, method, op)
 
 
-# What each instruction does: (pass, stage, microbatch).
-_ACTIONS: dict[Kind, Callable[[Pass, int, Any], None]] = {
+def _end_backward(now: Pass, op: _Op) -> None:
+    if not op.stage:  # by the first stage a microbatch is through
+        now.do(record_call, type(now).end_backward, op.microbatch)
+
+
+_ACTIONS: dict[Kind, _Call] = {
     Kind.F: Pass._forward,
-    Kind.B: Pass._backward,
-    Kind.I: partial(Pass._backward, halves=True),
-    Kind.W: lambda now, *where: now._flights.pop(where).finish(),
-    Kind.SEND_ACT: lambda now, *where: now._send(Kind.SEND_ACT, *where),
-    Kind.RECV_ACT: _recorded(Pass._receive, Kind.RECV_ACT),
-    Kind.SEND_GRAD: lambda now, *where: now._send(Kind.SEND_GRAD, *where),
-    Kind.RECV_GRAD: _recorded(Pass._receive, Kind.RECV_GRAD),
+    **dict.fromkeys((Kind.B, Kind.I), Pass._backward),
+    Kind.W: lambda now, op: now._flights.pop((op.stage, op.microbatch)).finish(),
+    **dict.fromkeys(SENDS, Pass._send),
+    **dict.fromkeys(RECEIVES, _recorded(Pass._receive)),
     Kind.OUT: Pass._send_out,
-    Kind.DROP: lambda now, *where: now._flights[where].drop(),
-    Kind.IN: lambda now, *where: now._flights[where].bring_in(),
+    Kind.DROP: lambda now, op: now._flights[op.stage, op.microbatch].drop(),
+    Kind.IN: lambda now, op: now._flights[op.stage, op.microbatch].bring_in(),
     Kind.GATHER: _recorded(Pass._gather),
     Kind.FREE: _recorded(Pass._free),
     Kind.REDUCE: _recorded(Pass._reduce),
-    Kind.STEP: lambda now, *where: now.do(record_call, type(now).step, *where),
+    Kind.STEP: lambda now, op: now.do(record_call, type(now).step, op.stage, op.microbatch),
 }
-_LAST = (Kind.B, Kind.I)
+
+
+# The way of an instruction: what is done, for which kinds, in which passes. A pass has one more
+# observer by one more row. Messages are waited for before an instruction's time begins, and end a
+# microbatch after it.
+_WAY: tuple[tuple[Callable[[Pass], object], Container[Kind], _Call | None], ...] = (
+    (lambda now: now.executor.boundaries, USES, Pass._take),
+    (lambda now: now.executor.zero > 2, COMPUTE, _recorded(Pass._wait_for_weights)),
+    (lambda now: now._watched, _ACTIONS, _recorded(Pass._begin)),
+    (lambda now: True, _ACTIONS, None),  # its action
+    (lambda now: now._paced, WEIGHTS, lambda now, op: now.do(record_call, Pass.pace_instruction)),
+    (lambda now: now._watched, _ACTIONS, Pass._end),
+    (lambda now: True, (Kind.B, Kind.I), _end_backward),
+)
+
+
+@cache
+def _calls(holds: tuple[bool, ...]) -> dict[Kind, tuple[_Call, ...]]:
+    """Return what passes do at each kind of instruction, made once for all with these observers."""
+    rows = list(compress(_WAY, holds))
+    return {
+        kind: tuple([call or action for _, kinds, call in rows if kind in kinds])
+        for kind, action in _ACTIONS.items()
+    }
+
+
 _STYLES = {
     Kind.F: ("forward", timeline.COMPUTE),
     **dict.fromkeys((Kind.B, Kind.I, Kind.W), ("backward", timeline.COMPUTE)),

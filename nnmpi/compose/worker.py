@@ -15,10 +15,9 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 `compose.exchange`). `step` names no strategy: a new one changes no line here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, replace
-from itertools import chain
 from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
@@ -44,6 +43,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.evaluation import as_many, evaluate_all, refuse_uneven
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import (
     DEFAULT_EXCHANGE,
@@ -53,7 +53,7 @@ from nnmpi.compose.layout import (
     check_mix,
 )
 from nnmpi.compose.losses import SumLoss
-from nnmpi.compose.passes import BatchPass, Passes, evaluate_all, refuse_uneven
+from nnmpi.compose.passes import BatchPass, Passes
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import (
     Progress,
@@ -83,7 +83,6 @@ from nnmpi.parallel.witness import StepWitness
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 
 _UNCHANGED = nullcontext()
-_END = object()
 
 
 class _Started(NamedTuple):
@@ -237,7 +236,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         On a device the host waits once per step: it reads loss, score and gradient norm
         in one copy after the gradients are summed. So a gradient that is not finite is found
         before the update, and clipping needs no second wait. The update and the next batch's copy
-        overlap with the host's preparation of the next step. `run` reads a step late, see `_run`.
+        overlap with the host's preparation of the next step. `run` reads a step late, see `run_segment`.
 
         A batch of several microbatches (see `data.Loader`) is one update: their gradients are
         accumulated. With schedule pipedream each microbatch is an update; the gradient norm is
@@ -472,7 +471,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
             trace.add("memory", COUNTER, COUNTER, now, now, amounts)
 
-    def _run(self, segment: TrainingSegment) -> SegmentReport:
+    def run_segment(self, segment: TrainingSegment) -> SegmentReport:
         """Do the steps of a segment; where nothing depends on their numbers, one ahead of them.
 
             host      start 1  update 1  start 2  read 1, report  update 2  start 3  read 2 ...
@@ -603,16 +602,16 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
             batches = [batches if y is None else (batches, y)]
         rows, failed = list[int](), list[NnmpiError]()
 
-        def evaluate(batch: Batch) -> BatchPass:
+        def evaluate(batch: Batch) -> bool:
             now = self.passes.evaluate(batch)
             failed.extend([] if now.failed is None else [now.failed])
-            return now
+            return now.counts
 
         with self._deterministic():
             parts = self.arrangement.mesh.sp.size
             given = to_evaluate(batches)
             if not self.arrangement.is_plain:
-                given = _as_many(self.group, given)
+                given = as_many(self.group, given)
             shares, sums = (self._share_of(rows, item) for item in given), self.passes.evaluated
             totals = evaluate_all(self.group, shares, evaluate, sums, self._check, parts, rows)
         with agreed(self.group):
@@ -688,19 +687,6 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
-
-
-def _as_many(group: Group, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items, as long as every rank has one more. Collective at each.
-
-    For layers that meet in each batch: they would wait for ranks that have none.
-    """
-    for item in chain(items, [_END]):
-        have = group.gather_floats([item is not _END])[:, 0].tolist()
-        refuse_uneven([() if more else {} for more in have])
-        if item is _END:
-            return
-        yield item
 
 
 def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:

@@ -2,9 +2,9 @@
 
 From `nnmpi train` to the first update, in reading order:
 
-    __main__       calls cli.launch
-    cli            starts MPI; rank 0 merges command line, TOML file and resumed run into one
-                   Config, which all ranks receive
+    __main__       launch starts MPI, or simulated ranks
+    cli            rank 0 merges command line, TOML file and resumed run into one Config, which all
+                   ranks receive
     config         every option with default, help and checks; conversion to and from JSON and TOML
     run            Run: set up from options to train, or opened from a folder to evaluate
     build          its parts: layout, model, optimizer, schedule, trainer

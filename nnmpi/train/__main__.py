@@ -1,11 +1,37 @@
-"""`nnmpi train`: see `--help`."""
+"""`nnmpi train`: see `--help`. It begins on MPI's ranks, or with --simulate on simulated ranks."""
 
 import gc
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-gc.disable()  # imports leave no cycles to collect
+if __name__ == "__main__":
+    gc.disable()  # imports leave no cycles to collect
 
-from nnmpi.train.cli import launch  # noqa: E402
+from nnmpi.comm.ranks import run_on_ranks  # noqa: E402
+from nnmpi.train.cli import main, parse  # noqa: E402
+from nnmpi.train.loop import StopSignals  # noqa: E402
+
+
+def launch(words: Sequence[str]) -> None:
+    """Train on MPI's ranks, or with --simulate on simulated ranks.
+
+    Raises:
+        NnmpiError: see `run_on_ranks` and `main`.
+    """
+
+    def simulation() -> dict[str, Any]:
+        config = parse(words)
+        sync = config.sync
+        return {
+            "ranks": sync.simulate,
+            "machine": sync.machine,
+            "seed": config.run.seed,
+            "cpu_factor": 0.0 if sync.slowness(0).minimum_s else 1.0,
+        }
+
+    run_on_ranks(words, main, simulation, StopSignals)
+
 
 if __name__ == "__main__":
     gc.freeze()  # imported modules live to the end: keep the collector from scanning them

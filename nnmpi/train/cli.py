@@ -19,7 +19,6 @@ from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_text
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.ranks import run_on_ranks
 from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
 from nnmpi.train.config import (
@@ -31,7 +30,7 @@ from nnmpi.train.config import (
     plain,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
-from nnmpi.train.loop import StopSignals, begin
+from nnmpi.train.loop import begin
 
 PROGRAM = "nnmpi train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train [options].
@@ -50,26 +49,6 @@ model hidden activation dropout layers features heads experts experts_top expert
 dataset target tokenizer text_columns text_samples test_fraction normalize partition batch_size
 optimizer loss dtype seed
 """
-
-
-def launch(words: Sequence[str]) -> None:
-    """Train on MPI's ranks, or with --simulate on simulated ranks.
-
-    Raises:
-        NnmpiError: see `run_on_ranks` and `main`.
-    """
-
-    def simulation() -> dict[str, Any]:
-        config = parse(words)
-        sync = config.sync
-        return {
-            "ranks": sync.simulate,
-            "machine": sync.machine,
-            "seed": config.run.seed,
-            "cpu_factor": 0.0 if sync.slowness(0).minimum_s else 1.0,
-        }
-
-    run_on_ranks(words, main, simulation, StopSignals)
 
 
 def main(words: Sequence[str], group: Group) -> None:

@@ -50,7 +50,7 @@ from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.stats import PARTS, StepReport, Totals
-from nnmpi.compose.trainer import Progress
+from nnmpi.compose.trainer import Progress, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import dropout_of, heads_of
@@ -198,15 +198,16 @@ class Loop:
                 while not self._finished:
                     state, stop = self.state, self._stop_at()
                     with self._tracer.steps(stop - state.batch):
-                        report = trainer.run(
-                            run.inputs.train_loader,
-                            state.epoch,
-                            state.batch,
-                            stop,
-                            state.step,
-                            run.schedule,
-                            progress=self._note,
-                            poll_signal=self._signals.noted,
+                        report = trainer.run_segment(
+                            TrainingSegment(
+                                run.inputs.train_loader,
+                                state.epoch,
+                                range(state.batch, stop),
+                                state.step,
+                                run.schedule,
+                                self._note,
+                                self._signals.noted,
+                            )
                         )
                     if not trainer.in_step or state.step + report.batches == run.extent.stop:
                         self._log()

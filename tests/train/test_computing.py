@@ -198,7 +198,7 @@ def test_a_short_run_does_not_load_numba(tmp_path: Path) -> None:
     """Loading it takes longer than iris."""
     words = [*IRIS[:-1], "2", "--quiet", "--out", str(tmp_path / "run")]
     program = (
-        f"import sys\nfrom nnmpi.train.cli import launch\nlaunch({words})\nprint('numba' in"
+        f"import sys\nfrom nnmpi.train.__main__ import launch\nlaunch({words})\nprint('numba' in"
         " sys.modules)"
     )
     ended = subprocess.run(

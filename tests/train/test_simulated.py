@@ -17,7 +17,8 @@ import pytest
 from nnmpi import Group
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.fit import parse_network
-from nnmpi.train.cli import launch, main
+from nnmpi.train.__main__ import launch
+from nnmpi.train.cli import main
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import breaches, standing

@@ -84,6 +84,11 @@ def run_chain(
     return run
 
 
+def run_whole(model: Callable[..., Any]) -> RunStage:
+    """Return a function that runs a model that is not cut as a stage."""
+    return lambda tensors, single, visit: ([visit.end(model(*tensors))], True)
+
+
 @dataclass
 class Stage:
     """A part of a model that this rank computes.
