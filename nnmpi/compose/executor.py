@@ -122,6 +122,7 @@ class Executor:
         moved: the stages whose saved arrays are moved to a store between forward and backward.
         store: it.
         passes: the number of passes so far.
+        calls: what passes do at each kind of instruction, see `compose.walk`.
         label: of this rank's pipeline, in traces.
     """
 
@@ -144,7 +145,7 @@ class Executor:
         self.label = f"d{mesh.coordinates.d}t{mesh.coordinates.t}" + (
             f"s{mesh.coordinates.s}" if mesh.sp.size > 1 else ""
         )
-        self.passes = 0
+        self.passes, self.calls = 0, dict[tuple[bool, bool], Any]()
         self.rank, self.ranks = mesh.pp.rank, mesh.pp.size
         segments = tuple(chain.from_iterable(arrangement.segments))
         self.count = len(segments) or 1
@@ -221,7 +222,7 @@ class Executor:
     def program(self, microbatches: int, trains: bool) -> RankProgram:
         """Return this rank's checked program; see `schedule_for`."""
         name, virtual = self._schedule if trains else INFERENCE, len(self._counts) // self.ranks
-        moved = self.moved if trains else frozenset()
+        moved = self.moved if trains else frozenset()  # inference saves nothing to move
         shape = self.ranks, microbatches, virtual, self._stage_home, self._counts, self.zero
         return _program(self.rank, moved, name, *shape)
 
@@ -232,7 +233,7 @@ class Executor:
         try:
             yield
             if self.zero > 2:
-                self.storage.release(COMMON)
+                self.storage.transport.release(COMMON)
         finally:
             self.storage.in_program = False
 

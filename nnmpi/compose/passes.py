@@ -15,8 +15,8 @@ and the graphs of microbatches in flight keep the old copies until their backwar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -151,9 +151,7 @@ class BatchPass(Pass):
         if owner.hooks is not None and self.slow:
             owner.hooks.before_sum = self._pace_layer
         if self._cuts:
-            with ExitStack() as stack:
-                for observed in owner.observed:
-                    stack.enter_context(observed(self))
+            with owner.observing(self) if owner.observes else nullcontext():
                 may_replay = may_replay and self.meter is None
                 passed = self.run(self.key(), "" if may_replay else OBSERVED)
             self.note_audit()
@@ -171,6 +169,7 @@ class BatchPass(Pass):
     def note_audit(self) -> None:
         """Note what the audit of a replay has found; raise it where no ranks meet."""
         replay = self._owner.replay
+        # raised here it would be this rank's alone, and the others would wait for its sums
         found, replay.failed = replay.failed, None
         if found is not None and self._owner.exchange is None:
             raise found
@@ -236,6 +235,7 @@ class BatchPass(Pass):
         try:
             loss = sum_of(self._loss, logits, labels)
         except NnmpiError as error:
+            # in a pipeline the other stages already compute, and would wait for this gradient
             if not owner.defers or active() is not None:
                 raise
             self.failed, loss = error, (logits * 0).sum()
@@ -324,6 +324,7 @@ class BatchPass(Pass):
         assert owner.exchange is not None
         owner.exchange.finish()
         storage = owner.model.storage
+        # graphs of microbatches in flight keep the old arrays
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:
             # `move` clears the gradients, but their buffers still have the values
@@ -372,7 +373,7 @@ class Passes:
         classes: of this rank's logits, once they are known.
         numbers: the storage numbers of each stage's parameters, for this rank's stages.
         watch: the model's buffers, and parameters outside of it.
-        observed: what looks at whole training passes: each returns a context around one.
+        observes: whether `observing` has anything to do.
         forecast: compares a pipeline's passes with its simulation.
         slow, poll: see `Pass`.
     """
@@ -401,11 +402,7 @@ class Passes:
         self.watch = ModelWatch(model, arrangement, trainer.group.is_root)  # one warns for all
         self._limit = ActivationLimit(arrangement, model, backend)
         self._in_segments = bool(arrangement.stages)
-        self.observed: list[Callable[[BatchPass], AbstractContextManager[None]]] = []
-        if self.watch.buffers:
-            self.observed.append(self.watch.unmoved)
-        if self._limit.fits:
-            self.observed.append(partial(Pass.fitting, limit=self._limit))
+        self.observes = self._limit.fits or bool(self.watch.buffers)
         self.updates_per_microbatch = arrangement.layout.asynchronous
         self.slow = NOT_SLOW if exchange is None else trainer.slow
         strangers = [name_of(loss) for loss in self.losses if not is_own_loss(loss)]
@@ -440,11 +437,19 @@ class Passes:
         """
         cuts = batch.cuts
         if self.exchange is None:
+            # nobody waits for this rank: an empty microbatch would only compute on no rows
             cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
         else:
             self.exchange.begin(batch)
         self._scalars.clear()
         return BatchPass(self, batch, step, self._scalars, cuts, factor=factor)
+
+    @contextmanager
+    def observing(self, now: BatchPass) -> Iterator[None]:
+        """Fit activations by the pass in the block, and watch the model's buffers."""
+        fitting = now.fitting(self._limit) if self._limit.fits else nullcontext()
+        with self.watch.unmoved(), fitting:
+            yield
 
     def guard(self) -> Array:
         """Return a number on a device that is finite if the batch's loss and gradient are."""

@@ -99,8 +99,7 @@ class Replay(Compiled):
     def takes(self, kind: tuple[Any, ...], now: Walk, refusal: str) -> bool:
         """Do a pass that is replayed, or recorded: its shapes were seen before. Else return False.
 
-        The caller then walks, and calls `inspect`. To walk from here hid the pass behind this file
-        in every traceback.
+        The caller then walks, and calls `inspect`: an eager pass has no frame of this file.
 
         Args:
             kind: the recording's key: shapes, dtypes, and all else that the calls depend on.

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from nnmpi.base.errors import UsageError, is_own
 from nnmpi.compose.arrange import Arrangement
@@ -49,7 +48,7 @@ class ModelWatch:
             ]
 
     @contextmanager
-    def unmoved(self, _: Any) -> Iterator[None]:
+    def unmoved(self) -> Iterator[None]:
         """Compare the buffers after the block, a pass, with those before.
 
         Raises:

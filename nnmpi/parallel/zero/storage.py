@@ -74,6 +74,211 @@ COMMON = -1  # the unit of parameters that several units use
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
 
+class Messages:
+    """Messages between ranks that shard a model: a sum and a gather of each array.
+
+    Args:
+        storage: of this rank's parts.
+        group: the same ranks, for these messages alone; None until the storage is connected.
+        algorithm: a name.
+    """
+
+    is_shared = False
+
+    def __init__(
+        self, storage: ShardedStorage, group: Group | None = None, algorithm: str = NATIVE
+    ) -> None:
+        self._storage, self._group = storage, group
+        self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
+        # by unit: parameters without values while it is in no slot, which has another's by then
+        self._hidden: dict[int, list[tuple[Parameter, Array]]] = {}
+        # by number of the array; empty if there is nothing to exchange
+        self._gathers: dict[int, Pending] = {}
+        self._sums: dict[int, Pending] = {}  # arrays without one use MPI's reduce-scatter
+        if group is None or group.size == 1:
+            return
+        bind, data, grads = partial(group.bind, algorithm=algorithm), storage._data, storage._grads
+        for i, full in enumerate(data):
+            if not full.size or storage.rank_local[i]:
+                continue
+            self._gathers[i] = bind(full, tag=i, operation=ALL_GATHER.name)
+            # MPI's own is not bound: binding it would keep a copy of each summed array
+            if algorithm != NATIVE or grads[i].nbytes > MAX_MESSAGE_BYTES:
+                tag = len(data) + i
+                self._sums[i] = bind(grads[i], tag=tag, operation=REDUCE_SCATTER.name)
+
+    def meet(self, place: int, numbers: Sequence[float] = ()) -> list[float] | None:
+        """Return nothing: messages wait for one another. See `NodeMemory.meet`."""
+        return None
+
+    def sum(self, i: int, adds: bool) -> None:
+        """Sum an array of gradients over the ranks.
+
+        Args:
+            i: its number.
+            adds: whether this rank's part is added to the last sums, or replaces them.
+        """
+        full, target = self._storage._grads[i], self._storage.grads[i]
+        arrived = full[self._storage.slices[i]]
+        if i in self._sums:
+            self._sums[i].run()
+        elif i in self._gathers and self._group is not None:
+            counts = [len(item) for item in split(full.size, self._group.size)]
+            arrived = self._group.reduce_scatter_v(full, counts, check=False)
+        if adds:
+            target += arrived
+        else:
+            target[...] = arrived
+
+    def publish(self) -> None:
+        """Give all ranks the new parameters; units in slots are gathered at their next use.
+
+        Raises:
+            UsageError: if nothing is connected.
+        """
+        if self._group is None:
+            raise UsageError(
+                "nothing gathers the ranks' parts; make a ShardedDataParallel of this model first"
+            )
+        for i, pending in self._gathers.items() if self._storage.stage < 3 else ():
+            self._storage.count(i)
+            pending.run()
+
+    def start(self, number: int) -> None:
+        """Start to gather a unit's parameters, unless they are there."""
+        if number in self._resident or self._storage.stage < 3:
+            return
+        if self._group is None:
+            raise UsageError(NO_GATHER)
+        storage = self._storage
+        if number != COMMON:  # out of turn, its slot may hold another unit: evict that
+            for other in [
+                item for item in self._resident if item != COMMON and (item - number) % 2 == 0
+            ]:
+                self.release(other)
+        self._resident[number] = False
+        for i in storage.pieces[number]:
+            storage._data[i][storage.slices[i]] = storage.data[i]
+            if i in self._gathers:
+                storage.count(i)
+                self._gathers[i].start()
+
+    def acquire(self, number: int, following: int | None = None) -> None:
+        """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
+
+        Args:
+            number: the unit.
+            following: the next unit, whose slot is free; None if there is none.
+        """
+        self.start(number)
+        if following is not None:
+            self.start(following)
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        if self._resident.get(number, True):
+            return
+        with self._storage.ranks.collective(ALL_GATHER.name):
+            for i in self._storage.pieces[number]:
+                if i in self._gathers:
+                    self._gathers[i].wait()
+        self._resident[number] = True
+        for parameter, data in self._hidden.get(number, ()):
+            parameter.data = data
+
+    def release(self, *numbers: int) -> None:
+        """Free units' slots; first complete the gathers that were started and never awaited.
+
+        Args:
+            numbers: of the units; none for all.
+        """
+        for number in numbers or [*self._resident]:
+            if number in self._resident:
+                self._wait(number)
+                del self._resident[number]
+                for parameter, _ in self._hidden.get(number, ()):
+                    del parameter._data
+
+    def hide(self) -> None:
+        """Let parameters have values only while these are gathered, for passes of a user's own."""
+        storage = self._storage
+        for span in storage.spans if storage.stage == 3 else ():
+            if not storage.rank_local[span.buffer]:
+                rows = self._hidden.setdefault(storage.unit_of(span), [])
+                rows.append((span.parameter, span.parameter.data))
+                del span.parameter._data
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        if self._group is not None:
+            self._group.free()
+
+
+class NodeMemory:
+    """A node's memory: the ranks share one copy of the parameters, so that nothing is gathered.
+
+    Args:
+        group: to be freed.
+        node: adds gradients in place.
+        places: int64, (2, ranks, 1 + numbers): where each rank is, by turns in two rows.
+    """
+
+    is_shared = True
+
+    def __init__(self, group: Group, node: NodeSum, places: Array) -> None:
+        self._group, self._node, self._places, self._turn = group, node, places, 0
+
+    def meet(self, place: int, numbers: Sequence[float] = ()) -> list[float]:
+        """Wait for the other ranks before the next read or write.
+
+        Each rank says where it is, and all compare: of two that meet in different places, one would
+        read what the other still writes. They write by turns in two rows, since a rank that is ahead
+        may say where it is next while another still reads.
+
+        Args:
+            place: in PLACES.
+            numbers: of this rank; as many as the tail has elements, or none.
+
+        Returns:
+            The sums of the ranks' numbers.
+
+        Raises:
+            UsageError: on all ranks, naming them.
+        """
+        self._turn = 1 - self._turn
+        rows = self._places[self._turn]
+        rows[self._node.memory.rank] = (place, *numbers) if numbers else place
+        self._node.barrier.run()
+        places, *columns = rows.T.tolist()
+        refuse_different(
+            [[PLACES[number]] for number in places],
+            "the ranks meet at different places of their loops",
+            "call backward and optimizer.step() equally often on all ranks",
+            UsageError,
+        )
+        return [*map(sum, columns)]
+
+    def sum(self, i: int, adds: bool) -> None:
+        """See `Messages.sum`: each rank adds its slice of all ranks' arrays."""
+        for _ in self._node.sums(i, replace=not adds):
+            pass
+
+    def publish(self) -> None:
+        """See `Messages.publish`: the parameters are in place, once all ranks are done."""
+        self.meet(2)
+
+    def start(self, *_: object) -> None:
+        """Do nothing: all units are there."""
+
+    acquire = release = hide = start
+
+    def free(self) -> None:
+        """Free memory and communicator. Collective."""
+        self._node.memory.barrier()  # no rank unmaps memory that another still reads
+        self._node.memory.free()
+        self._group.free()
+
+
 class ShardedStorage(FlatStorage):
     """A model's parameters, sharded over a group's ranks. Give it to `Module.initialize`:
 
@@ -96,6 +301,8 @@ class ShardedStorage(FlatStorage):
         slices: the ranges of these parts in the full arrays.
         units: the model's units.
         stage, ranks: as given.
+        transport: how the ranks exchange arrays; it gathers units, and frees their slots.
+        pieces: by unit: the numbers of its arrays.
         in_program: whether a pass's program gathers and frees the weights now.
 
     Raises:
@@ -138,16 +345,8 @@ class ShardedStorage(FlatStorage):
             label = "default" if group is None else group(name, parameter)
             return f"{unit_of.get(parameter, COMMON)} {label}"
 
-        self._node: NodeSum | None = None
-        self._turn = 0
+        self.transport: Messages | NodeMemory = Messages(self)
         self._told: tuple[Sequence[float], Callable[[Sequence[float]], None]] | None = None
-        self._resident: dict[int, bool] = {}  # by unit in a slot: whether its gather is complete
-        # by unit: parameters without values while it is in no slot, which has another's by then
-        self._hidden: dict[int, list[tuple[Parameter, Array]]] = {}
-        # by number of the array; empty if there is nothing to exchange
-        self._gathers: dict[int, Pending] = {}
-        self._sums: dict[int, Pending] = {}  # arrays without one use MPI's reduce-scatter
-        self._group: Group | None = None
         super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
         self.known_groups = set(self.groups)
@@ -161,12 +360,12 @@ class ShardedStorage(FlatStorage):
     ) -> tuple[list[Array], list[Array]]:
         self._layout = list(lengths), dtype
         self._rooms: list[Array] = []  # slots and scratch
-        self._pieces: dict[int, list[int]] = {
+        self.pieces: dict[int, list[int]] = {
             number: [] for number in (COMMON, *range(len(self.units)))
         }
         for i, label in enumerate(self.groups):
             if not self.rank_local[i]:
-                self._pieces[int(label.partition(" ")[0])].append(i)
+                self.pieces[int(label.partition(" ")[0])].append(i)
         self.slices = [
             slice(0, length) if is_own else slice(item.start, item.stop)
             for length, is_own in zip(lengths, self.rank_local, strict=True)
@@ -201,7 +400,7 @@ class ShardedStorage(FlatStorage):
         """
         offsets: dict[int, tuple[int, int]] = {}
         ends = dict.fromkeys(range(slots + 1), 0)  # room 0: COMMON, or everything without slots
-        for number, pieces in self._pieces.items():
+        for number, pieces in self.pieces.items():
             room = 1 + number % slots if slots and number != COMMON else 0
             start = 0 if slots else ends[0]
             for i in pieces:
@@ -229,7 +428,7 @@ class ShardedStorage(FlatStorage):
         bound = super()._bind(span)
         is_own = self.rank_local[span.buffer]
         in_slot = self._rooms and self.stage == 3
-        if (in_slot or self._node is not None) and not is_own and not is_device(bound[1]):
+        if (in_slot or self.is_node_shared) and not is_own and not is_device(bound[1]):
             bound[1].flags.writeable = False
         return bound
 
@@ -295,7 +494,7 @@ class ShardedStorage(FlatStorage):
     @property
     def is_node_shared(self) -> bool:
         """Whether the node's ranks share one copy of the parameters."""
-        return self._node is not None
+        return self.transport.is_shared
 
     def held_bytes(self) -> tuple[int, int, int]:
         """See `FlatStorage.held_bytes`; the third number counts slots and scratch."""
@@ -353,26 +552,29 @@ class ShardedStorage(FlatStorage):
     def reduce(self, *numbers: int) -> None:
         """Reduce-scatter units' gradients, and accumulate this rank's part. Collective."""
         full = list(chain.from_iterable(map(self._complete, numbers)))
-        if not full and self._node is None:  # without messages all meet, whatever each has frozen
+        if not (full or self.is_node_shared):  # there all meet, whatever each has frozen
             return
         with self.ranks.collective(REDUCE_SCATTER.name):
             told = self._told
-            sums = self._wait_for_others(0, () if told is None else told[0])
+            sums = self.transport.meet(0, () if told is None else told[0])
             for i in full:
-                self._sum(i)
-            self._wait_for_others(1)
+                adds = self.stage > 1 and not self._fresh[i]
+                self._fresh[i] = False
+                self.count(i)
+                self.transport.sum(i, adds)
+            self.transport.meet(1)
         if told is not None and sums is not None:
             self._told = None
             told[1](sums)
 
     def _complete(self, number: int) -> Iterable[int]:
         """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
-        pieces = self._pieces[number]
+        pieces = self.pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        told = self._told if self.tail is not None and self.tail[0] in pieces else None
-        if (told is None or self._node is not None) and not any(
-            self.spans[i].parameter.requires_grad for i in numbers
-        ):
+        # in shared memory the numbers travel by themselves, see `NodeMemory.meet`
+        tail = None if self._told is None or self.is_node_shared else self.tail
+        tells = tail is not None and tail[0] in pieces
+        if not tells and not any(self.spans[i].parameter.requires_grad for i in numbers):
             return ()
         ends = dict.fromkeys(pieces, 0)
         for i in numbers:
@@ -385,33 +587,10 @@ class ShardedStorage(FlatStorage):
                 span.parameter.grad = None
         for i, end in ends.items():
             self._grads[i][end:] = 0
-        if told is not None and self.tail is not None and self._node is None:
-            buffer, part = self.tail
-            self._grads[buffer][part] = namespace(self._grads[buffer]).asarray(told[0])
+        if tells and tail is not None and self._told is not None:
+            grads, numbers_told = self._grads[tail[0]], self._told[0]
+            grads[tail[1]] = namespace(grads).asarray(numbers_told)
         return ends
-
-    def _sum(self, i: int) -> None:
-        """Sum one full array over the ranks; accumulate this rank's part."""
-        full, target = self._grads[i], self.grads[i]
-        fresh = self._fresh[i] and self.stage > 1
-        self._fresh[i] = False
-        self._count(full)
-        if self._node is not None:
-            for _ in self._node.sums(i, replace=fresh or self.stage == 1):
-                pass
-            return
-        arrived = full[self.slices[i]]
-        if self.ranks.size > 1 and full.size:
-            if i in self._sums:
-                self._sums[i].run()
-            else:
-                assert self._group is not None
-                counts = [len(item) for item in split(full.size, self.ranks.size)]
-                arrived = self._group.reduce_scatter_v(full, counts, check=False)
-        if self.stage > 1 and not fresh:
-            target += arrived
-        elif arrived is not target:
-            target[...] = arrived
 
     def tell(self, numbers: Sequence[float], judge: Callable[[Sequence[float]], None]) -> None:
         """Send a few numbers with this step's gradients; their sums come with the new weights.
@@ -440,38 +619,6 @@ class ShardedStorage(FlatStorage):
         own = common(local, part)
         return buffer, slice(own.start - local.start, own.stop - local.start)
 
-    def _wait_for_others(self, place: int, numbers: Sequence[float] = ()) -> list[float] | None:
-        """With shared memory, wait for the other ranks before the next read or write.
-
-        Each rank says where it is, and all compare: of two that meet in different places, one would
-        read what the other still writes. They write by turns in two rows, since a rank that is ahead
-        may say where it is next while another still reads.
-
-        Args:
-            place: in PLACES.
-            numbers: of this rank; as many as the tail has elements, or none.
-
-        Returns:
-            The sums of the ranks' numbers; None without shared memory.
-
-        Raises:
-            UsageError: on all ranks, naming them.
-        """
-        if self._node is None:
-            return None
-        self._turn = 1 - self._turn
-        rows = self._at[self._turn]
-        rows[self._node.memory.rank] = (place, *numbers) if numbers else place
-        self._node.barrier.run()
-        places, *columns = rows.T.tolist()
-        refuse_different(
-            [[PLACES[number]] for number in places],
-            "the ranks meet at different places of their loops",
-            "call backward and optimizer.step() equally often on all ranks",
-            UsageError,
-        )
-        return [*map(sum, columns)]
-
     # ---- parameters ----
 
     def connect(self, group: Group, algorithm: str = AUTO) -> str:
@@ -486,7 +633,6 @@ class ShardedStorage(FlatStorage):
         Raises:
             UsageError: for another name, and for "shared" without shared memory.
         """
-        self._group = group
         one_node = (
             group.on_one_node() and not any(map(is_device, self._data)) and self._store is None
         )
@@ -500,29 +646,17 @@ class ShardedStorage(FlatStorage):
         notice = ""
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED):
             try:
-                self._share(SharedMemory(group))
+                self._share(group, SharedMemory(group))
                 return ""
             except DeviceError as error:
                 if algorithm == SHARED:
                     raise
                 notice = f"ranks of one node send messages: {error}"
         name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
-        several = [
-            i
-            for i, full in enumerate(self._data)
-            if group.size > 1 and full.size and not self.rank_local[i]
-        ]
-        bind = partial(group.bind, algorithm=name)
-        self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
-        # MPI's own reduce-scatter is not bound: binding it would keep a copy of each summed array.
-        self._sums = {
-            i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
-            for i in several
-            if name != NATIVE or self._grads[i].nbytes > MAX_MESSAGE_BYTES
-        }
+        self.transport = Messages(self, group, name)
         return notice
 
-    def _share(self, memory: SharedMemory) -> None:
+    def _share(self, group: Group, memory: SharedMemory) -> None:
         """Move parameters and gradients to memory that the ranks share. Collective."""
         lengths, dtype = self._layout
         try:
@@ -541,7 +675,6 @@ class ShardedStorage(FlatStorage):
         ):
             if not is_own:
                 full[item] = local
-        self._at = at.reshape(2, memory.size, 1 + TAIL)
         memory.barrier()
         self.version.meet = memory.barrier
         empty = [array[:0] for array in grads]
@@ -552,110 +685,40 @@ class ShardedStorage(FlatStorage):
         # in stage 1 a rank's sums lie in its own array: what it does to its gradients changes them
         parts = [full[item] for full, item in zip(grads, self.slices, strict=True)]
         totals = self._with_own(parts if self.stage == 1 else list(self.grads), empty)
-        self._node = NodeSum(grads, memory, owns=owns, totals=totals)
+        node = NodeSum(grads, memory, owns=owns, totals=totals)
+        self.transport = NodeMemory(group, node, at.reshape(2, memory.size, 1 + TAIL))
         self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
-        self.grads = self._with_own(self._node.totals, self.grads)
+        self.grads = self._with_own(node.totals, self.grads)
 
     def finish_update(self) -> None:
         """Publish all new parameters; in stage 3, discard the gathered old ones."""
-        if self._group is None:
-            raise UsageError(
-                "nothing gathers the ranks' parts; make a ShardedDataParallel of this model first"
-            )
         super().finish_update()
-        for number in [*self._resident]:
-            self.release(number)
+        self.transport.release()
         told, self._told = self._told, None
         if told is not None:
             buffer, here = self._told_here()
             self.data[buffer][here] = self._told_sums
         with self.ranks.collective(ALL_GATHER.name):
-            self._wait_for_others(2)
-            for i, pending in self._gathers.items() if self.stage < 3 else ():
-                self._count(self._data[i])
-                pending.run()
+            self.transport.publish()
         if told is not None and self.tail is not None:
             tail = self._data[buffer][self.tail[1]]
             sums = to_host(tail).tolist()
             tail[...] = 0
             told[1](sums)
 
-    def acquire(self, number: int, following: int | None = None) -> None:
-        """Wait until the unit's parameters are gathered, and prefetch the next unit's. Collective.
-
-        Args:
-            number: the unit.
-            following: the next unit, whose slot is free; None if there is none.
-        """
-        if self.stage < 3 or self._node is not None:
-            return
-        self.start(number)
-        if following is not None:
-            self.start(following)
-        self._wait(number)
-
-    def release(self, number: int) -> None:
-        """Free the unit's slot; first complete its gather if one was started and never awaited."""
-        if number in self._resident:
-            self._wait(number)
-            del self._resident[number]
-            for parameter, _ in self._hidden.get(number, ()):
-                del parameter._data
-
-    def hide(self) -> None:
-        """Let parameters have values only while these are gathered, for passes of a user's own."""
-        if self.stage < 3 or self._node is not None:
-            return
-        for span in self.spans:
-            if not self.rank_local[span.buffer]:
-                rows = self._hidden.setdefault(self.unit_of(span), [])
-                rows.append((span.parameter, span.parameter.data))
-                del span.parameter._data
-
     def unit_of(self, span: Span) -> int:
         """Return the unit of a parameter; COMMON for this rank's own, too."""
-        return next((unit for unit, its in self._pieces.items() if span.buffer in its), COMMON)
+        return next((unit for unit, its in self.pieces.items() if span.buffer in its), COMMON)
 
-    def start(self, number: int) -> None:
-        """Start to gather a unit's parameters, unless they are there."""
-        if number in self._resident or self.stage < 3 or self._node is not None:
-            return
-        if self._group is None:
-            raise UsageError(NO_GATHER)
-        if number != COMMON:  # out of turn, its slot may hold another unit: evict that
-            for other in [
-                item for item in self._resident if item != COMMON and (item - number) % 2 == 0
-            ]:
-                self.release(other)
-        self._resident[number] = False
-        for i in self._pieces[number]:
-            self._data[i][self.slices[i]] = self.data[i]
-            if i in self._gathers:
-                self._count(self._data[i])
-                self._gathers[i].start()
-
-    def _wait(self, number: int) -> None:
-        if not self._resident[number]:
-            with self.ranks.collective(ALL_GATHER.name):
-                for i in self._pieces[number]:
-                    if i in self._gathers:
-                        self._gathers[i].wait()
-            self._resident[number] = True
-            for parameter, data in self._hidden.get(number, ()):
-                parameter.data = data
-
-    # ---- bytes ----
-
-    def _count(self, array: Array) -> None:
-        """Count an exchange by the bytes of the full array."""
-        if self.ranks.size > 1 and array.size:
-            self.ranks.count(Traffic(0.0, int(array.nbytes), 1, nan))
+    def count(self, i: int) -> None:
+        """Count an exchange of an array by the bytes of the full one."""
+        if self.ranks.size > 1 and self._data[i].size:
+            self.ranks.count(Traffic(0.0, int(self._data[i].nbytes), 1, nan))
 
     def disconnect(self) -> None:
         """Free the communicator, and move to this rank's private memory. Collective."""
-        self._gathers, self._sums, self._hidden = {}, {}, {}
-        node, self._node = self._node, None
-        if node is not None:
+        transport, self.transport = self.transport, Messages(self)
+        if transport.is_shared:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = self._with_own([local.copy() for local in self.data], self.data)
@@ -666,11 +729,7 @@ class ShardedStorage(FlatStorage):
                 data = [full.copy() for full in self._data]
             self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
             self.version.meet = int
-            node.memory.barrier()  # no rank unmaps memory that another still reads
-            node.memory.free()
-        if self._group is not None:
-            self._group.free()
-            self._group = None
+        transport.free()
 
 
 def sharded(
@@ -828,18 +887,15 @@ def predict_bytes(
     cut, shared = units or cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     order = [item for item in model.parameters() if not item.rank_local]
 
+    last = {*order[-1:]} if stage < 2 else set()  # has the room of `FlatStorage.tail`
+
     def length(parameters: Sequence[Parameter]) -> int:
-        room = [TAIL] if stage < 2 and {*order[-1:]} & {*parameters} else []  # `FlatStorage.tail`
-        extra = [
-            aligned(order[-1].size + more, itemsize) - aligned(order[-1].size, itemsize)
-            for more in room
-        ]
-        return _length(parameters, itemsize) + sum(extra)
+        return sum(aligned(item.size + TAIL * (item in last), itemsize) for item in parameters)
 
     lengths = [length(unit.parameters) for unit in cut]
     shared_length = length(shared)
     full = (length(order) if stage != 1 else sum(lengths) + shared_length) * itemsize
-    own = _length([item for item in model.parameters() if item.rank_local], itemsize) * itemsize
+    own = length([item for item in model.parameters() if item.rank_local]) * itemsize
     pieces = [
         length([item for item in parameters if item.room == room])
         for parameters in [*(unit.parameters for unit in cut), shared]
@@ -860,7 +916,3 @@ def predict_bytes(
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, shared_length) if length),
     )
-
-
-def _length(parameters: Sequence[Parameter], itemsize: int) -> int:
-    return sum(aligned(parameter.size, itemsize) for parameter in parameters)

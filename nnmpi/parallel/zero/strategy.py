@@ -117,11 +117,12 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         super().__init__(model, group, runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit of the running backward pass
+        own = group.duplicate()
         try:
-            self.notice = self.storage.connect(group.duplicate(), algorithm)
+            self.notice = self.storage.connect(own, algorithm)
         except NnmpiError:  # on all ranks
             super().release()
-            self.storage.disconnect()
+            own.free()
             if values:
                 model.storage = _rebuild(old, values, FlatStorage)
             raise
@@ -132,7 +133,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         if self._gathers:
             model.forward = self._forward  # type: ignore[method-assign]
         if self._in_units and group.size > 1:
-            self.storage.hide()
+            self.storage.transport.hide()
             for span in self.storage.spans:
                 unit = self.storage.unit_of(span)
                 span.parameter.guard = partial(self._check_unit, unit, span.parameter.name)
@@ -148,25 +149,25 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             return self._forward_model(*inputs, **named)
         refuse_inside("a model that ranks shard")
         storage, units = self.storage, self.storage.units
-        storage.acquire(COMMON)
+        storage.transport.acquire(COMMON)
         if units and units[0].layers[0].module is self.model:  # no chain, thus one unit
-            storage.acquire(0)
+            storage.transport.acquire(0)
             result = self._forward_model(*inputs, **named)
-            storage.release(0)
+            storage.transport.release(0)
         else:
             result = self._forward_chain(*inputs, **named)
-        storage.release(COMMON)
+        storage.transport.release(COMMON)
         return result
 
     def _forward_chain(self, x: Any) -> Any:
         storage, units = self.storage, self.storage.units
         stashed: Stashed = {}
         for number, unit in enumerate(units):
-            storage.acquire(number, number + 1 if number + 1 < len(units) else None)
+            storage.transport.acquire(number, number + 1 if number + 1 < len(units) else None)
             x = run_layers(unit.layers, unit.joined, x, stashed)
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
-            storage.release(number)
+            storage.transport.release(number)
         check_empty(stashed)
         return x
 
@@ -193,14 +194,18 @@ class ShardedDataParallel(Replicas, fixed="stage"):
     def _begin_units(self) -> None:
         self._at = len(self.storage.units) - 1
         if self._in_units:
-            self.storage.acquire(COMMON)
-            self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
+            self.storage.transport.acquire(COMMON)
+            self._acquire(self._at)
+
+    def _acquire(self, number: int) -> None:
+        """Gather a unit, and begin with the one that a backward pass reaches next."""
+        self.storage.transport.acquire(number, number - 1 if number > 0 else None)
 
     def _reach(self, number: int) -> None:
         if self._now.last is None and not any(p.requires_grad for p in self.model.parameters()):
             # the pass of another model's strategy, whose loss goes through this one
-            self.storage.acquire(COMMON)
-            self.storage.acquire(number, number - 1 if number else None)
+            self.storage.transport.acquire(COMMON)
+            self._acquire(number)
             return
         self._check_pass()
         if number > self._at:  # of an earlier forward: its gradients add to what was summed
@@ -234,10 +239,10 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         """
         while self._at > number:
             self.storage.reduce(self._at)
-            self.storage.release(self._at)
+            self.storage.transport.release(self._at)
             self._at -= 1
             if self._at >= 0:
-                self.storage.acquire(self._at, self._at - 1 if self._at > 0 else None)
+                self._acquire(self._at)
 
     def send_witness(self) -> None:
         """See `Replicas.send_witness`: at the end of the pass, or with the new weights."""
@@ -254,7 +259,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             while self._begin_again(False):
                 self._finish_units(COMMON)
             self.storage.reduce(COMMON)
-            self.storage.release(COMMON)
+            self.storage.transport.release(COMMON)
         self._at = NO_PASS
 
     def finish(self) -> None:
