@@ -281,6 +281,21 @@ class MessageBuffer:
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 
 
+OVER, WAITS, COMPUTES = "the segment is over", "a reply is outstanding", "a task is computed"
+# Of a worker: state -> call, or kind of reply -> next state. What is missing is refused.
+_NEXT = {
+    OVER: {"open": WAITS, "finish": OVER},
+    WAITS: {"pull": WAITS, "task": COMPUTES, "end": OVER},
+    COMPUTES: {"push": WAITS},
+}
+_REFUSED = {
+    "open": "segment {} is not over yet; call finish() on all ranks before open()",
+    "pull": "there is nothing to pull; a worker calls open, then pull and push in turn",
+    "push": "there is nothing to push; a worker pulls first, and stops when there is no task",
+    "finish": "segment {} is not over for this worker; pull and push until it has no task",
+}
+
+
 class PushPull:
     """A rank's part in training through a parameter server. Making one is collective.
 
@@ -319,8 +334,7 @@ class PushPull:
         # at the server, by worker: gradients received, version of the weights sent
         self._received_count, self._sent_version = [0] * group.size, [0] * group.size
         self._reply: Reply | None = None
-        self._over = True
-        self._awaits_reply = False  # whether this worker's reply is outstanding
+        self._state = OVER
 
     @property
     def messages(self) -> int:
@@ -345,11 +359,8 @@ class PushPull:
         Raises:
             CommError: when the last segment was not finished.
         """
-        if not self._over:
-            raise CommError(
-                f"segment {self._segment} is not over yet; call finish() on all ranks before open()"
-            )
-        self._segment, self._over, self._awaits_reply = self._segment + 1, False, True
+        self._move("open")
+        self._segment += 1
         self._messages.sent = self._messages.sent_bytes = 0
         if self._server is None:
             self._expect(0)
@@ -364,15 +375,12 @@ class PushPull:
             CommError: when nothing was pushed since the last call, or for a reply at the wrong
                 time.
         """
-        if not self._awaits_reply:
-            raise CommError(
-                "there is nothing to pull; a worker calls open, then pull and push in turn"
-            )
+        self._move("pull")
         while self._reply is None:
             self._wait_until(self.poll)
-        reply, self._reply, self._awaits_reply = self._reply, None, False
-        self._over = reply.batch < 0
-        return None if self._over else Task(reply.batch, reply.part)
+        reply, self._reply = self._reply, None
+        self._move("end" if reply.batch < 0 else "task")
+        return None if self._state == OVER else Task(reply.batch, reply.part)
 
     def push(self, push: Push) -> None:
         """Send the gradient in `storage.grads`; do not change it until the next `pull` returns.
@@ -383,11 +391,8 @@ class PushPull:
         Raises:
             CommError: when nothing was pulled since the last call.
         """
-        if self._awaits_reply or self._over:
-            raise CommError(
-                "there is nothing to push; a worker pulls first, and stops when there is no task"
-            )
-        self._sequence, self._awaits_reply = self._sequence + 1, True
+        self._move("push")
+        self._sequence += 1
         push = replace(push, segment=self._segment, sequence=self._sequence, version=self._version)
         if self._server is None:
             self._expect(0)
@@ -422,11 +427,7 @@ class PushPull:
         Raises:
             CommError: on a worker for which the segment is not over yet.
         """
-        if not self._over:
-            raise CommError(
-                f"segment {self._segment} is not over for this worker; pull and push until it has"
-                " no task"
-            )
+        self._move("finish")
         while self._server is not None and not self._server.controller.is_over:
             self._wait_until(self.poll)
         self._wait_until(self._all_sent)
@@ -442,6 +443,12 @@ class PushPull:
     def free(self) -> None:
         """Free the communicator, between two segments. Collective."""
         self._messages.free()
+
+    def _move(self, event: str) -> None:
+        """Enter the state that follows an event, or refuse it."""
+        if event not in _NEXT[self._state]:
+            raise CommError(_REFUSED[event].format(self._segment))
+        self._state = _NEXT[self._state][event]
 
     def _take(
         self, server: ParameterServer, worker: int, push: Push, grads: Sequence[Array]
