@@ -422,6 +422,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         self._unreported = SegmentReport()  # of the segments since the last summary
 
     def run_segment(self, segment: TrainingSegment) -> SegmentReport:
+        """See `Trainer.run_segment`."""
         group, coupling = self.group, self.coupling
         with group.collective("begin"):
             # again, as parameters may be frozen by now; also no earlier work counts as waiting

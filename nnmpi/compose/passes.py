@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from math import isfinite, nan
 from typing import Any
 
-import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.cuda.kernels import compile_for
 from nnmpi.backend.program.record import record_launch
@@ -117,7 +115,9 @@ class BatchPass(Pass):
         self._versions: dict[int, int] = {}  # of the weights in a microbatch's forward pass
         self._staleness: list[int] = []
         # by parameter: this rank's stages that still have to add to its gradient
-        self._left = Counter(chain.from_iterable(owner.numbers.values())) if trains else Counter()
+        self._left = Counter[int]()
+        for numbers in owner.numbers.values() if trains else ():
+            self._left.update(numbers)
         inputs, seeds = [part.x for part in self._parts], self._make_seeds() if trains else ()
         size = batch.global_elements if trains else 0
         super().__init__(owner.executor, inputs, seeds, batch.length or 0, size)
@@ -165,6 +165,11 @@ class BatchPass(Pass):
             exchange.finish()
             exchange.note_squares(self._scalars)
         return report
+
+    def evaluate(self) -> None:
+        """Add losses and scores to the scalars."""
+        self.run(self.key(), OBSERVED if self._timeline is not None else "")
+        self.note_audit()
 
     def note_audit(self) -> None:
         """Note what the audit of a replay has found; raise it where no ranks meet."""
@@ -466,8 +471,7 @@ class Passes:
         parts = enumerate(split(len(batch.y), count))
         cuts = [Cut(cut.start, cut.stop, batch.first_row + cut.start, m) for m, cut in parts]
         now = BatchPass(self, batch, 0, self.evaluated, cuts, trains=False)
-        now.run(now.key(), OBSERVED if timeline.current() else "")
-        now.note_audit()
+        now.evaluate()
         loss = self.losses[True]
         if self.counts and has_class_weights(loss):
             self.evaluated.add(WEIGHTS, label_weights(loss, batch))

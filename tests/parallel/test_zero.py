@@ -39,7 +39,7 @@ from nnmpi.comm.world import SharedPages
 from nnmpi.data import Dataset, Loader
 from nnmpi.nn import Module
 from nnmpi.nn.sharding import STAGES
-from nnmpi.parallel.zero.storage import NodeMemory, cut_units, predict_bytes, sharded
+from nnmpi.parallel.zero.storage import NodeTransport, cut_units, predict_bytes, sharded
 from nnmpi.train.cli import main as train
 from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import Setup, batches, build, differences, run
@@ -379,12 +379,12 @@ def test_a_step_on_one_node_has_few_barriers(monkeypatch: pytest.MonkeyPatch) ->
     """However many units there are: all of stage 1 are summed between two."""
     waits: Counter[int] = Counter()
 
-    def wait(self: NodeMemory, *told: Any) -> Any:
+    def wait(self: NodeTransport, *told: Any) -> Any:
         waits[self._group.rank] += 1
         return old(self, *told)
 
-    old = NodeMemory.meet
-    monkeypatch.setattr(NodeMemory, "meet", wait)
+    old = NodeTransport.meet
+    monkeypatch.setattr(NodeTransport, "meet", wait)
 
     def main(group: Group) -> None:
         net = models.mlp((6,), 3, hidden=[8] * 5)

@@ -411,8 +411,8 @@ FAULTS = (
     Fault(
         "experts: their gradients are summed like a unit's",
         "nnmpi/parallel/zero/storage.py",
-        "if not self.rank_local[i]:\n                self._pieces",
-        "if True:\n                self._pieces",
+        "if not self.rank_local[i]:\n                self.pieces",
+        "if True:\n                self.pieces",
         "tests/equivalence/test_rows.py",
     ),
     Fault(

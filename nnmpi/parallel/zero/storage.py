@@ -74,7 +74,7 @@ COMMON = -1  # the unit of parameters that several units use
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}
 
 
-class Messages:
+class MessageTransport:
     """Messages between ranks that shard a model: a sum and a gather of each array.
 
     Args:
@@ -108,7 +108,7 @@ class Messages:
                 self._sums[i] = bind(grads[i], tag=tag, operation=REDUCE_SCATTER.name)
 
     def meet(self, place: int, numbers: Sequence[float] = ()) -> list[float] | None:
-        """Return nothing: messages wait for one another. See `NodeMemory.meet`."""
+        """Return nothing: messages wait for one another. See `NodeTransport.meet`."""
         return None
 
     def sum(self, i: int, adds: bool) -> None:
@@ -214,7 +214,7 @@ class Messages:
             self._group.free()
 
 
-class NodeMemory:
+class NodeTransport:
     """A node's memory: the ranks share one copy of the parameters, so that nothing is gathered.
 
     Args:
@@ -259,12 +259,12 @@ class NodeMemory:
         return [*map(sum, columns)]
 
     def sum(self, i: int, adds: bool) -> None:
-        """See `Messages.sum`: each rank adds its slice of all ranks' arrays."""
+        """See `MessageTransport.sum`: each rank adds its slice of all ranks' arrays."""
         for _ in self._node.sums(i, replace=not adds):
             pass
 
     def publish(self) -> None:
-        """See `Messages.publish`: the parameters are in place, once all ranks are done."""
+        """See `MessageTransport.publish`: the parameters are in place, once all ranks are done."""
         self.meet(2)
 
     def start(self, *_: object) -> None:
@@ -345,7 +345,7 @@ class ShardedStorage(FlatStorage):
             label = "default" if group is None else group(name, parameter)
             return f"{unit_of.get(parameter, COMMON)} {label}"
 
-        self.transport: Messages | NodeMemory = Messages(self)
+        self.transport: MessageTransport | NodeTransport = MessageTransport(self)
         self._told: tuple[Sequence[float], Callable[[Sequence[float]], None]] | None = None
         super().__init__(parameters, values, allocate, label_of, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
@@ -571,7 +571,7 @@ class ShardedStorage(FlatStorage):
         """Complete a unit's full gradients; return the numbers of their arrays, none if frozen."""
         pieces = self.pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
-        # in shared memory the numbers travel by themselves, see `NodeMemory.meet`
+        # in shared memory the numbers travel by themselves, see `NodeTransport.meet`
         tail = None if self._told is None or self.is_node_shared else self.tail
         tells = tail is not None and tail[0] in pieces
         if not tells and not any(self.spans[i].parameter.requires_grad for i in numbers):
@@ -653,7 +653,7 @@ class ShardedStorage(FlatStorage):
                     raise
                 notice = f"ranks of one node send messages: {error}"
         name = NATIVE if algorithm in (AUTO, SHARED) else algorithm
-        self.transport = Messages(self, group, name)
+        self.transport = MessageTransport(self, group, name)
         return notice
 
     def _share(self, group: Group, memory: SharedMemory) -> None:
@@ -686,7 +686,7 @@ class ShardedStorage(FlatStorage):
         parts = [full[item] for full, item in zip(grads, self.slices, strict=True)]
         totals = self._with_own(parts if self.stage == 1 else list(self.grads), empty)
         node = NodeSum(grads, memory, owns=owns, totals=totals)
-        self.transport = NodeMemory(group, node, at.reshape(2, memory.size, 1 + TAIL))
+        self.transport = NodeTransport(group, node, at.reshape(2, memory.size, 1 + TAIL))
         self._settle(self._with_own(data, self._data), self._with_own(grads, self._grads))
         self.grads = self._with_own(node.totals, self.grads)
 
@@ -717,7 +717,7 @@ class ShardedStorage(FlatStorage):
 
     def disconnect(self) -> None:
         """Free the communicator, and move to this rank's private memory. Collective."""
-        transport, self.transport = self.transport, Messages(self)
+        transport, self.transport = self.transport, MessageTransport(self)
         if transport.is_shared:
             grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
