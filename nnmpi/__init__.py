@@ -70,13 +70,13 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = [
+    "AsynchronousWorker",
     "DataParallel",
     "GradientExchange",
     "Group",
     "Layout",
     "NnmpiError",
     "Numerics",
-    "AsynchronousWorker",
     "ShardedDataParallel",
     "Sync",
     "Tensor",
@@ -88,8 +88,8 @@ __all__ = [
     "data",
     "exercise",
     "jit",
-    "memory",
     "load",
+    "memory",
     "models",
     "nn",
     "no_grad",

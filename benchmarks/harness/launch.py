@@ -25,9 +25,11 @@ from nnmpi.backend.blas import blas_pool, find_older, name_blas
 from nnmpi.base.errors import LaunchError, counted
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
-from nnmpi.lab.launching import NOT_STARTED, find_mpirun
+from nnmpi.lab.launching import find_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
+# Open MPI sometimes starts no process and reports this error: the command may be repeated.
+NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 # As in scripts/environment: more ranks than cores, on one machine. MPICH ignores these.
 _VARIABLES = {

@@ -7,7 +7,9 @@
                                                cuDNN's in `cuda.cudnn`          jit(False)
 
 The first class is complete, in the array library's functions, which run anywhere. The others derive
-from it and override what they have faster, so an operation never asks which it got:
+from it and override what they have faster, so an operation need not ask which it got. Two ask
+what they can do: a convolution (`convolves`), to choose its algorithm, and `Function.raised`
+(`of_device`):
 
     kernels = kernels_of(x)
     y, residuals = kernels.layer_norm(xp, x, scale, shift, eps)

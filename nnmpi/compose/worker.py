@@ -12,7 +12,7 @@ All ranks make the same calls and get the same reports: global means, not a rank
 full model.
 
 A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fixed order, see
-`compose.exchange`). `step` names no strategy: a new one changes no line here.
+`compose.exchange`). `step` names no strategy; `check_pairs` and the forecast of memory do.
 """
 
 from collections.abc import Callable, Iterable, Mapping

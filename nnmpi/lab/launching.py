@@ -19,8 +19,6 @@ from nnmpi.base.launcher import read_launch
 
 LauncherKind = Literal["Open MPI", "MPICH", "srun", "none"]
 PROBE_S = 10.0
-# Open MPI sometimes starts no process and reports this error: the command may be repeated.
-NOT_STARTED = "The PMIx server's listener thread failed to start"
 # variables that replace ssh
 AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "HYDRA_LAUNCHER_EXEC")
 

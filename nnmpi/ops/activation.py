@@ -1,9 +1,9 @@
-"""Activations with their derivatives: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, softmax.
+"""Activations: ReLU, leaky ReLU, sigmoid, tanh, SiLU, GELU, softmax.
 
-GELU is x times the normal distribution's cumulative function (Hendrycks and Gimpel, 2016). There are
-two forms: the exact one with the error function, and GPT-2's
-approximation with the hyperbolic tangent. Softmax and its logarithm are shifted by each row's
-largest element, so that nothing overflows.
+Their arithmetic, with the derivatives, is in `backend.plain`. GELU is x times the normal
+distribution's cumulative function (Hendrycks and Gimpel, 2016). There are two forms: the exact one
+with the error function, and GPT-2's approximation with the hyperbolic tangent. Softmax and its
+logarithm are shifted by each row's largest element, so that nothing overflows.
 """
 
 from typing import Any, Never

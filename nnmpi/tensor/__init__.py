@@ -36,10 +36,10 @@ __all__ = [
     "concatenate",
     "enable_grad",
     "gather_shards",
+    "grad_enabled",
     "maximum",
     "minimum",
     "no_grad",
-    "grad_enabled",
     "stack",
     "where",
 ]

@@ -68,7 +68,7 @@ from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, ModelState, check_fit
+from nnmpi.parallel.model_state import ArraySpec, ArraySpecs, check_fit
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -78,7 +78,6 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
-ModelAndState: TypeAlias = tuple[ModelState, ModelState]  # the model's, and the optimizer's
 Trained: TypeAlias = Trainer | tuple[Module, Optimizer, Group | Arrangement]
 FORMAT = 1  # of state.json; increased by a change that older programs would misread
 KEEP = 3  # newest checkpoints on disk

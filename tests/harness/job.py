@@ -79,7 +79,7 @@ def run(
         cwd: the working directory.
         once_more: whether a launcher that could not start anything is asked again.
     """
-    from nnmpi.lab.launching import NOT_STARTED  # late: see `mpirun`
+    from benchmarks.harness.launch import NOT_STARTED  # late: see `mpirun`
 
     variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.lab.launching import NOT_STARTED
+from benchmarks.harness.launch import NOT_STARTED
 from tests.harness import job
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.records import FAILED, PASSED, SKIPPED, Writer, read

@@ -143,7 +143,7 @@ def bias_relu(y, bias):
 
 
 def bias_gelu(y, bias, slope):
-    """y = GELU(y + bias), in place; slope = its derivative. See `ops.activation`."""
+    """y = GELU(y + bias), in place; slope = its derivative, as in `plain`."""
     for r in range(y.shape[0]):
         row, steep = y[r], slope[r]
         for i in range(row.size):
@@ -239,7 +239,7 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
             result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
 
 
-# Layer normalization, see `ops.norm`: rows (count, n), and n scales and shifts. Without `centered`
+# Layer normalization, `PlainKernels.layer_norm`: rows (count, n), and n scales and shifts. Without `centered`
 # the mean counts as 0.
 
 

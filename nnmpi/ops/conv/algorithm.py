@@ -63,9 +63,9 @@ class Gradients(NamedTuple):
 class ConvAlgorithm(ABC):
     """A method to compute a convolution.
 
-    `xp` is the array library, or its stand-in while a step is recorded: the calls on it are
-    replayed one by one (see `tensor.function`). Compiled kernels are called through
-    `backend.program.record.record_launch`, so that they are recorded, too.
+    While a step is recorded its arrays note what is done to them (see `backend.program.record`).
+    Compiled kernels are called through `record_launch` of that module, so that they are recorded,
+    too.
 
     Args:
         spec: the convolution.
