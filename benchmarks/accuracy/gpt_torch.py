@@ -23,8 +23,9 @@ from nnmpi.comm.mpi.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained
-from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of, heads_of
+from nnmpi.train.build import build_extent, build_model, build_schedule
 from nnmpi.train.config import Config, assemble, flatten
+from nnmpi.train.derived import dropout_of, heads_of
 from nnmpi.train.folder import read_run
 from nnmpi.train.inputs import Inputs, load_inputs
 

@@ -255,9 +255,15 @@ def check_idle(section: Any, option: str, needs: Mapping[str, Sequence[str]]) ->
         )
 
 
-def as_given(section: Any, name: str) -> str:
-    """Return an option with its value as its user writes them: zero 1, or --zero 1."""
-    value = getattr(section, name)
+def as_given(section: Any, name: str, at: object = None) -> str:
+    """Return an option with its value as its user writes them: zero 1, or --zero 1.
+
+    Args:
+        section: of the option.
+        name: of the option.
+        at: has the value, if not the section.
+    """
+    value = getattr(at, name, getattr(section, name))
     text = name_of(value) if callable(value) else value
     return spelled(section, name) + f" {text}" * (value is not True)
 

@@ -36,7 +36,7 @@ from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import PP, TP, BoundMesh, Mesh
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import Layout, check_layout
 from nnmpi.data.loader import Batch
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
@@ -371,8 +371,7 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
         on_several = nodes if len(set(nodes)) > 1 else None
         dp, pp, tp = (None if n == AUTO else n for n in (layout.dp, layout.pp, layout.tp))
         mesh = Mesh.of(group.size, dp, pp, tp, on_several, layout.sp)
-    # Layout's constructor checks the options against the degrees, which are all known only now
-    replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
+    check_layout(layout, mesh)
     return mesh
 
 

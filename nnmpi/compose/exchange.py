@@ -168,7 +168,7 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
     is_uncut = not trainer.arrangement.stages
     strategy: Replicas
     if layout.zero:
-        way = str(options.allreduce)  # `check_mix` refuses functions
+        way = str(options.allreduce)  # `check_layout` refuses functions
         strategy = ShardedDataParallel(model, replicas, layout.zero, way, runs_backward=is_uncut)
     elif layout.fixed:
         strategy = FixedReduction(model, replicas, layout.activation_memory is not None)

@@ -17,6 +17,7 @@ from nnmpi.base.errors import NnmpiError
 from nnmpi.base.units import Bytes
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.collective import Algorithm
+from nnmpi.comm.mesh import Mesh
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
@@ -167,7 +168,7 @@ class Layout(Degrees):
             f" {', '.join(map(str, STAGES))}, and 0 is without",
         )
         self._check_offload()
-        refuse(self.features())
+        check_layout(self)
 
     def _check_offload(self) -> None:
         require(
@@ -181,13 +182,6 @@ class Layout(Degrees):
             f" {spelled(self, 'offload_state')}, or leave {spelled(self, 'offload')} out",
         )
         if self.offload_state is None:
-            in_segments = self.pp not in (AUTO, 1) or self.zero > 1
-            require(
-                self.offload is None or self.activation_memory != LEAST or not in_segments,
-                f"with {as_given(self, 'activation_memory')} a pipeline, as ZeRO 2 and 3,"
-                " recomputes all but its segments' inputs, so nothing is left to offload; give a"
-                f" number of bytes, or leave {spelled(self, 'offload')} out",
-            )
             return
         require(
             self.offload is not None,
@@ -200,13 +194,18 @@ class Layout(Degrees):
             f" {spelled(self, 'zero')} 3, or {spelled(self, 'offload_state')} {OPTIMIZER}",
         )
 
-    def features(self) -> dict[str, str]:
-        """Return the features in use: their names in `refusals`, and the options as given."""
+    def features(self, mesh: Mesh | None = None) -> dict[str, str]:
+        """Return the features in use: their names in `refusals`, and the options as given.
+
+        Args:
+            mesh: of the ranks, on which no degree is left open; None before it is known.
+        """
+        at = mesh or self
         used = {
-            refusals.PIPELINE: "pp" * (self.shape[1] > 1),
-            refusals.TENSOR: "tp" * (self.shape[2] > 1),
+            refusals.PIPELINE: "pp" * (at.pp not in (AUTO, 1)),
+            refusals.TENSOR: "tp" * (at.tp not in (AUTO, 1)),
             refusals.SEQUENCE: "sp" * (self.sp > 1),
-            refusals.PIPEDREAM: "pipeline" * (self.asynchronous and self.pp != 1),
+            refusals.PIPEDREAM: "pipeline" * (self.asynchronous and at.pp != 1),
             refusals.FIXED: "reduction" * self.fixed,
             refusals.EXPERTS: "expert_parallel" * self.expert_parallel,
             refusals.ZERO: "zero" * (self.zero > 0),
@@ -214,7 +213,7 @@ class Layout(Degrees):
             refusals.LIMIT: "activation_memory" * self.limits_activations,
             refusals.STATE_OUT: "offload_state" * (self.offload_state is not None),
         }
-        return {feature: as_given(self, name) for feature, name in used.items() if name}
+        return {feature: as_given(self, name, mesh) for feature, name in used.items() if name}
 
     def __repr__(self) -> str:
         """Name the options that differ from the default."""
@@ -337,18 +336,39 @@ class Numerics:
         check_numbers(self, "clip", 0, above=True)
 
 
-def check_mix(
+DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
+
+
+def check_layout(
     layout: Layout,
-    exchange: GradientExchange,
-    precision: str | None,
-    clip: float | None,
+    mesh: Mesh | None = None,
+    exchange: GradientExchange = DEFAULT_EXCHANGE,
+    precision: str | None = None,
+    clip: float | None = None,
     state_out: bool = False,
 ) -> None:
-    """Refuse incompatible options; `state_out` says that the optimizer's state is out of memory.
+    """Refuse options that exclude each other, as far as they are known.
+
+    Args:
+        layout: whose fields have been checked one by one.
+        mesh: of the ranks, whose number gives the degrees that are left open.
+        exchange, precision, clip: of the worker.
+        state_out: whether the optimizer's state is out of memory.
 
     Raises:
         LayoutError: naming two.
+        UsageError: if nothing is left to offload.
     """
+    in_segments = layout.zero > 1 or (mesh or layout).pp not in (AUTO, 1)
+    require(
+        layout.offload is None
+        or layout.offload_state is not None
+        or layout.activation_memory != LEAST
+        or not in_segments,
+        f"with {as_given(layout, 'activation_memory')} a pipeline, as ZeRO 2 and 3, recomputes all"
+        " but its segments' inputs, so nothing is left to offload; give a number of bytes, or leave"
+        f" {spelled(layout, 'offload')} out",
+    )
     way, text = exchange.allreduce, as_given(exchange, "allreduce")
     used = {
         refusals.STATE_OUT: "state out of memory" * state_out,
@@ -357,7 +377,4 @@ def check_mix(
         refusals.CHOSEN: text * (way != AUTO),
         refusals.UNCUT: text * (way not in refusals.CUT),
     }
-    refuse(layout.features() | {name: text for name, text in used.items() if text})
-
-
-DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
+    refuse(layout.features(mesh) | {name: text for name, text in used.items() if text})

@@ -17,7 +17,6 @@ A step hands its gradients to its `exchange` (buckets, fused update, ZeRO or fix
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import fields, replace
 from math import isfinite, prod
 from statistics import fmean
 from textwrap import wrap
@@ -50,7 +49,7 @@ from nnmpi.compose.layout import (
     DEFAULT_NUMERICS,
     GradientExchange,
     Numerics,
-    check_mix,
+    check_layout,
 )
 from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import BatchPass, Passes
@@ -175,9 +174,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
     ) -> None:
         expect("Worker(..., exchange=GradientExchange(...))", (exchange, GradientExchange))
         expect("Worker(..., numerics=Numerics(...))", (numerics, Numerics))
-        # its own part of a command's section, since a folder may have another name on each rank
-        own = {item.name: getattr(exchange, item.name) for item in fields(GradientExchange)}
-        self.options = GradientExchange(**own)
+        self.options = exchange
         super().__init__(
             model,
             optimizer,
@@ -697,9 +694,8 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None) -> None:
     """
     model, mesh = worker.model, worker.arrangement.mesh.sizes
     layout = worker.arrangement.layout
-    used = replace(layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp)
     is_out = model.storage.state_store is not None
-    check_mix(used, worker.options, worker.precision, worker.clip, is_out)
+    check_layout(layout, mesh, worker.options, worker.precision, worker.clip, is_out)
     if layout.asynchronous and not worker.arrangement.is_pipeline:
         raise UsageError(  # no stage would ever update
             f"{as_given(layout, 'pipeline')} needs two stages or more; give"

@@ -30,7 +30,7 @@ from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.norm import has_batch_norm
 from nnmpi.optim import updates
-from nnmpi.train.build import VERIFIED_EPS, build_full_model, build_layout, trial_run
+from nnmpi.train.build import VERIFIED_EPS, build_full_model, trial_run
 from nnmpi.train.computing import explain_errors, make_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -42,6 +42,7 @@ from nnmpi.train.config import (
     ParallelConfig,
     RunConfig,
 )
+from nnmpi.train.derived import build_layout
 from nnmpi.train.inputs import SampleConfig, load_samples
 
 PROGRAM = "nnmpi verify"

@@ -7,7 +7,8 @@ From `nnmpi train` to the first update, in reading order:
                    ranks receive
     config         every option with default, help and checks; conversion to and from JSON and TOML
     run            Run: set up from options to train, or opened from a folder to evaluate
-    build          its parts: layout, model, optimizer, schedule, trainer
+    derived        what the options become: layout, attention, microbatches, warm-up, context
+    build          its parts: model, optimizer, schedule, trainer
     inputs         data sets and loaders
     computing      the backend, devices shared by ranks, BLAS threads and numba
     loop           epochs, evaluations, checkpoints, and stopping on a signal

@@ -1,11 +1,10 @@
-"""The parts of a run, made from its configuration: model, optimizer, schedule, layout, trainer.
+"""The parts of a run, made from its configuration: model, optimizer, schedule, trainer.
 
 `train.run.set_up` calls these functions in the order of the parts' dependences.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -13,13 +12,12 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.base.command import flag_of, non_defaults, require
+from nnmpi.base.command import require
 from nnmpi.base.custom import call_custom, is_custom, load_custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.mesh import Mesh
 from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
@@ -31,10 +29,9 @@ from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.lstm import lstm
 from nnmpi.models.mlp import mlp
-from nnmpi.models.pretrained import load_pretrained, read_dropout, read_size
+from nnmpi.models.pretrained import load_pretrained, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.module import Module
-from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, RateSchedule, StepDecay, Warmup
@@ -45,9 +42,11 @@ from nnmpi.train.computing import explain_errors
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
+    ExchangeConfig,
     ModelConfig,
     OptimizationConfig,
 )
+from nnmpi.train.derived import dropout_of, warmup_steps
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
@@ -123,26 +122,6 @@ def _build_sequence_model(
     return gpt(**vars(size), dropout=dropout_of(config))
 
 
-def dropout_of(config: ModelConfig) -> float:
-    """Return the model's dropout: the option, else the pretrained model's, else 0.
-
-    Raises:
-        DataError: for an unreadable pretrained model.
-    """
-    if config.dropout is None:
-        return 0.0 if config.pretrained is None else read_dropout(config.pretrained)
-    return config.dropout
-
-
-def heads_of(config: ModelConfig) -> int:
-    """Return the attention heads of a gpt: the options', or the pretrained model's.
-
-    Raises:
-        DataError: for an unreadable pretrained model.
-    """
-    return config.sizes[2] if config.pretrained is None else read_size(config.pretrained).heads
-
-
 def check_samples(model: str, samples: Samples) -> None:
     """Refuse samples that do not fit the model: quantities for tokens, or several labels each.
 
@@ -196,13 +175,6 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
     return Extent(epochs, steps, train_batches, inputs.test_loader.batches_per_epoch, stop)
 
 
-def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return the steps of linear warm-up: by default an epoch, at most a tenth of the run."""
-    if config.warmup_epochs is None:
-        return min(extent.train_batches, extent.steps // 10)
-    return round(config.warmup_epochs * extent.train_batches)
-
-
 def build_schedule(config: OptimizationConfig, extent: Extent) -> RateSchedule:
     """Return the learning rate as a function of the step.
 
@@ -249,29 +221,6 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         eps=None if config.optimizer == "sgd" else eps,
     )
-
-
-def build_layout(config: Config) -> Layout:
-    """Return the layout of the options.
-
-    Raises:
-        UsageError: for values that exclude each other.
-    """
-    pipeline: Any = config.parallel.pipeline
-    layout = replace(
-        config.parallel,
-        pipeline=load_custom(pipeline, "--pipeline", "(rank, ranks, microbatches)"),
-        state_arrays=config.optimization.state_arrays,
-    )
-    return choose_attention(layout, config.model)
-
-
-def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
-    """Return the layout with ring attention if sequences have more ranks than heads, or Ulysses."""
-    if layout.sp == 1 or model.model != "gpt":
-        return layout
-    rings = heads_of(model) < layout.sp * layout.shape[2]
-    return replace(layout, sp_attention=RING if rings else ULYSSES)
 
 
 def build_full_model(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
@@ -350,11 +299,8 @@ def build_trainer(
         return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
     fused = False if verified else None  # the fused update leaves no gradients
     allreduce: Any = config.parallel.allreduce
-    exchange = replace(
-        config.parallel,
-        allreduce=load_custom(allreduce, "--allreduce", "(rank, size)"),
-        fused_update=fused,
-        check=verified,
+    exchange = ExchangeConfig(
+        load_custom(allreduce, "--allreduce", "(rank, size)"), fused_update=fused, check=verified
     )
     return Worker(
         model,
@@ -398,23 +344,3 @@ def trial_run(
     )
     trainer.release()
     trainer.arrangement.free()
-
-
-def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
-    """Return the layout of the options, and its mesh of these ranks. Collective.
-
-    Raises:
-        LayoutError, UsageError: on all ranks, when the layout does not fit the number of ranks, or
-            options exclude each other.
-    """
-    with agreed(group):
-        layout = build_layout(config)
-    mesh = find_mesh(group, layout)
-    for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
-        # a resumed run may have had a pipeline before: its options are ignored then
-        require(
-            mesh.pp > 1 or config.run.resume is not None,
-            f"{flag_of(name)} is for a pipeline, but {mesh} has none; give --pp 2 or more, or leave"
-            " it out",
-        )
-    return layout, mesh

@@ -17,7 +17,6 @@ from typing import Any
 from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_text
-from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
@@ -28,6 +27,7 @@ from nnmpi.train.config import (
     check,
     flatten,
     plain,
+    shared,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import begin
@@ -88,14 +88,14 @@ def read_options(words: Sequence[str], group: Group) -> Config:
         UsageError: on all ranks, when the options are wrong.
     """
 
-    def read() -> dict[str, Any]:
+    def read() -> Config:
         config = parse(words)
         config = config.having(out=config.run.resume or config.run.out or default_folder(config))
         if config.model.pretrained is not None:
             config = config.having(pretrained=find_model(config.model.pretrained))
-        return flatten(config)
+        return config
 
-    return assemble(on_root(group, read))
+    return shared(group, read)
 
 
 def parse(words: Sequence[str]) -> Config:

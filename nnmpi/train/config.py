@@ -9,11 +9,11 @@ name:
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from nnmpi.base.command import (
     Option,
@@ -31,13 +31,17 @@ from nnmpi.base.command import (
 from nnmpi.base.custom import Custom, is_custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Every
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.fit import parse_network
+from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_mix
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_layout
 from nnmpi.data.transform import AUGMENTATIONS
+
+T = TypeVar("T")
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 # Bound of epochs and widths: far beyond any use, and small enough that results stay finite.
@@ -61,6 +65,10 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
+
+
+class ExchangeConfig(GradientExchange):
+    """How gradients are summed, spelled as options."""
 
 
 @dataclass(frozen=True)
@@ -473,6 +481,12 @@ class RunConfig:
         )
 
 
+def having(section: T, values: Mapping[str, Any]) -> T:
+    """Return a section with its options among the values; itself, checked already, if it has them."""
+    new = {name: value for name, value in values.items() if vars(section).get(name, value) != value}
+    return replace(section, **new) if new else section  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
 class Config:
     """Every option of a run, by section."""
@@ -486,7 +500,8 @@ class Config:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        check_mix(self.parallel, self.parallel, self.numerics.precision, self.numerics.clip)
+        parallel, numerics = self.parallel, self.numerics
+        check_layout(parallel, None, parallel, numerics.precision, numerics.clip)
         self.sync.check_parallel(self.parallel)
         if self.parallel.layout == "auto":
             require(
@@ -546,13 +561,7 @@ class Config:
 
     def having(self, **values: Any) -> "Config":
         """Return a copy with these options replaced, by name."""
-        sections = {
-            name: replace(
-                section, **{item: values[item] for item in vars(section).keys() & values.keys()}
-            )
-            for name, section in vars(self).items()
-        }
-        return Config(**sections)
+        return Config(**{name: having(section, values) for name, section in vars(self).items()})
 
 
 # ---- options by name ----
@@ -573,6 +582,18 @@ def flatten(config: Config) -> dict[str, Any]:
     for section in vars(config).values():
         flat |= to_json(section)
     return flat
+
+
+def shared(group: Group, read: Callable[[], Config]) -> Config:
+    """Return rank 0's configuration on every rank, checked once on each. Collective."""
+    own: list[Config] = []
+
+    def flat() -> dict[str, Any]:
+        own.append(read())
+        return flatten(own[0])
+
+    received = on_root(group, flat)
+    return own[0] if own else assemble(received)
 
 
 def to_json(section: Any) -> dict[str, Any]:

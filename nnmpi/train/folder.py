@@ -45,7 +45,7 @@ from nnmpi.base.files import (
 )
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.train.config import Config, all_options, check, flatten
+from nnmpi.train.config import Config, all_options, check
 from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
@@ -133,15 +133,18 @@ class RunFolder:
                 " the tokenizer's files have changed since; start a new run, or restore them"
             )
 
-    def create(self, config: Config) -> None:
+    def create(self, options: Mapping[str, Any]) -> None:
         """Write config.json; create the folder if it is missing.
+
+        Args:
+            options: of the run, as `flatten` returns them.
 
         Raises:
             UsageError: when it cannot be written.
         """
         self.make()
         with self._explain_errors():
-            write_json(self.config, flatten(config) | {"resume": None})
+            write_json(self.config, {**options, "resume": None})
 
     def note_error(self, error: NnmpiError) -> None:
         """Append the sentence that ended a start to console.txt, for `nnmpi doctor`."""

@@ -15,7 +15,7 @@ import numpy as np
 from nnmpi.backend.random import stream
 from nnmpi.base.command import as_words, check_numbers, flag_of, non_defaults, require
 from nnmpi.base.custom import call_custom, custom_file, is_custom
-from nnmpi.base.errors import DataError, UsageError, counted
+from nnmpi.base.errors import DataError, UsageError
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import Mesh
@@ -25,15 +25,13 @@ from nnmpi.data.dataset import IGNORED, Dataset, LabelKind, Samples, as_yes_or_n
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
 from nnmpi.data.tables import is_table
-from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
+from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
-from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten
+from nnmpi.train.derived import context_of, count_microbatches
 from nnmpi.train.signature import BYTES, ModelSignature, versions
 
-MICROBATCHES_PER_STAGE = 4
-FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
 NORMALIZED = ("mse", "mae", "huber")  # losses of which the targets are, too
 SMALL_BYTES = 2**20  # up to this size a set is scaled and normalized once, not batch by batch
 
@@ -392,14 +390,7 @@ def _load(
             encoding=signature.rules.encoding if signature else (),
             as_bytes=signature.stored == BYTES if signature else None,
         )
-    context = config.model.context
-    if context is None:
-        context = (
-            DEFAULT_CONTEXT
-            if config.model.pretrained is None
-            else read_size(config.model.pretrained).context
-        )
-    return load_text(source, context, seed, data.test_fraction)
+    return load_text(source, context_of(config.model), seed, data.test_fraction)
 
 
 # an argument of `load` with its value, at the end of a sentence
@@ -436,30 +427,6 @@ def _as_option(argument: re.Match[str]) -> str:
     if name == "predicts":
         name, value = "loss", _LOSSES[value]
     return as_words(name, value if isinstance(value, str) else ",".join(value))
-
-
-def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
-    """Return the number of microbatches per batch.
-
-    Args:
-        config: of the run.
-        stages: ranks of the pipeline; 1 without one.
-        batch_size: rows of a global batch.
-
-    Raises:
-        UsageError: for more microbatches than samples.
-    """
-    parts = config.parallel.microbatches
-    if parts is not None:
-        samples = counted(batch_size, "sample")
-        require(
-            parts <= batch_size,
-            f"--microbatches {parts} is more than the {samples} of a batch; give fewer",
-        )
-        return parts
-    if config.parallel.reduction == "fixed":
-        return min(FIXED_MICROBATCHES, batch_size)
-    return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else 1
 
 
 def augmentations(data: DataConfig, train: Samples) -> list[Transform]:

@@ -53,7 +53,6 @@ from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.models.pretrained import save_pretrained
-from nnmpi.train.build import dropout_of, heads_of
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     STATE_FILE,
@@ -67,6 +66,7 @@ from nnmpi.train.checkpoint import (
 )
 from nnmpi.train.computing import check_backend, explain_errors, make_backend
 from nnmpi.train.config import Config
+from nnmpi.train.derived import dropout_of, heads_of
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Reporter, describe_result

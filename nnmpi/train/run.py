@@ -49,8 +49,6 @@ from nnmpi.train.build import (
     build_model,
     build_schedule,
     build_trainer,
-    choose_attention,
-    find_layout,
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, source_of
 from nnmpi.train.computing import choose_computing, computing, explain_errors
@@ -60,8 +58,10 @@ from nnmpi.train.config import (
     assemble,
     check_positions,
     flatten,
+    shared,
     to_json,
 )
+from nnmpi.train.derived import attention_of, find_layout
 from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata, to_metadata
@@ -240,21 +240,20 @@ class TrainingRun(Run):
     extent: Extent
     kernels: str
 
-    def settled(self) -> Config:
-        """Return the options with derived values: layout, microbatches and tokenizer.
+    def settled(self) -> dict[str, Any]:
+        """Return the options by name with derived values: layout, microbatches and tokenizer.
 
         config.json holds them, since a run resumed on other ranks must split model and batches as
         before.
         """
         mesh, source = self.arrangement.mesh.sizes, text_source(self.config)
-        config = self.config.having(
-            **{axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1}
-        )
+        options = flatten(self.config)
+        options |= {axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1}
         if self.tokenizer is not None and source is not None:
-            config = config.having(tokenizer=source.tokenizer)
-        if not self.arrangement.is_pipeline:
-            return config
-        return config.having(microbatches=self.inputs.train_loader.microbatches)
+            options["tokenizer"] = source.tokenizer
+        if self.arrangement.is_pipeline:
+            options["microbatches"] = self.inputs.train_loader.microbatches
+        return options
 
 
 def set_up(
@@ -383,7 +382,7 @@ def open_run(
         CheckpointError: on all ranks, for a run without a checkpoint, or with a damaged one.
     """
     backend = numpy_backend() if backend is None else backend
-    config = assemble(on_root(group, lambda: flatten(_read_config(folder, trust))))
+    config = shared(group, lambda: _read_config(folder, trust))
     is_run, files = config.model.pretrained != folder, RunFolder(folder)
     with agreed(group):
         check_positions(config.model, layout.sp)
@@ -400,7 +399,8 @@ def open_run(
     if last is not None:
         last.warn(group)
     signature = _read_signature(folder, last, group)
-    dtype, layout = config.run.dtype, choose_attention(layout, config.model)
+    dtype = config.run.dtype
+    layout = replace(layout, sp_attention=attention_of(config.model, layout))
     with explain_errors(backend, TOO_LARGE):
         with agreed(group):
             # Inference needs no dropout, and the pretrained folder with its value may be gone.

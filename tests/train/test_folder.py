@@ -13,7 +13,7 @@ from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.base.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.lab.run import count_lines
 from nnmpi.train.cli import main
-from nnmpi.train.config import Config, assemble
+from nnmpi.train.config import Config, assemble, flatten
 from nnmpi.train.folder import RunFolder, default_folder
 from tests.data.locked import lock
 from tests.harness.commands import on_ranks
@@ -22,13 +22,13 @@ from tests.harness.commands import on_ranks
 def test_the_resolved_configuration_lies_in_the_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "b")
     folder.check_free()
-    folder.create(Config())
+    folder.create(flatten(Config()))
     assert assemble(json.loads(folder.config.read_text())) == Config()
     assert [item.name for item in folder.path.iterdir()] == ["config.json"]
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
-    RunFolder(tmp_path).create(Config())
+    RunFolder(tmp_path).create(flatten(Config()))
     with pytest.raises(UsageError, match=f"already holds a run .* with --resume {tmp_path}"):
         RunFolder(tmp_path).check_free()
 
@@ -39,7 +39,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file"):
         RunFolder(file).check_free()
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
-        RunFolder(file / "below").create(Config())
+        RunFolder(file / "below").create(flatten(Config()))
 
 
 def test_a_place_that_the_system_refuses_is_named_with_its_reason(
@@ -138,7 +138,7 @@ def test_a_current_folder_that_is_gone_does_not_end_a_run(
 def test_a_pipe_in_a_run_is_not_opened(tmp_path: Path) -> None:
     """Nobody writes into it, so that its reader would wait for ever."""
     folder = RunFolder(tmp_path)
-    folder.create(Config())
+    folder.create(flatten(Config()))
     folder.starts.write_text("")
     os.mkfifo(folder.console)
     folder.note_error(UsageError("another"))

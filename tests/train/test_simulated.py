@@ -10,13 +10,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from nnmpi import Group
-from nnmpi.base.errors import UsageError
+from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.fit import parse_network
+from nnmpi.compose.layout import Layout
 from nnmpi.train.__main__ import launch
 from nnmpi.train.cli import main
 from nnmpi.train.loop import StopSignals
@@ -53,6 +56,24 @@ def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: f
     )
     on_ranks(main, [*words.split(), "--out", str(run)], ranks, seed=seed, cpu_factor=cpu_factor)
     return run
+
+
+def test_a_layout_is_checked_once_on_each_rank_before_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Degrees that are left open are checked when the number of ranks gives them."""
+    checked, check = Counter[str](), Layout.__post_init__
+
+    def counted(layout: Layout) -> None:
+        checked[threading.current_thread().name] += 1
+        check(layout)
+
+    monkeypatch.setattr(Layout, "__post_init__", counted)
+    simulated(tmp_path, "--dataset iris --model mlp --optimizer sgd --pp 2 --max-steps 1", 2)
+    assert checked == {"rank 0": 1, "rank 1": 1}
+    words = "--dataset missing.csv --dp 1 --tp 1 --reduction fixed --out"
+    with pytest.raises(LayoutError, match="--reduction fixed cannot be combined with --pp 2"):
+        on_ranks(main, [*words.split(), str(tmp_path / "none")], 2)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -62,9 +62,10 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.ops.collectives import CATEGORY
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.train.build import build_model, find_layout, trial_run
+from nnmpi.train.build import build_model, trial_run
 from nnmpi.train.computing import explain_errors, installed_numba
 from nnmpi.train.config import Config, to_json
+from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
 FORMAT = 18  # of the cached profile; part of its key

@@ -1,0 +1,136 @@
+"""What the options become, where they leave something open or more is needed than they say.
+
+    layout                      with a schedule of the user's own; its mesh on these ranks
+    attention                   ring or Ulysses, over positions
+    microbatches                of a batch
+    dropout, heads, context     of a model, which may be a pretrained one
+    warm-up                     in steps
+
+An option is checked when its section is made (`config`), once on each rank. The layout is found
+before data are read.
+"""
+
+from copy import copy
+from typing import Any, Literal
+
+from nnmpi.base.command import flag_of, non_defaults, require
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import counted
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.group import Group
+from nnmpi.comm.mesh import Mesh
+from nnmpi.compose.arrange import find_mesh
+from nnmpi.compose.layout import Layout
+from nnmpi.data.text import DEFAULT_CONTEXT
+from nnmpi.models.pretrained import read_dropout, read_size
+from nnmpi.nn.sharding import RING, ULYSSES
+from nnmpi.train.checkpoint import Extent
+from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, having
+
+MICROBATCHES_PER_STAGE = 4
+FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
+
+
+def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
+    """Return the layout of the options, and its mesh of these ranks. Collective.
+
+    Raises:
+        LayoutError, UsageError: on all ranks, when the layout does not fit the number of ranks, or
+            options exclude each other.
+    """
+    with agreed(group):
+        layout = build_layout(config)
+    mesh = find_mesh(group, layout)
+    for name in non_defaults(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
+        # a resumed run may have had a pipeline before: its options are ignored then
+        require(
+            mesh.pp > 1 or config.run.resume is not None,
+            f"{flag_of(name)} is for a pipeline, but {mesh} has none; give --pp 2 or more, or leave"
+            " it out",
+        )
+    return layout, mesh
+
+
+def build_layout(config: Config) -> Layout:
+    """Return the layout of the options, which were checked when they were made.
+
+    Raises:
+        UsageError: for a pipeline of one's own that trains nothing.
+    """
+    pipeline: Any = config.parallel.pipeline
+    pipeline = load_custom(pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    layout = copy(having(config.parallel, {"pipeline": pipeline}))
+    # what follows from other options is none, and needs no check
+    vars(layout).update(
+        state_arrays=config.optimization.state_arrays,
+        sp_attention=attention_of(config.model, layout),
+    )
+    return layout
+
+
+def attention_of(model: ModelConfig, layout: Layout) -> Literal["ring", "ulysses"]:
+    """Return how sequences attend: ring, if they have more ranks than a gpt heads, or Ulysses."""
+    ranks = layout.sp * layout.shape[2]
+    return RING if layout.sp > 1 and model.model == "gpt" and heads_of(model) < ranks else ULYSSES
+
+
+def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
+    """Return the number of microbatches per batch.
+
+    Args:
+        config: of the run.
+        stages: ranks of the pipeline; 1 without one.
+        batch_size: rows of a global batch.
+
+    Raises:
+        UsageError: for more microbatches than samples.
+    """
+    parts = config.parallel.microbatches
+    if parts is not None:
+        samples = counted(batch_size, "sample")
+        require(
+            parts <= batch_size,
+            f"--microbatches {parts} is more than the {samples} of a batch; give fewer",
+        )
+        return parts
+    if config.parallel.reduction == "fixed":
+        return min(FIXED_MICROBATCHES, batch_size)
+    return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else 1
+
+
+def dropout_of(config: ModelConfig) -> float:
+    """Return the model's dropout: the option, else the pretrained model's, else 0.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+    """
+    if config.dropout is None:
+        return 0.0 if config.pretrained is None else read_dropout(config.pretrained)
+    return config.dropout
+
+
+def heads_of(config: ModelConfig) -> int:
+    """Return the attention heads of a gpt: the options', or the pretrained model's.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+    """
+    return config.sizes[2] if config.pretrained is None else read_size(config.pretrained).heads
+
+
+def context_of(config: ModelConfig) -> int:
+    """Return the tokens of a sample: the option, else the pretrained model's longest, else 64.
+
+    Raises:
+        DataError: for an unreadable pretrained model.
+    """
+    if config.context is not None:
+        return config.context
+    return DEFAULT_CONTEXT if config.pretrained is None else read_size(config.pretrained).context
+
+
+def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
+    """Return the steps of linear warm-up: by default an epoch, at most a tenth of the run."""
+    if config.warmup_epochs is None:
+        return min(extent.train_batches, extent.steps // 10)
+    return round(config.warmup_epochs * extent.train_batches)
