@@ -13,7 +13,9 @@ from nnmpi import Group, data, memory, models, nn, ops, optim
 from nnmpi.base.errors import UsageError
 from nnmpi.compose.losses import LabelLoss, SumCrossEntropy, SumError
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from nnmpi.nn.activation import ACTIVATIONS
 from nnmpi.optim.clip import LossScale
+from nnmpi.optim.updates import OPTIMIZERS
 from tests.harness.refusals import told
 from tests.worker_options import arranged
 
@@ -51,21 +53,12 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Conv2d: made(2, 4, 3, may="stride padding dilation groups"),
     nn.Conv1d: made(2, 4, 3, may="stride padding dilation groups"),
     nn.Conv3d: made(2, 4, 3, may="options"),
-    nn.MaxPool1d: made(2),
-    nn.AvgPool1d: made(2),
     nn.InstanceNorm: made(3, affine=True, may="eps"),
     nn.RNN: made(2, 3, 2),
     nn.RNNCell: made(2, 3, may="nonlinearity"),
     nn.GRUCell: made(2, 3),
     nn.LSTMCell: made(2, 3),
-    nn.ELU: made(may="alpha"),
-    nn.Softplus: made(may="beta threshold"),
-    nn.BCELoss: made(may="options"),
-    nn.KLDivLoss: made(may="options"),
-    nn.NLLLoss: made(may="options"),
     nn.ConvTranspose2d: made(2, 4, 3, may="options"),
-    nn.MaxPool2d: made(2),
-    nn.AvgPool2d: made(2),
     nn.AdaptiveAvgPool2d: made(2, may="output_size"),
     nn.Upsample: made(2, may="scale_factor"),
     nn.BatchNorm: made(3, may="eps momentum all_reduce observe"),
@@ -87,25 +80,21 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     nn.Sequential: (lambda kind: kind(nn.Linear(3, 2)), ""),
     nn.Residual: (lambda kind: kind(nn.ReLU()), "shortcut"),
     nn.Branches: (lambda kind: kind(nn.ReLU(), nn.Tanh()), "join"),
-    nn.LeakyReLU: made(may="negative_slope"),
-    nn.GELU: made(may="approximate"),
     nn.Softmax: made(may="dim"),
     nn.LogSoftmax: made(may="dim"),
-    nn.MSELoss: made(may="options"),
-    nn.L1Loss: made(may="options"),
-    nn.HuberLoss: made(may="options"),
-    nn.BCEWithLogitsLoss: made(may="options"),
-    nn.CrossEntropyLoss: made(may="options"),
     nn.Normal: (lambda kind: kind(0.1), ""),
     nn.Uniform: (lambda kind: kind(0.1), ""),
     nn.Constant: (lambda kind: kind(0.1), ""),
-    nn.Units: made(2),
-    **dict.fromkeys(
-        (optim.SGD, optim.Adam, optim.AdamW, optim.Muon, optim.Adadelta),
-        (optimizer, "lr steps run_id"),
-    ),
-    optim.RMSprop: (optimizer, "lr steps run_id factors"),
-    optim.Adagrad: (optimizer, "lr steps run_id factors"),
+    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.MaxPool2d, nn.AvgPool2d, nn.Units), made(2)),
+    **{getattr(nn, name): made(may="options") for name in nn.__all__ if name.endswith("Loss")},
+    **{
+        kind: (optimizer, "lr steps run_id" + " factors" * issubclass(kind, optim.RMSprop))
+        for kind in OPTIMIZERS
+    },
+    **{
+        kind: made(may=" ".join({*inspect.signature(kind).parameters} - {"args", "kwargs"}))
+        for kind in ACTIVATIONS.values()
+    },
     optim.ConstantRate: (lambda kind: kind(0.1), ""),
     optim.Cosine: (lambda kind: kind(0.1, 9), ""),
     optim.StepDecay: (lambda kind: kind(0.1, 9), ""),
@@ -146,10 +135,6 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     **dict.fromkeys(
         (
             nn.GlobalAvgPool2d,
-            nn.ReLU,
-            nn.SiLU,
-            nn.Tanh,
-            nn.Sigmoid,
             nn.Flatten,
             data.Flip,
             ByteTokenizer,

@@ -41,9 +41,10 @@ centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
+from typing import Any
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import number
@@ -250,6 +251,13 @@ class Gossip(Averaging):
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
         self.bytes += steps * sum(array.nbytes for array in data)
+
+
+AVERAGES: dict[str, Callable[[Any], Any]] = {
+    "local": lambda sync: (LocalSGD, sync.period, sync.outer_lr, sync.outer_momentum),
+    "gossip": lambda sync: (Gossip,),
+}
+"""By mode of synchrony: its class, and what that takes besides the model of a `Sync`."""
 
 
 @contextmanager

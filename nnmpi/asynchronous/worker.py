@@ -22,7 +22,8 @@ lets it: it takes a task, computes its gradient without communication, and hands
     gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
                worker 1   step | with 0 and 2 | step | with 0 and 2 |
 
-To add a coupling, write its class here and add its row to COUPLINGS.
+To add a mode, write its row in MODES of `synchrony.sync`. One that averages weights has a class in
+`averaging` and a row in its AVERAGES; any other, a coupling here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from math import isfinite
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
-from nnmpi.asynchronous.averaging import Gossip, LocalSGD, average
+from nnmpi.asynchronous.averaging import AVERAGES, Averaging, LocalSGD, average
 from nnmpi.asynchronous.consistency import Task
 from nnmpi.asynchronous.server import ParameterServer, Push, PushPull
 from nnmpi.backend.array import Integers
@@ -246,9 +247,8 @@ class AveragingCoupling(Coupling):
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
         shared = (self.group, trainer.model.storage, trainer.optimizer)
-        self._is_local = sync.sync == "local"
-        options = sync.period, sync.outer_lr, sync.outer_momentum
-        self._averaging = LocalSGD(*shared, *options) if self._is_local else Gossip(*shared)
+        kind, *options = AVERAGES[sync.sync](sync)
+        self._averaging: Averaging = kind(*shared, *options)
         self._check = PeriodicCheck(self.group)
 
     def open(self, segment: TrainingSegment) -> None:
@@ -319,21 +319,13 @@ class AveragingCoupling(Coupling):
             messages=self._averaging.messages,
             bytes=self._averaging.bytes,
             updates=totals.steps,
-            staleness=self._staleness if self._is_local else None,
+            staleness=self._staleness if isinstance(self._averaging, LocalSGD) else None,
         )
         return report, totals.steps
 
     def release(self) -> None:
         """See `Coupling.release`."""
         self._averaging.release()
-
-
-COUPLINGS: dict[str, type[Coupling]] = {
-    "asp": ServerCoupling,
-    "ssp": ServerCoupling,
-    "local": AveragingCoupling,
-    "gossip": AveragingCoupling,
-}
 
 
 class AsynchronousWorker(Trainer, fixed="coupling sync"):
@@ -414,7 +406,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         check_same_model(group, model)
         broadcast_state(model, group)
         self._check = StepWitness(model, group, group, group, (), group, True)
-        self.coupling = COUPLINGS[sync.sync](self, sync)
+        self.coupling = (ServerCoupling if sync.has_server else AveragingCoupling)(self, sync)
         self.reporters = self.coupling.reporters
         self._passes = Passes(self)
         self._passes.poll = self.coupling.serve

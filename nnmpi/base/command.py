@@ -40,6 +40,7 @@ from pathlib import Path
 from shlex import join
 from textwrap import dedent, fill, wrap
 from typing import (
+    Annotated,
     Any,
     Literal,
     TextIO,
@@ -209,7 +210,7 @@ def options_of(section: type[Any]) -> list[Option]:
 
     Fields behind KW_ONLY are for Python alone.
     """
-    hints = get_type_hints(section)
+    hints = get_type_hints(section, include_extras=True)
     return [
         Option(item.name, _in_words(hints[item.name]), item.default, section)
         for item in fields(section)
@@ -296,7 +297,7 @@ def settings(section: type[T]) -> type[T]:
     Its constructor refuses unknown names with a suggestion, and values of other types. A class
     attribute `_former` maps former names of options, which programs may still use, to today's.
     """
-    make, hints = section.__init__, cache(lambda: get_type_hints(section))
+    make, hints = section.__init__, cache(lambda: get_type_hints(section, include_extras=True))
     former: Mapping[str, str] = getattr(section, "_former", {})
 
     @wraps(make)
@@ -516,20 +517,25 @@ def convert(value: Any, option: Option, where: str) -> Any:
 
 @cache
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the one type."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    """Return the members of a union, or the one type.
+
+    `Annotated[str, names]` is the type of a table's names: text to type checkers, which cannot read
+    the table, and here a Literal.
+    """
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(
+        Literal[item.__metadata__[0]] if get_origin(item) is Annotated else item for item in members
+    )
 
 
 def describe(hint: Any) -> str:
     """Return a type as text, such as "a whole number or "full"", for error sentences."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
-    if get_origin(hint) is Literal:
-        return (
-            "one of " + ", ".join(get_args(hint))
-            if len(get_args(hint)) > 1
-            else f'"{get_args(hint)[0]}"'
-        )
+    first, *more = kinds(hint)
+    if more:
+        return " or ".join(describe(kind) for kind in (first, *more) if kind is not type(None))
+    if get_origin(first) is Literal:
+        names = get_args(first)
+        return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
     if is_list(hint):
         return "a list of whole numbers"
     return PLAIN[hint][1] if hint in PLAIN else f"a {get_origin(hint).__name__.lower()}"

@@ -82,7 +82,7 @@ def custom_file(name: object) -> Path | None:
     return custom.file if custom and custom.file and custom.file.is_file() else None
 
 
-def load_custom(name: str, option: str, signature: str) -> Any:
+def load_custom(name: Any, option: str, signature: str) -> Any:
     """Return the function or class of this name; nnmpi's own names are returned unchanged.
 
     Args:

@@ -104,6 +104,18 @@ def _raise_missing(owner: object, name: str, more: str | None = None) -> NoRetur
     )
 
 
+def offer(package: str) -> list[str]:
+    """Return what a package offers, in order: the names in `__all__` of the modules it has loaded.
+
+    The package imports them by `*`; a type checker reads `__all__` there. For another name it says
+    what to write instead, see `missing_from`. (A `__getattr__` in its file would tell type checkers
+    that it has any name.)
+    """
+    sys.modules[package].__getattr__ = lambda name: missing_from(package, name)  # type: ignore
+    inside = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+    return sorted(name for module in inside for name in getattr(module, "__all__", ()))
+
+
 def missing_from(package: str, name: str, hint: str = "") -> NoReturn:
     """Raise the error of a missing name: a package's `__getattr__`, or its end.
 

@@ -8,39 +8,33 @@ from nnmpi.base.errors import UsageError, shortened
 from nnmpi.base.version import VERSION
 from nnmpi.base.wings import module_of
 
+# {title: {module: what the command does}}; a command has its module's last name.
 GROUPS = {
     "Train, and use a run": {
         "train": "train a network: mpirun -n 4 nnmpi train",
-        "run": "train, and restart after each fault from the last checkpoint",
-        "report": "make a page of a run: curves, where time went, memory, options",
-        "evaluate": "evaluate a run on data",
-        "predict": "predict the classes of samples and images",
-        "generate": "generate text with a language model",
-        "export": "export a run's weights with PyTorch's names and layouts",
+        "lab.run": "train, and restart after each fault from the last checkpoint",
+        "lab.report": "make a page of a run: curves, where time went, memory, options",
+        "commands.evaluate": "evaluate a run on data",
+        "commands.predict": "predict the classes of samples and images",
+        "commands.generate": "generate text with a language model",
+        "commands.export": "export a run's weights with PyTorch's names and layouts",
     },
     "Choose a layout, and look after runs and machines": {
-        "plan": "find the fastest layout of a model, for these ranks or others",
-        "verify": "compare a layout with the serial run",
-        "speedup": "measure strong and weak scaling on real or simulated ranks",
-        "doctor": "diagnose a run, or this machine and its MPI",
-        "comm": "prove, price, draw and simulate collectives; fit a cost model",
-        "schedule": "draw and simulate pipeline schedules",
-        "memory": "draw and price recomputation plans within a memory budget",
+        "lab.plan": "find the fastest layout of a model, for these ranks or others",
+        "lab.verify": "compare a layout with the serial run",
+        "lab.speedup": "measure strong and weak scaling on real or simulated ranks",
+        "lab.doctor": "diagnose a run, or this machine and its MPI",
+        "lab.comm": "prove, price, draw and simulate collectives; fit a cost model",
+        "lab.schedule": "draw and simulate pipeline schedules",
+        "lab.memory": "draw and price recomputation plans within a memory budget",
     },
     "Teach and learn": {
-        "exercise": "check exercises; a mistake is named by chunk, rank and step",
-        "grade": "grade solutions of exercises, for Gradescope, Classroom 50, JUnit",
-        "simrun": "run an mpi4py program on simulated ranks; find its deadlocks",
+        "teaching.exercise": "check exercises; a mistake is named by chunk, rank and step",
+        "teaching.grade": "grade solutions of exercises, for Gradescope, Classroom 50, JUnit",
+        "teaching.simrun": "run an mpi4py program on simulated ranks; find its deadlocks",
     },
 }
-COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# The package of a command's module; the others are in `commands`.
-_LAB = "run", "report", *GROUPS["Choose a layout, and look after runs and machines"]
-PACKAGES = (
-    {"train": ""}
-    | dict.fromkeys(_LAB, "lab.")
-    | dict.fromkeys(GROUPS["Teach and learn"], "teaching.")
-)
+COMMANDS = {path.rpartition(".")[2]: path for group in GROUPS.values() for path in group}
 
 
 def find_command(name: str) -> str:
@@ -54,7 +48,7 @@ def find_command(name: str) -> str:
             f"{shortened(name)} is no command of nnmpi{suggest(name, COMMANDS)}; nnmpi alone lists"
             " them"
         )
-    return module_of(f"{PACKAGES.get(name, 'commands.')}{name}")
+    return module_of(COMMANDS[name])
 
 
 def list_commands(words: Sequence[str]) -> str:
@@ -69,7 +63,8 @@ def list_commands(words: Sequence[str]) -> str:
         find_command(words[0])
     lines = [f"nnmpi {VERSION}"]
     for title, group in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  nnmpi {name:<10} {text}" for name, text in group.items())]
+        rows = [(path.rpartition(".")[2], text) for path, text in group.items()]
+        lines += ["", f"{title}:", *(f"  nnmpi {name:<10} {text}" for name, text in rows)]
     return "\n".join([*lines, "", "Each takes --help."])
 
 

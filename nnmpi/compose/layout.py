@@ -15,14 +15,22 @@ from nnmpi.base.command import as_given, check_numbers, non_defaults, require, s
 from nnmpi.base.custom import is_custom, name_of
 from nnmpi.base.errors import NnmpiError
 from nnmpi.base.units import Bytes
-from nnmpi.comm.algorithms.registry import AUTO
+from nnmpi.comm.algorithms.registry import AUTO, AllReduceName
 from nnmpi.comm.collective import Algorithm
 from nnmpi.comm.mesh import Mesh
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, ShardingTable
 from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule
-from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, home_of, make, named, usual_stages
+from nnmpi.schedule.schedules import (
+    INFERENCE,
+    INTERLEAVED,
+    PipelineName,
+    home_of,
+    make,
+    named,
+    usual_stages,
+)
 
 FAST: Final = "fast"
 FIXED: Final = "fixed"
@@ -30,20 +38,6 @@ LEAST: Final = "least"
 PIPEDREAM = "pipedream"
 
 Degree: TypeAlias = int | Literal["auto"]
-PipelineName: TypeAlias = Literal[
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zero-bubble",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "pipedream",
-]
-AllReduceName: TypeAlias = Literal[
-    "auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"
-]
 Precision: TypeAlias = Literal["float32", "tf32", "bf16", "fp16"]
 
 

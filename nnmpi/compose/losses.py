@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import nan, prod
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,8 @@ ERRORS: dict[str, Callable[..., Tensor]] = {
     "mae": mae,
     "huber": huber,
 }
+NAMES = CROSS_ENTROPY, *ERRORS
+LossName: TypeAlias = Annotated[str, NAMES]
 
 
 class SumError(Settled, fixed="name std factor"):
@@ -211,9 +213,7 @@ def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> S
     if loss in ERRORS:
         return SumError(loss)
     if loss not in (None, CROSS_ENTROPY):
-        raise UsageError(
-            f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}"
-        )
+        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join(NAMES)}")
     return SumCrossEntropy(arrangement)
 
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 
 from nnmpi.base.command import say
 from nnmpi.base.errors import LayoutError
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NAMES
+from nnmpi.comm.collective import REDUCE_SCATTER
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, LIMIT, LEAST, EXPERTS = "fixed", "zero", "limit", "least", "experts"
 STATE_OUT, FP16, CLIP = "state out", "fp16", "clip"
 CHOSEN, UNCUT = "allreduce", "ps"  # one that is not "auto"; one that has no reduce-scatter
-CUT = ("auto", "native", "shared", "ring", "tree")
+CUT = tuple(n for n in NAMES if n not in ALGORITHMS or (REDUCE_SCATTER.name, n) in COLLECTIVES)
 
 _PARTS = "the rounding of sums over a sharded model depends on the number of its ranks"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"

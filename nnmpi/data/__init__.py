@@ -16,9 +16,7 @@ To add a named data set or a file format, start in catalogue. To add an augmenta
 transform and give it a row in AUGMENTATIONS.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from nnmpi.base.words import missing_from
+from nnmpi.base.words import offer
 from nnmpi.data.catalogue import NAMES, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, split
 from nnmpi.data.loader import Batch, Loader
@@ -60,7 +58,4 @@ __all__ = [
     "split",
 ]
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        missing_from(__name__, name)
+offer(__name__)

@@ -271,9 +271,7 @@ def run(
 
 def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement) -> list[str]:
     parallel, optimizer = config.parallel, str(config.optimization.optimizer)
-    optimizer += (
-        f", eps {VERIFIED_EPS}" if optimizer in updates.NAMES and optimizer != "sgd" else ""
-    )
+    optimizer += f", eps {VERIFIED_EPS}" if optimizer in updates.taking("eps") else ""
     return [
         (
             f"model {config.model.model}, {where.elements:,} parameters, {config.run.dtype};"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
@@ -27,6 +27,31 @@ from nnmpi.ops.loss import (
 )
 from nnmpi.ops.soft import elu, softplus
 from nnmpi.tensor.tensor import Tensor
+
+__all__ = [
+    "ELU",
+    "GELU",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "CrossEntropyLoss",
+    "Dropout",
+    "Dropout2d",
+    "Flatten",
+    "HuberLoss",
+    "KLDivLoss",
+    "L1Loss",
+    "LeakyReLU",
+    "LogSoftmax",
+    "MSELoss",
+    "NLLLoss",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+    "activation",
+]
 
 
 class ReLU(Module):
@@ -124,16 +149,20 @@ class Flatten(Module):
         return x.flatten()
 
 
+# Each computes its elements one by one, so that it computes any part of a sharded tensor, too.
 ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
     {
         "relu": ReLU,
         "leaky-relu": LeakyReLU,
+        "elu": ELU,
+        "softplus": Softplus,
         "gelu": GELU,
         "silu": SiLU,
         "tanh": Tanh,
         "sigmoid": Sigmoid,
     }
 )
+ActivationName: TypeAlias = Annotated[str, tuple(ACTIVATIONS)]
 
 
 def activation(name: str) -> Module:

@@ -43,6 +43,8 @@ from nnmpi.ops.embedding import TokenRows, is_small
 from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
+__all__ = ["Branches", "ModuleList", "Pop", "Residual", "Sequential", "Stash"]
+
 
 def read_tokens(*layers_and_tokens: Any) -> Any:
     """Return a run's result for tokens, by shapes with a product of the table."""
@@ -362,3 +364,6 @@ def check_empty(stashed: dict[str, Any]) -> None:
             f"Stash({name!r}) is never popped; put a Pop({name!r}) into the same sequence, or leave"
             " it out"
         )
+
+
+ModuleList = list  # PyTorch's name: a module searches its plain lists

@@ -21,6 +21,20 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor, stack
 
+__all__ = [
+    "AdaptiveAvgPool2d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose2d",
+    "GlobalAvgPool2d",
+    "MaxPool1d",
+    "MaxPool2d",
+    "Upsample",
+]
+
 
 class Conv2d(Module):
     """2-D convolution: (batch, h, w, in_channels) -> (batch, out_h, out_w, out_channels).

@@ -14,6 +14,8 @@ from nnmpi.tensor.parameter import LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import in_turn, turns_of
 
+__all__ = ["MixtureOfExperts"]
+
 
 class MixtureOfExperts(Module):
     """A mixture of experts: a gate sends each position to `top_k` MLPs; keeps the shape.

@@ -12,6 +12,8 @@ from nnmpi.ops.gru import gru
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import UNPACKED, Tensor, stack
 
+__all__ = ["GRU"]
+
 
 def checked_sizes(name: str, *sizes: int) -> list[int]:
     """Return a recurrent module's input_size, hidden_size and perhaps num_layers; refuse others."""

@@ -9,6 +9,8 @@ from nnmpi.ops.linear import linear, linear_transposed
 from nnmpi.tensor.parameter import Initializer, LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["Embedding", "Linear", "TiedLinear"]
+
 
 class Linear(Module):
     """Linear layer x W + b: (..., in_features) -> (..., out_features).

@@ -15,6 +15,8 @@ from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor, concatenate, stack
 
+__all__ = ["LSTM"]
+
 State = tuple[Any, Any]
 
 

@@ -21,6 +21,8 @@ from nnmpi.backend.recording import active, record_note
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["continued", "current", "evaluation", "observed", "training", "unfused"]
+
 
 class Mode(NamedTuple):
     """The settings of a pass that layers read.

@@ -54,6 +54,8 @@ from nnmpi.tensor.parameter import Allocate, FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["Buffer", "Constant", "Module", "Normal", "Parameter", "Uniform", "fan_in", "kaiming"]
+
 NamedModules: TypeAlias = "Iterator[tuple[str, Module]]"
 
 

@@ -20,6 +20,20 @@ from nnmpi.ops.norm import (
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = [
+    "BatchNorm",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "RMSNorm",
+]
+
 
 class BatchNorm(Module):
     """Batch normalization of the last axis: by batch in training, else by running statistics.
@@ -240,3 +254,8 @@ class InstanceNorm(Module, fixed="num_features"):
             Tensor(make(self.num_features, dtype=x.dtype)) for make in (xp.ones, xp.zeros)
         )
         return group_norm(x, scale, shift, self.num_features, self.eps)
+
+
+# PyTorch's names: here one class normalizes all shapes.
+BatchNorm1d = BatchNorm2d = BatchNorm3d = BatchNorm
+InstanceNorm1d = InstanceNorm2d = InstanceNorm3d = InstanceNorm

@@ -11,6 +11,8 @@ from nnmpi.ops.rnn import rnn
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["RNN", "GRUCell", "LSTMCell", "RNNCell"]
+
 
 class RNNLayer(Module):
     """One layer. See `ops.rnn`."""

@@ -17,6 +17,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+__all__ = ["Sharding", "Units"]
+
 # algorithms of attention over positions of several ranks, see `parallel.sequence`
 RING: Final = "ring"
 ULYSSES: Final = "ulysses"

@@ -15,6 +15,8 @@ from nnmpi.nn.sharding import Sharding, ShardingTable, Units
 from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["CausalSelfAttention", "MultiheadAttention", "TransformerBlock"]
+
 
 class CausalSelfAttention(Module, fixed="features heads units"):
     """Each position attends to itself and to those before it: (batch, time, features) -> the same.

@@ -23,6 +23,8 @@ from nnmpi.tensor.operand import (
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["gelu", "leaky_relu", "log_softmax", "relu", "sigmoid", "silu", "softmax", "tanh"]
+
 
 def relu(x: Tensor, **words: Never) -> Tensor:
     """Return max(x, 0), elementwise."""

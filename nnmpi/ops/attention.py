@@ -27,6 +27,8 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, Shard, placement_if_uncut, same_placement
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["attention", "scaled_dot_product_attention"]
+
 
 def over_ranks(function: Function, shard: Shard, kernels: Any) -> Any:
     """Return the attention over positions of several ranks, with its exchange.

@@ -44,6 +44,8 @@ from nnmpi.tensor.placement import LengthsPlacement, Placement, placement_if_unc
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import Turns, in_turn, turns_of
 
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+
 CATEGORY = "tensor"  # of these collectives' events in a timeline
 
 

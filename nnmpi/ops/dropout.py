@@ -19,6 +19,8 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["dropout"]
+
 StreamKey: TypeAlias = tuple[int, int]
 MaskKey: TypeAlias = tuple[StreamKey, int]  # the key, and the first row's index in the global batch
 

@@ -21,6 +21,8 @@ from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import Placement, is_sharded
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["embedding"]
+
 
 class EmbeddingFunction(Function):
     """table[indices]; an entry picked twice gets the sum of both rows' gradients.

@@ -21,6 +21,8 @@ from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["gru"]
+
 
 class GRUFunction(RecurrentFunction):
     """One layer: h over time, (batch, time, features)."""

@@ -16,6 +16,8 @@ from nnmpi.tensor.operand import given, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["linear", "linear_gelu", "linear_relu", "linear_transposed"]
+
 
 class LinearFunction(Function):
     """x W + b. The leading axes of x are flattened into one, so that each product is one GEMM.

@@ -26,6 +26,17 @@ from nnmpi.tensor.function import Grads, Variable, converted
 from nnmpi.tensor.operand import refuse_parts, require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = [
+    "binary_cross_entropy",
+    "binary_nll",
+    "cross_entropy",
+    "huber",
+    "kl_div",
+    "mae",
+    "mse",
+    "nll",
+]
+
 REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -47,6 +47,8 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating, values_or_refuse
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["lstm"]
+
 
 @dataclass(frozen=True)
 class Packing:

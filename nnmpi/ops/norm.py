@@ -29,6 +29,8 @@ from nnmpi.tensor.placement import Placement, elementwise_placement, placement_i
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.tensor.turns import in_turn
 
+__all__ = ["batch_norm", "group_norm", "layer_norm", "rms_norm"]
+
 AllReduce: TypeAlias = Callable[[Array], Array]
 Count: TypeAlias = "float | Array"  # a 0-d array over ranks on a device: the host need not wait
 Observe: TypeAlias = Callable[[Array, Array, Count], None]

@@ -24,6 +24,8 @@ from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["avg_pool2d", "max_pool2d"]
+
 
 class PoolWindows(NamedTuple):
     """The geometry of pooling windows; each pair is rows and columns, in pixels."""

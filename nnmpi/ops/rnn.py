@@ -18,6 +18,8 @@ from nnmpi.tensor.function import Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["rnn"]
+
 
 class RNNFunction(RecurrentFunction):
     """One layer: h over time, (batch, time, features).

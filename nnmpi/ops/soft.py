@@ -12,6 +12,8 @@ from nnmpi.tensor.function import Elementwise, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["elu", "softplus"]
+
 
 class Soft(Elementwise):
     """A function, elementwise, whose derivative is computed with the value, block by block.

@@ -9,58 +9,18 @@ Reading order:
     schedule       the learning rate as a function of the step
     clip           gradient norms and loss scaling
 
-To add an optimizer, write a subclass of `Optimizer` and add its name in updates and to the option
-`optimizer` in train/config. Its array operations run on NumPy and CuPy. A fused kernel is optional:
-its arithmetic is then a method of `backend.plain`, which those of backend/jit and backend/cuda
-override.
+To add an optimizer, write a subclass of `Optimizer`, name it in `__all__` of its module, which is
+what that offers here, and list it in updates: the option `optimizer` then knows it. Its array
+operations run on NumPy and CuPy. A fused kernel is optional: its arithmetic is then a method of
+`backend.plain`, which those of backend/jit and backend/cuda override.
 """
 
-from typing import TYPE_CHECKING, Any
+from nnmpi.base.words import offer
+from nnmpi.optim.adaptive import *
+from nnmpi.optim.clip import *
+from nnmpi.optim.muon import *
+from nnmpi.optim.optimizer import *
+from nnmpi.optim.schedule import *
+from nnmpi.optim.updates import *
 
-from nnmpi.base.words import missing_from
-from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
-from nnmpi.optim.clip import clip_by_global_norm, global_norm
-from nnmpi.optim.muon import Muon
-from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.optim.schedule import (
-    ConstantRate,
-    Cosine,
-    MultiStep,
-    OneCycle,
-    RateSchedule,
-    ReduceOnPlateau,
-    StepDecay,
-    Warmup,
-    linear_scaling,
-)
-from nnmpi.optim.updates import NAMES, SGD, build
-
-__all__ = [
-    "NAMES",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Arrays",
-    "ConstantRate",
-    "Cosine",
-    "MultiStep",
-    "Muon",
-    "OneCycle",
-    "Optimizer",
-    "RMSprop",
-    "RateSchedule",
-    "ReduceOnPlateau",
-    "StepDecay",
-    "Warmup",
-    "build",
-    "clip_by_global_norm",
-    "global_norm",
-    "linear_scaling",
-]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        missing_from(__name__, name)
+__all__ = offer(__name__)

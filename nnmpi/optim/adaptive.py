@@ -17,6 +17,8 @@ from nnmpi.optim.optimizer import (
     Optimizer,
 )
 
+__all__ = ["Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop"]
+
 
 class Adam(Optimizer, fixed="betas eps decouples"):
     """Adam (Kingma and Ba, 2015), with the numbers of torch.optim.Adam.

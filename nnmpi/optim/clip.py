@@ -29,6 +29,8 @@ from nnmpi.backend.recording import active, record_call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
 
+__all__ = ["clip_by_global_norm", "global_norm"]
+
 # Added to the norm, as in torch: the clipped norm is slightly below the limit, never above it.
 _MARGIN = 1e-6
 

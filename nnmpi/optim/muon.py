@@ -31,6 +31,8 @@ from nnmpi.base.errors import LayoutError, UsageError, number
 from nnmpi.optim.adaptive import AdamW
 from nnmpi.optim.optimizer import BufferBlock, ByGroup
 
+__all__ = ["Muon"]
+
 # Jordan's: they bring singular values into 0.7..1.2 in the fewest steps
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7

@@ -42,6 +42,8 @@ from nnmpi.base.launcher import read_launch
 from nnmpi.base.loop import At, Place, Reached, last_read
 from nnmpi.base.words import raise_missing, refuse_words
 
+__all__ = ["Arrays", "Optimizer"]
+
 ByGroup: TypeAlias = float | Mapping[str, float]
 """A number for all groups of a storage, or a number per group name."""
 

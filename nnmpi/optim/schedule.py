@@ -22,6 +22,18 @@ from typing import Any, Self, TypeAlias
 
 from nnmpi.base.errors import Settled, UsageError, check_int, check_ints, number
 
+__all__ = [
+    "ConstantRate",
+    "Cosine",
+    "MultiStep",
+    "OneCycle",
+    "RateSchedule",
+    "ReduceOnPlateau",
+    "StepDecay",
+    "Warmup",
+    "linear_scaling",
+]
+
 RateSchedule: TypeAlias = Callable[[int], float]
 
 

@@ -1,9 +1,8 @@
 """SGD, and optimizers by name, for command lines and configuration files."""
 
 import inspect
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, TypeAlias
 
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.storage import Storage
@@ -11,10 +10,13 @@ from nnmpi.base.errors import UsageError, number
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (
+    Arrays,
     BufferBlock,
     ByGroup,
     Optimizer,
 )
+
+__all__ = ["NAMES", "SGD", "build"]
 
 
 class SGD(Optimizer, fixed="momentum nesterov"):
@@ -73,19 +75,21 @@ class SGD(Optimizer, fixed="momentum nesterov"):
             kernels_of(block.data).sgd(block, *numbers, self._guard)
 
 
-_CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType(
-    {
-        "sgd": SGD,
-        "adam": Adam,
-        "adamw": AdamW,
-        "rmsprop": RMSprop,
-        "adagrad": Adagrad,
-        "adadelta": Adadelta,
-        "muon": Muon,
-    }
-)
+OPTIMIZERS: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Muon)
+_CLASSES = {kind.__name__.lower(): kind for kind in OPTIMIZERS}
 
 NAMES = tuple(_CLASSES)
+OptimizerName: TypeAlias = Annotated[str, NAMES]
+
+
+def taking(option: str) -> tuple[str, ...]:
+    """Return the optimizers that have an option, by name."""
+    return tuple(n for n in NAMES if option in inspect.signature(_CLASSES[n]).parameters)
+
+
+def count_state(name: str, **options: Any) -> int:
+    """Return the arrays of each parameter's size in an optimizer's state; see `build`."""
+    return len(build(name, Arrays([], []), lr=1.0, **options).slots())
 
 
 def build(name: str, storage: Storage, **options: Any) -> Optimizer:

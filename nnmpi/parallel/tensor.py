@@ -36,20 +36,7 @@ from typing import Any, TypeAlias
 from nnmpi.backend.array import Shape
 from nnmpi.base.errors import LayoutError, UsageError
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import (
-    ELU,
-    GELU,
-    Dropout,
-    Flatten,
-    LeakyReLU,
-    LogSoftmax,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Softplus,
-    Tanh,
-)
+from nnmpi.nn.activation import ACTIVATIONS, Dropout, Flatten, LogSoftmax, Softmax
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.linear import Embedding, Linear
@@ -100,7 +87,7 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
 
 # Layers that take the placement of their input, unless the table replicates them.
 FOLLOWING: Mapping[type[Module], LayerRule] = {
-    **dict.fromkeys((ReLU, LeakyReLU, ELU, GELU, SiLU, Softplus, Tanh, Sigmoid), place_elementwise),
+    **dict.fromkeys(ACTIVATIONS.values(), place_elementwise),
     AvgPool2d: place_pool,
     BatchNorm: place_batch_norm,
     Dropout: place_dropout,

@@ -2,12 +2,12 @@
 
 S is the number of stages, M the number of microbatches; costs hold for stages and microbatches of
 equal cost. `nnmpi schedule` draws the pictures. To add a schedule, write its generator
-here and add its name to `SCHEDULES`.
+here and add its name to `SCHEDULES`: the options, the planner and the tests then know it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from nnmpi.base.custom import call_user, name_of
 from nnmpi.base.errors import ScheduleError, UsageError, check_int
@@ -254,6 +254,8 @@ SCHEDULES: Mapping[str, Callable[..., Instructions]] = {
 }
 """By name: (rank, ranks, microbatches) -> the rank's computation."""
 
+TRAINING = tuple(name for name in SCHEDULES if name != INFERENCE)
+PipelineName: TypeAlias = Annotated[str, TRAINING]
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 """A name, or a user's function (rank, ranks, microbatches) -> the rank's computation."""

@@ -16,9 +16,9 @@ function that calls it. `check` compares its gradient with finite differences.
 
 from sys import modules
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from nnmpi.base.words import instead, missing_from
+from nnmpi.base.words import instead, offer
 from nnmpi.tensor.check import GradientError, check_gradients
 from nnmpi.tensor.function import Function, enable_grad, grad_enabled, no_grad
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
@@ -54,7 +54,4 @@ class _Package(ModuleType):
 
 modules[__name__].__class__ = _Package
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        missing_from(__name__, name)
+offer(__name__)

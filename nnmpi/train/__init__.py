@@ -7,7 +7,7 @@ From `nnmpi train` to the first update, in reading order:
                    ranks receive
     config         every option with default, help and checks; conversion to and from JSON and TOML
     run            Run: set up from options to train, or opened from a folder to evaluate
-    derived        what the options become: layout, attention, microbatches, warm-up, context
+    derived        what the options become: layout, attention, microbatches, context
     build          its parts: model, optimizer, schedule, trainer
     inputs         data sets and loaders
     computing      the backend, devices shared by ranks, BLAS threads and numba

@@ -46,7 +46,7 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
 )
-from nnmpi.train.derived import dropout_of, warmup_steps
+from nnmpi.train.derived import dropout_of
 from nnmpi.train.inputs import NORMALIZED, Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
@@ -175,6 +175,13 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
     return Extent(epochs, steps, train_batches, inputs.test_loader.batches_per_epoch, stop)
 
 
+def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
+    """Return the steps of linear warm-up: by default an epoch, at most a tenth of the run."""
+    if config.warmup_epochs is None:
+        return min(extent.train_batches, extent.steps // 10)
+    return round(config.warmup_epochs * extent.train_batches)
+
+
 def build_schedule(config: OptimizationConfig, extent: Extent) -> RateSchedule:
     """Return the learning rate as a function of the step.
 
@@ -217,9 +224,9 @@ def build_optimizer(
         config.optimizer,
         storage,
         lr=config.lr,
-        momentum=config.momentum if config.optimizer == "muon" else config.momentum or None,
+        momentum=config.momentum if config.optimizer in updates.taking("momentum") else None,
         weight_decay=config.weight_decay,
-        eps=None if config.optimizer == "sgd" else eps,
+        eps=eps if config.optimizer in updates.taking("eps") else None,
     )
 
 
@@ -298,9 +305,10 @@ def build_trainer(
     if sync.asynchronous:
         return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
     fused = False if verified else None  # the fused update leaves no gradients
-    allreduce: Any = config.parallel.allreduce
     exchange = ExchangeConfig(
-        load_custom(allreduce, "--allreduce", "(rank, size)"), fused_update=fused, check=verified
+        load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)"),
+        fused_update=fused,
+        check=verified,
     )
     return Worker(
         model,

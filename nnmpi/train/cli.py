@@ -90,10 +90,11 @@ def read_options(words: Sequence[str], group: Group) -> Config:
 
     def read() -> Config:
         config = parse(words)
-        config = config.having(out=config.run.resume or config.run.out or default_folder(config))
-        if config.model.pretrained is not None:
-            config = config.having(pretrained=find_model(config.model.pretrained))
-        return config
+        run, pretrained = config.run, config.model.pretrained
+        return config.having(
+            out=run.resume or run.out or default_folder(config),
+            pretrained=pretrained and find_model(pretrained),
+        )
 
     return shared(group, read)
 

@@ -39,7 +39,10 @@ from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import Sync
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics, Precision, check_layout
+from nnmpi.compose.losses import CROSS_ENTROPY, LossName
 from nnmpi.data.transform import AUGMENTATIONS
+from nnmpi.nn.activation import ActivationName
+from nnmpi.optim.updates import OptimizerName, count_state, taking
 
 T = TypeVar("T")
 
@@ -62,8 +65,8 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             ("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)
         ),
     },
-    "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
-    "loss": {"label_smoothing": ("cross-entropy",)},
+    "optimizer": {"momentum": taking("momentum")},
+    "loss": {"label_smoothing": (CROSS_ENTROPY,)},
 }
 
 
@@ -156,7 +159,7 @@ class ModelConfig:
     """
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the hidden dense layers of mlp and cnn, in order. None: a linear mlp."""
-    activation: Literal["relu", "gelu", "tanh", "sigmoid"] = "relu"
+    activation: ActivationName = "relu"
     """Activation of mlp's hidden layers."""
     dropout: float | None = None
     """Dropout probability: after hidden dense layers of mlp and cnn, between lstm layers, and in
@@ -336,13 +339,11 @@ class OptimizationConfig:
     """Samples per update, over all ranks together. full: the whole training set (full gradient
     descent).
     """
-    optimizer: (
-        Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "muon"] | Custom
-    ) = "adam"
+    optimizer: OptimizerName | Custom = "adam"
     """Update rule. muon orthogonalizes the updates of matrices and updates the rest as adamw.
     FILE.py:NAME: your own subclass of optim.Optimizer, called as NAME(storage, lr).
     """
-    loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
+    loss: LossName | Custom = CROSS_ENTROPY
     """Loss: cross-entropy for classes; mse (squared), mae (absolute) or huber for numbers; bce for
     yes or no, with one output. FILE.py:NAME: your own function (logits, labels) that returns the
     loss of each label.
@@ -380,8 +381,9 @@ class OptimizationConfig:
     @property
     def state_arrays(self) -> int:
         """The number of arrays of each parameter's size in the optimizer's state."""
-        fixed = {"sgd": 0, "rmsprop": 1, "adagrad": 1}.get(self.optimizer, 2)
-        return fixed + (bool(self.momentum) and self.optimizer != "muon")
+        if is_custom(self.optimizer):
+            return 2
+        return count_state(self.optimizer, momentum=self.momentum or None)
 
     def rows(self, samples: int) -> int:
         """Return the rows of a batch from a training set of this size."""
@@ -586,14 +588,9 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def shared(group: Group, read: Callable[[], Config]) -> Config:
     """Return rank 0's configuration on every rank, checked once on each. Collective."""
-    own: list[Config] = []
-
-    def flat() -> dict[str, Any]:
-        own.append(read())
-        return flatten(own[0])
-
-    received = on_root(group, flat)
-    return own[0] if own else assemble(received)
+    own = cache(read)
+    flat = on_root(group, lambda: flatten(own()))
+    return own() if group.is_root else assemble(flat)
 
 
 def to_json(section: Any) -> dict[str, Any]:

@@ -4,14 +4,13 @@
     attention                   ring or Ulysses, over positions
     microbatches                of a batch
     dropout, heads, context     of a model, which may be a pretrained one
-    warm-up                     in steps
 
 An option is checked when its section is made (`config`), once on each rank. The layout is found
 before data are read.
 """
 
 from copy import copy
-from typing import Any, Literal
+from typing import Literal
 
 from nnmpi.base.command import flag_of, non_defaults, require
 from nnmpi.base.custom import load_custom
@@ -24,8 +23,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.data.text import DEFAULT_CONTEXT
 from nnmpi.models.pretrained import read_dropout, read_size
 from nnmpi.nn.sharding import RING, ULYSSES
-from nnmpi.train.checkpoint import Extent
-from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, having
+from nnmpi.train.config import Config, ModelConfig, having
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # for every layout, since the bits depend on the number of microbatches
@@ -57,8 +55,7 @@ def build_layout(config: Config) -> Layout:
     Raises:
         UsageError: for a pipeline of one's own that trains nothing.
     """
-    pipeline: Any = config.parallel.pipeline
-    pipeline = load_custom(pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    pipeline = load_custom(config.parallel.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     layout = copy(having(config.parallel, {"pipeline": pipeline}))
     # what follows from other options is none, and needs no check
     vars(layout).update(
@@ -127,10 +124,3 @@ def context_of(config: ModelConfig) -> int:
     if config.context is not None:
         return config.context
     return DEFAULT_CONTEXT if config.pretrained is None else read_size(config.pretrained).context
-
-
-def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return the steps of linear warm-up: by default an epoch, at most a tenth of the run."""
-    if config.warmup_epochs is None:
-        return min(extent.train_batches, extent.steps // 10)
-    return round(config.warmup_epochs * extent.train_batches)

@@ -17,10 +17,10 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.nn.norm import has_batch_norm
+from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
-from nnmpi.train.derived import warmup_steps
 from nnmpi.train.inputs import Inputs, with_options
 from nnmpi.train.run import TrainingRun
 from nnmpi.train.signature import ModelSignature

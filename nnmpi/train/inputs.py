@@ -32,7 +32,7 @@ from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, flatten
 from nnmpi.train.derived import context_of, count_microbatches
 from nnmpi.train.signature import BYTES, ModelSignature, versions
 
-NORMALIZED = ("mse", "mae", "huber")  # losses of which the targets are, too
+NORMALIZED = ERRORS.keys() - {YES_OR_NO}  # losses of which the targets are, too
 SMALL_BYTES = 2**20  # up to this size a set is scaled and normalized once, not batch by batch
 
 

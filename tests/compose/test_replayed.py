@@ -17,7 +17,7 @@ from nnmpi import models, nn, optim
 from nnmpi.base import timeline
 from nnmpi.base.shard import split
 from nnmpi.comm.group import Group
-from nnmpi.compose.layout import GradientExchange, Layout, Numerics, PipelineName
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.passes import BatchPass
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
@@ -284,7 +284,7 @@ def one_call() -> nn.Module:
 
 @pytest.mark.simulated(min_size=2, max_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_operations_of_one_call_in_halves(group: Group, schedule: PipelineName) -> None:
+def test_operations_of_one_call_in_halves(group: Group, schedule: str) -> None:
     """Each half computes the gradients that it has to, in replays as in the recorded pass."""
     data = images()
     kind = one_call, lambda: Dataset("rows", data.x[..., 0], data.y, 3)

@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 from nnmpi import Layout, models
+from nnmpi.comm.algorithms.registry import AUTO, NAMES
 from nnmpi.nn.chain import open_chain
 from nnmpi.schedule.schedules import usual_stages
 from tests.equivalence.reference import Setup, digits
@@ -29,7 +30,7 @@ from tests.equivalence.reference import Setup, digits
 WORLDS = (1, 2, 3, 4, 6, 8)
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 MEMORIES = (None, "least")
-ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
+ALGORITHMS = [name for name in NAMES if name != AUTO]
 
 MOST_STAGES = 16
 # Each has at least so many layers: for 8 ranks with two stages each. No number of microbatches

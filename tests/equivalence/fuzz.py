@@ -10,14 +10,14 @@ import random
 import sys
 import tempfile
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import nnmpi
 from nnmpi import Group, Layout, simulate
 from nnmpi.base.errors import UsageError
-from nnmpi.compose.layout import PipelineName
 from nnmpi.nn import Module
 from nnmpi.nn.chain import open_chain
+from nnmpi.schedule.schedules import TRAINING
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, differences, run, serial_run
 from tests.equivalence.rows import GPT, LIMITED, NOISY, ZERO_MLP
@@ -60,9 +60,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if rng.random() < 0.05:
         layout["reduction"] = "fixed"
     if sizes["pp"] > 1:
-        layout["pipeline"] = rng.choice(
-            [name for name in get_args(PipelineName) if name != "pipedream"]
-        )
+        layout["pipeline"] = rng.choice([name for name in TRAINING if name != "pipedream"])
         if layout["pipeline"] == "interleaved":
             layout["virtual_stages"] = rng.choice((2, 3))
         layout["split"] = _split(rng, SETUPS[name], layout)

@@ -13,6 +13,7 @@ import pytest
 
 from nnmpi import AsynchronousWorker, Group, Layout, Sync, Tensor, Worker, arrange, models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.comm.algorithms.registry import NAMES, SHARED
 from nnmpi.compose.replayed import Replay
 from nnmpi.data import Dataset, Loader
 from tests.asynchronous.runs import EVERY_MODE, name_of, skip_unless_fitting
@@ -42,7 +43,7 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "dp x tp": ((0, 1, 2), {}),
     "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
-ALGORITHMS = ("auto", "native", "ring", "tree", "ps", "halving-doubling", "hierarchical")
+ALGORITHMS = [name for name in NAMES if name != SHARED]
 WAITING = [sync for sync in EVERY_MODE if sync.sync not in ("asp", "ssp")]
 RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
 

@@ -290,15 +290,18 @@ def refers(tree: Tree, words: str) -> bool:
         return True
     while names and f"{module}.{names[0]}" in tree.modules:
         module = f"{module}.{names.pop(0)}"
-    return not names or names[0] in _defined(tree.modules[module].tree)
+    return not names or names[0] in _defined(tree, module)
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined(modules: Tree, module: str) -> set[str]:
     """Return the names that a module has: classes, functions, values and what it imports."""
+    tree = modules.modules[module].tree
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
+            if "*" in names:
+                names = names - {"*"} | _defined(modules, str(getattr(node, "module", "")))
         names |= _assigned(node)
     return names
 

@@ -3,17 +3,12 @@ would work.
 """
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from nnmpi.base.command import options_of
-from nnmpi.base.custom import Custom
 from nnmpi.base.errors import UsageError
 from nnmpi.base.units import Every
-from nnmpi.comm.algorithms.registry import NAMES
-from nnmpi.optim import NAMES as OPTIMIZERS
-from nnmpi.schedule.schedules import INFERENCE, SCHEDULES
 from nnmpi.train.config import (
     Config,
     DataConfig,
@@ -23,25 +18,6 @@ from nnmpi.train.config import (
     ParallelConfig,
     RunConfig,
 )
-
-
-@pytest.mark.parametrize(
-    ("section", "option", "names"),
-    [
-        (ParallelConfig, "allreduce", NAMES),
-        # that one trains nothing
-        (ParallelConfig, "pipeline", tuple(name for name in SCHEDULES if name != INFERENCE)),
-        (OptimizationConfig, "optimizer", OPTIMIZERS),
-    ],
-)
-def test_everything_of_a_registry_may_be_asked_for(
-    section: type, option: str, names: tuple[str, ...]
-) -> None:
-    """The option's type is written out, for type checkers; it has the names of the registry."""
-    (hint,) = (item.type for item in options_of(section) if item.name == option)
-    literal, local = get_args(hint)
-    assert (get_args(literal), local) == (names, Custom)
-
 
 WRONG_SCHEDULES = (
     "steps",

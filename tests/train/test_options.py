@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nnmpi import optim
 from nnmpi.base.command import options_of
 from nnmpi.base.errors import UsageError
 from nnmpi.train.cli import parse
@@ -68,10 +69,7 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"normalize": "yes"}, "x: normalize is 'yes'; it must be true or false"),
         (
             {"optimizer": "sgdd"},
-            (
-                "x: optimizer is 'sgdd'; it must be one of "
-                "sgd, adam, adamw, rmsprop, adagrad, adadelta, muon or FILE.py:NAME"
-            ),
+            (f"x: optimizer is 'sgdd'; it must be one of {', '.join(optim.NAMES)} or FILE.py:NAME"),
         ),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": True}, "x: out is True; it must be a path"),

@@ -8,7 +8,6 @@ hierarchical    all-reduce over several nodes
 bruck           reduce-scatter and all-gather in few rounds
 pairwise        all-to-all
 gossip          each rank averages with its two neighbours
-registry        all of them by name. A new one is a file here and a line there; `prove` and the
-                tests then cover it. Its name also goes into `train.config`, where the command
-                line's literal type cannot be computed
+registry        all of them by name. A new one is a file here and a line there: `prove`, the options
+                and the tests then know it
 """

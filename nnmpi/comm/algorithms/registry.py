@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from nnmpi.base.errors import UsageError
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
@@ -52,6 +52,7 @@ NATIVE = "native"  # MPI's own all-reduce: a library call without steps
 AUTO: Final = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in shared memory of a node
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
+AllReduceName: TypeAlias = Annotated[str, NAMES]
 
 
 def native_algorithms(operation: str) -> list[Collective]:

@@ -1,20 +1,33 @@
-"""The mode of synchrony of a run, with its settings."""
+"""The mode of synchrony of a run, with its settings.
 
-from collections.abc import Mapping, Sequence
+To add a mode, write its row in `MODES`: option, help, checks and header follow from it. What it does
+is a coupling's business, or for one that averages weights a row of AVERAGES in the wing.
+"""
+
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated
 
 from nnmpi.base.command import check_idle, check_numbers, settings
 from nnmpi.base.errors import UsageError, counted
 
+# {mode: its text for the head of a run, which `Sync.describe` fills in; then its own settings}
+MODES = {
+    "bsp": ("bsp, the gradients summed by all-reduce",),
+    "asp": ("asp; rank 0 is the server, and computes too",),
+    "ssp": ("ssp, at most {lead} ahead; rank 0 is the server, and computes too", "staleness"),
+    "local": (
+        "local, the weights averaged every {every}{outer}",
+        *("local_steps", "outer_lr", "outer_momentum"),
+    ),
+    "gossip": ("gossip, the weights averaged with the neighbours on a ring",),
+}
 # {setting: the modes with which it has a meaning}
-NEEDS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "staleness": ("ssp",),
-        **dict.fromkeys(("local_steps", "outer_lr", "outer_momentum"), ("local",)),
-    }
-)
+NEEDS = {
+    setting: [mode for mode, row in MODES.items() if setting in row[1:]]
+    for row in MODES.values()
+    for setting in row[1:]
+}
 STALENESS, LOCAL_STEPS = 4, 8
 
 
@@ -35,7 +48,7 @@ class Sync:
 
     _former = MappingProxyType({"mode": "sync"})
 
-    sync: Literal["bsp", "asp", "ssp", "local", "gossip"] = "bsp"
+    sync: Annotated[str, tuple(MODES)] = "bsp"
     """When ranks wait for one another. bsp: in every step, for an all-reduce (bulk-synchronous
     parallel). asp: never (asynchronous parallel). ssp: when more than `staleness` steps ahead of
     the slowest (stale-synchronous parallel). local: every `local_steps` steps, to average weights.
@@ -75,7 +88,7 @@ class Sync:
     @property
     def bound(self) -> int | None:
         """The largest lead over the slowest worker, in steps; None for any."""
-        if self.sync != "ssp":
+        if self.sync not in NEEDS["staleness"]:
             return None
         return STALENESS if self.staleness is None else self.staleness
 
@@ -93,18 +106,11 @@ class Sync:
 
     def describe(self) -> str:
         """Return it as text, for the head of a run."""
-        return {
-            "bsp": "bsp, the gradients summed by all-reduce",
-            "ssp": (
-                f"ssp, at most {counted(self.bound or 0, 'step')} ahead; rank 0 is the server, and"
-                " computes too"
-            ),
-            "asp": "asp; rank 0 is the server, and computes too",
-            "local": (
-                f"local, the weights averaged every {counted(self.period, 'step')}{self._outer}"
-            ),
-            "gossip": "gossip, the weights averaged with the neighbours on a ring",
-        }[self.sync]
+        return MODES[self.sync][0].format(
+            lead=counted(self.bound or 0, "step"),
+            every=counted(self.period, "step"),
+            outer=self._outer,
+        )
 
     @property
     def _outer(self) -> str:

@@ -44,7 +44,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout, PipelineName
+from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
@@ -63,7 +63,14 @@ from nnmpi.parallel.zero.storage import (
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, stages_of
-from nnmpi.schedule.schedules import TURNING, home_of, make
+from nnmpi.schedule.schedules import (
+    INTERLEAVED,
+    TRAINING,
+    PipelineName,
+    home_of,
+    make,
+    usual_stages,
+)
 from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
@@ -72,9 +79,9 @@ END_S = 25e-6  # processor time of a pipeline's message at each end
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
-PIPELINES: tuple[tuple[PipelineName, int], ...] = (
-    *(("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)),
-    *((name, 2) for name in TURNING),
+PIPELINES = (
+    *((name, usual_stages(name)) for name in TRAINING if name not in ("naive", PIPEDREAM)),
+    (INTERLEAVED, 4),
 )
 MICROBATCHES = (1, 2, 4, 8)  # per rank of a pipeline
 Refusals: TypeAlias = Counter[str]

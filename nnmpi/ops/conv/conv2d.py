@@ -50,6 +50,8 @@ from nnmpi.tensor.function import Function, Grads, grad_enabled, lowered
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["conv2d", "conv_relu", "conv_relu_pool"]
+
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
 # products that they save. Measured for 32 images of 32 x 32, forward and backward (Xeon): from 24
 # to 12 channels, tiles of 4 take 10.4 ms and im2col 21.5; from 8 to 8 channels, 4.6 and 6.9 ms. For

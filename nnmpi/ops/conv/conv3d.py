@@ -11,6 +11,8 @@ from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.tensor import Tensor, stack
 
+__all__ = ["conv3d"]
+
 Triple = int | tuple[int, int, int]
 
 

@@ -26,6 +26,8 @@ from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
+__all__ = ["conv_transpose2d"]
+
 
 class ConvTranspose2dFunction(Function):
     """See the head of this file.
