@@ -21,7 +21,7 @@ from nnmpi.commands.start import OpeningConfig, launch_command
 from nnmpi.compose.inference import Inference, check_finite, nonfinite_rows
 from nnmpi.compose.losses import ERRORS, SumCrossEntropy, SumError
 from nnmpi.compose.stats import Totals
-from nnmpi.data.cells import BOOLS
+from nnmpi.data.cells import class_key
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
 from nnmpi.tensor.tensor import Tensor
@@ -134,18 +134,18 @@ def match_samples(signature: ModelSignature, samples: Samples) -> Samples:
             f"{samples.name} has {predicts} of shape {shape}, but the model predicts {expected}"
         )
     names, model_names = samples.class_names, signature.class_names
-    if predicts == "classes" and not model_names and all(name.isdecimal() for name in names):
+    keys = [*map(class_key, names)]
+    if predicts == "classes" and not model_names and all(map(str.isdecimal, keys)):
         model_names = tuple(map(str, range(signature.classes)))  # a table's 3 is class 3
-    bools = {name.lower(): name for name in model_names if name.lower() in BOOLS}
-    names = tuple(bools.get(name.lower(), name) for name in names)
-    if names and model_names and names != model_names:
-        for name in names:
-            if name not in model_names:
+    if names and model_names:
+        known = [*map(class_key, model_names)]
+        for key, name in zip(keys, names, strict=True):
+            if key not in known:
                 raise DataError(
                     f"{samples.name} has the class {name!r}, which is none of the model's; remove"
                     " its samples"
                 )
-        numbers = np.array([model_names.index(name) for name in names], labels.dtype)
+        numbers = np.array([known.index(key) for key in keys], labels.dtype)
         # also for yes or no, whose two names stand for 0 and 1
         labels = numbers[labels.astype(np.int64)]
     notes = samples.notes

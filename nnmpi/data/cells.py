@@ -14,7 +14,7 @@ from nnmpi.data.dataset import MISSING
 
 MARKS = ".,"
 BOOLS = {"true": 1.0, "false": 0.0}
-_GAPS = "'’\xa0\u202f"  # between thousands, beside the other mark
+_GAPS = "'’\xa0\u202f"  # between thousands, beside the other mark; of an amount a plain space, too
 _NUMBER = {
     mark: re.compile(
         rf"(?=[+-]?{re.escape(mark)}?\d)[+-]?(?:[1-9]\d{{0,2}}(?:[{other}{_GAPS}]\d{{3}})+|\d*)"
@@ -30,7 +30,7 @@ _UNITS = (
 )
 UNITS = frozenset(_UNITS.split())
 _AMOUNT = re.compile(
-    rf"([+−–-]?)({_MONEY}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d.,{_GAPS}]*\d)?)"
+    rf"([+−–-]?)({_MONEY}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d., {_GAPS}]*\d)?)"
     rf"((?:{'|'.join(map(re.escape, UNITS))}|{_MONEY}|\s[^\W\d_]\S*|\s[%‰°€$£¥¢₹]\S*)?)"
 )
 ISO = "ISO 8601"
@@ -90,14 +90,20 @@ def number(cell: str, mark: str = ".") -> float | None:
 def amount(text: str, mark: str = ".") -> tuple[float, tuple[str, str]] | None:
     """Return a number, and the signs before and behind it; None for another text.
 
-    "-$12.99" is (-12.99, ("$", "")), and "12 km" (12.0, ("", "km")).
+    "-$12.99" is (-12.99, ("$", "")), and "12 km" (12.0, ("", "km")). "1 234" is 1234 here, and for
+    `number` a text, since it may be a list.
     """
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
         return None
     minus, before, digits, behind = ((part or "").strip() for part in found.groups())
-    value = number(minus + digits, mark)
+    value = number(minus + digits.replace(" ", "'"), mark)
     return None if value is None else (value, (before, behind))
+
+
+def is_text(cell: str) -> bool:
+    """Return whether neither decimal mark reads a number, with a unit or without."""
+    return not any(amount(cell, mark) for mark in MARKS)
 
 
 def mark_of(cell: str) -> str:
@@ -129,6 +135,12 @@ def days(text: str, form: str) -> float | None:
     zone, since = moment.utcoffset(), NO_DAY if form in _TIMES else EPOCH
     seconds = (moment.replace(tzinfo=None) - since).total_seconds()
     return (seconds - (zone.total_seconds() if zone else 0.0)) / DAY_S
+
+
+def class_key(label: str) -> str:
+    """Return what a label is compared by: True, TRUE and 1 are one class."""
+    value = BOOLS.get(label.lower())
+    return label if value is None else f"{value:.0f}"
 
 
 def numbers_in(text: str) -> list[float]:

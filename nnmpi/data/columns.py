@@ -15,20 +15,32 @@ A column is one of these:
              one that training has not seen, has zeros
     words    of a column of documents: a feature for each of its commonest words, 1 if it occurs
 
-A column is what most of its different cells are; one that is odd is refused by its line.
+A column is what most of its different cells are; one that is odd is refused by its line. Texts that
+are nearly all different, such as names and tickets, tell nothing: such a column is left out.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.base.errors import DataError, counted, shortened
-from nnmpi.data.cells import DATES, UNITS, amount, days, number, numbers_in, split_words
+from nnmpi.data.cells import (
+    DATES,
+    MARKS,
+    UNITS,
+    amount,
+    days,
+    is_text,
+    number,
+    numbers_in,
+    split_words,
+)
 from nnmpi.data.dataset import lost_columns, no_number
 
 ColumnKind: TypeAlias = Literal["number", "date", "list", "text", "words"]
@@ -42,6 +54,7 @@ INDEX_NAMES = ("column 1", "unnamed: 0", "rownames", "row.names", "index")
 FEWEST_ROWS = 2  # with a word, for it to be a feature
 SENTENCE = 3  # words of a text from which on it may be a document
 FEW = 20  # one text of so many may be odd
+BARE: tuple[Any, ...] = ("number", "", "")  # a number without a unit
 SAMPLE = 20  # texts of a column that show which formats of dates may be its own
 
 
@@ -87,8 +100,8 @@ Encoding: TypeAlias = tuple[Column, ...]
 
 
 @dataclass(frozen=True)
-class Cells:
-    """The cells of a table.
+class Table:
+    """A table: its cells, and what was made of them.
 
     Attributes:
         source: the file, for messages.
@@ -100,6 +113,11 @@ class Cells:
         mark: the decimal mark.
         training: the rows that say what a missing number becomes; None for a table that is read by
             the rules of another one, so that no column may be left out.
+        labels: of each row, as text.
+        target: the name or number of the label's column.
+        notes: sentences about what was left out, replaced or made of texts.
+        encoding: the rules that made the features.
+        features: (rows, *sample_shape), float32; uint8 if a sample shape is given and fits pixels.
     """
 
     source: object
@@ -110,6 +128,26 @@ class Cells:
     texts: tuple[Mapping[int, str], ...]
     mark: str
     training: Any
+    labels: tuple[str, ...] = ()
+    target: str = ""
+    notes: tuple[str, ...] = ()
+    encoding: Encoding = ()
+    features: Any = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a data set of this table keeps of it."""
+        names = (name for column in self.encoding for name in column.features)
+        about = {name: getattr(self, name) for name in ("target", "encoding", "notes")}
+        return about | {"columns": tuple(names) * self.is_named}
+
+    def other_target(self) -> str:
+        """Return advice to predict another column: one with few texts, or else a number."""
+        by_kind = {column.kind: column.name for column in reversed(self.encoding)}
+        number = ", and predicts='quantities'" * ("text" not in by_kind)
+        if name := by_kind.get("text") or by_kind.get("number"):
+            return f"give another column, such as target={name!r}{number}"
+        return "give another column as the target"
 
     def wrong(self, row: int, place: int, what: str) -> DataError:
         """Return an error about a cell."""
@@ -121,14 +159,15 @@ class Cells:
             f"{self.source}, line {self.lines[row]}, column {place + 1}{name}: {what}{remedy}"
         )
 
-    def named(self, place: int) -> str:
-        """Return a column as an argument: its name, or its number if the name has a comma."""
-        name = self.names[place]
-        return str(place + 1) if "," in name else name
+    def listed(self, places: Iterable[int]) -> list[str]:
+        """Return columns as an argument: their names, or the number of one with a comma in it."""
+        return [
+            str(place + 1) if "," in self.names[place] else self.names[place] for place in places
+        ]
 
     def dropping(self, places: Iterable[int]) -> str:
         """Return the argument that leaves columns out."""
-        return f"drop={[self.named(place) for place in places]}"
+        return f"drop={self.listed(places)}"
 
     def words(self, place: int) -> list[str]:
         """Return the cells of a column as texts; a missing one is empty."""
@@ -141,101 +180,115 @@ class Cells:
 
 
 def fit(
-    cells: Cells, places: Sequence[int], documents: Sequence[int], target: str
+    table: Table, places: Sequence[int], documents: Sequence[int]
 ) -> tuple[Encoding, list[str]]:
     """Return the rules of these columns, and sentences about texts and what was left out.
 
     Args:
-        cells: of the training table.
+        table: the training table.
         places: of the columns, from 0.
         documents: those that hold documents.
-        target: the label's column, for advice.
 
     Raises:
         DataError: for a wrong cell, and if nothing is left.
     """
-    notes, columns = list[str](), list[Column]()
-    rows = len(cells.lines)
+    notes, columns, left = list[str](), list[Column](), dict[int, str]()
     for place in places:
-        column = None if place in documents else _fit(cells, place)
+        column, name = None, table.names[place]
         if place in documents:
-            columns.append(_fit_words(cells, place))
-        elif place == 0 and len(places) > 1 and _is_index(cells):
-            notes.append(f"column {cells.names[0]!r} is an index and left out")
-        elif column is None:
-            notes.append(f"column {cells.names[place]!r} is empty and left out")
-        elif column.kind != "text" or len(column.values) <= _most_texts(rows):
+            columns.append(_fit_words(table, place))
+        elif place == 0 and len(places) > 1 and _is_index(table):
+            notes.append(f"column {name!r} is an index and left out")
+        elif (column := _fit(table, place)) is None:
+            notes.append(f"column {name!r} is empty and left out")
+        elif column.kind != "text" or (count := len(column.values)) <= _most_texts(table, place):
             columns.append(column)
         else:
-            note = (
-                f"column {column.name!r} has {len(column.values)} different texts in {rows} rows"
-                " and is left out"
-            )
-            if len(sorted(column.values, key=len)[len(column.values) // 2].split()) >= SENTENCE:
-                words = f"text_columns={[cells.named(place)]} target={target!r}"
-                note += f", or learn from its words: {words}"
-            notes.append(note)
+            left[place] = f"{name} ({count} of {_given(table, place)})"
+    if left:
+        notes.append(
+            f"left out, with too many different texts: {shortened(', '.join(left.values()))}"
+        )
+        long = [place for place in left if _is_prose(table.texts[place].values())]
+        words = f"text_columns={table.listed(long)} target={table.target!r}"
+        notes[-1] += f"; to learn from words: {words}" * bool(long)
     if not columns:
         why = "; ".join(notes) or "drop fewer of them"
-        raise DataError(f"{cells.source}: no column is left to learn from; {why}")
+        raise DataError(f"{table.source}: no column is left to learn from; {why}")
     if texts := [f"{item.name} ({len(item.values)})" for item in columns if item.kind == "text"]:
         notes.append(f"a feature for each text of {shortened(', '.join(texts), 1000)}")
     return tuple(columns), notes
 
 
-def _most_texts(rows: int) -> int:
-    return min(max(SURE_TEXTS, int(TEXTS_SHARE * rows)), MOST_FEATURES)
+def _given(table: Table, place: int) -> int:
+    """Return the number of a column's cells that are not missing."""
+    return int((~np.isnan(table.numbers[:, place])).sum()) + len(table.texts[place])
 
 
-def _is_index(cells: Cells) -> bool:
+def _most_texts(table: Table, place: int) -> int:
+    share = min(TEXTS_SHARE * len(table.lines), _given(table, place) / 2)
+    return min(max(SURE_TEXTS, int(share)), MOST_FEATURES)
+
+
+def _is_prose(texts: Iterable[str]) -> bool:
+    are_long = [len(text.split()) >= SENTENCE for text in texts]
+    return 2 * sum(are_long) > len(are_long)
+
+
+def _is_index(table: Table) -> bool:
     """Return whether the first column only numbers or names the rows."""
-    rows, texts, numbers = len(cells.lines), cells.texts[0], cells.numbers[:, 0]
-    if cells.is_named and cells.names[0].lower() in INDEX_NAMES:
-        return len({*cells.words(0)}) == rows
-    counts = rows >= SURE_INDEX and not texts and not 1 < numbers[0] < LARGE_INDEX
+    rows, numbers = len(table.lines), table.numbers[:, 0]
+    if table.is_named and table.names[0].lower() in INDEX_NAMES:
+        return len({*table.words(0)}) == rows
+    counts = rows >= SURE_INDEX and not table.texts[0] and not 1 < numbers[0] < LARGE_INDEX
     return bool(counts and (np.diff(numbers) == 1).all())
 
 
-def _fit_words(cells: Cells, place: int) -> Column:
-    found = Counter(word for text in cells.words(place) for word in split_words(text))
+def _fit_words(table: Table, place: int) -> Column:
+    found = Counter(word for text in table.words(place) for word in split_words(text))
     most = [word for word, count in found.most_common(MOST_FEATURES) if count >= FEWEST_ROWS]
-    name = cells.names[place]
+    name = table.names[place]
     if not most:
         raise DataError(
-            f"{cells.source}: no word of column {name!r} occurs in {FEWEST_ROWS} rows; leave it"
-            f" out: {cells.dropping([place])}"
+            f"{table.source}: no word of column {name!r} occurs in {FEWEST_ROWS} rows; leave it"
+            f" out: {table.dropping([place])}"
         )
-    return Column(name, place, len(cells.names), "words", values=tuple(sorted(most)))
+    return Column(name, place, len(table.names), "words", values=tuple(sorted(most)))
 
 
-def _fit(cells: Cells, place: int) -> Column | None:
-    numbers, texts = cells.numbers[:, place], cells.texts[place]
-    given, words = numbers[~np.isnan(numbers)], {*texts.values()}
-    make = partial(Column, cells.names[place], place, len(cells.names), mark=cells.mark)
+def _fit(table: Table, place: int) -> Column | None:
+    numbers, texts = table.numbers[:, place], [*table.texts[place].values()]
+    given, words = numbers[~np.isnan(numbers)], {*texts}
+    make = partial(Column, table.names[place], place, len(table.names), mark=table.mark)
     if not len(given) and not words:
         return None
-    if len(given) >= len(texts) or len(np.unique(given)) > SURE_TEXTS:
-        return make("number", *_middle(cells, _numbers(cells, place)))
-    (kind, *values), count, fits = _commonest(cells, place, words)
-    if kind == "text" or (count <= max(SURE_TEXTS, len(words) / 2) and (len(given) or not fits)):
-        return make("text", values=tuple(sorted({*cells.words(place)} - {""})))
+    item, is_sure = BARE, True
+    if len(given) < len(texts) and len(np.unique(given)) <= SURE_TEXTS:
+        item, is_sure = _commonest(table, place, words, bool(len(given)))
+    elif len(texts) * FEW > len(given):  # 113803 and A/5 21171: tickets
+        is_sure = sum(map(is_text, words)) <= max(SURE_TEXTS, len(texts) / 2)
+    kind, *values = item if is_sure else ("text",)
+    if kind == "text":
+        return make("text", values=tuple(sorted({*table.words(place)} - {""})))
     if kind == "list":
         return make(kind, size=values[0])
     read = _dates if kind == "date" else _numbers
-    return make(kind, *_middle(cells, read(cells, place, *values)), tuple(values))
+    fill, offset = _middle(table, read(table, place, *values))
+    return make(kind, fill, offset, tuple(values) if any(values) else ())
 
 
 def _commonest(
-    cells: Cells, place: int, words: Collection[str]
-) -> tuple[tuple[Any, ...], int, bool]:
-    """Return what most of a column's different texts are, how many are of this kind, and whether
-    all fit: numbers with a unit, lists of a length, or dates of a format.
+    table: Table, place: int, words: Collection[str], has_numbers: bool
+) -> tuple[tuple[Any, ...], bool]:
+    """Return what most of a column's different texts are, and whether the column is that: numbers
+    with a unit, lists of a length, or dates of a format.
 
     Raises:
-        DataError: for dates of which nobody knows whether the month or the day is first.
+        DataError: for dates of which nobody knows whether the month or the day is first, and for
+            what may be lists or numbers with a space between thousands.
     """
-    found, kinds = Counter[tuple[Any, ...]](), Counter({"text": 0})
-    some, few = sorted(words)[:: len(words) // SAMPLE + 1], len(words) * (FEW - 1)
+    found, kinds = Counter[tuple[Any, ...]](), Counter[str]()
+    some, other = sorted(words)[:: len(words) // SAMPLE + 1], MARKS[table.mark == MARKS[0]]
     forms = [
         form for form in DATES if sum(days(text, form) is not None for text in some) * 5 > len(some)
     ]
@@ -243,47 +296,53 @@ def _commonest(
         items: list[tuple[Any, ...]] = [
             ("date", form) for form in forms if days(word, form) is not None
         ]
-        own = amount(word, cells.mark)
-        measured = own or amount(word, "," if cells.mark == "." else ".")
+        own = amount(word, table.mark)
+        measured = own or amount(word, other)
         # a unit that is none of the usual ones is one only behind the file's own numbers
         if measured and (own or measured[1][1] in (*UNITS, "")):
             items = [("number", *measured[1])]
-        elif (size := len(numbers_in(word))) > 1:
-            items = [("list", size)]
+        if (size := len(numbers_in(word))) > 1:
+            items.append(("list", size))
         found.update(items)
         kinds.update({item[0] for item in items})
     for item in [*found]:
         # "1 room" and "2 rooms" are texts: a word is a unit if it is that of all
-        if item[0] == "number" and item[2] not in (*UNITS, "") and found[item] * FEW < few:
+        is_unit = item[0] != "number" or item[2] in (*UNITS, "")
+        if not is_unit and found[item] * FEW < len(words) * (FEW - 1):
             kinds["number"] -= found.pop(item)
-    ((kind, count),) = kinds.most_common(1)
-    best, *others = [item for item, _ in found.most_common() if item[0] == kind] or [("text",)]
-    for word in words:
-        for other in others if kind == "date" else ():
-            either = {days(word, item[1]) for item in (best, other)} - {None}
-            if found[other] == found[best] and len(either) > 1:
-                raise DataError(
-                    f"{cells.source}: {word!r} in column {cells.names[place]!r} may have the month"
-                    " or the day first; write it as 2024-03-31, or leave the column out:"
-                    f" {cells.dropping([place])}"
-                )
-    return best, count, found[best] == len(words)
+    counts = {item: (kinds[item[0]], count) for item, count in found.items()}
+    best = max(counts, key=lambda item: counts[item], default=("text",))
+    rivals = [item for item in counts if item != best and counts[item] == counts[best]]
+    for rival, word in product(rivals, sorted(words)):
+        either, remedy = "be a list or one number", "a number without spaces"
+        is_other = rival[0] != best[0] and not has_numbers
+        if rival[0] == best[0] == "date":
+            either, remedy = "have the month or the day first", "it as 2024-03-31"
+            is_other = len({days(word, item[1]) for item in (best, rival)} - {None}) > 1
+        if is_other:
+            raise DataError(
+                f"{table.source}: {word!r} in column {table.names[place]!r} may {either}; write"
+                f" {remedy}, or leave the column out: {table.dropping([place])}"
+            )
+    count, fits = kinds[best[0]], found[best] == len(words)
+    alone = fits and (not has_numbers or best == BARE)
+    return best, best[0] != "text" and (alone or count > max(SURE_TEXTS, len(words) / 2))
 
 
-def _middle(cells: Cells, values: NDArray[np.float64]) -> tuple[float, float]:
+def _middle(table: Table, values: NDArray[np.float64]) -> tuple[float, float]:
     """Return what a missing number becomes, and the offset that float32 needs, 0 for none."""
-    learned, given = (part[~np.isnan(part)] for part in (values[cells.training], values))
+    learned, given = (part[~np.isnan(part)] for part in (values[table.training], values))
     middle = float(np.median(learned if len(learned) else given))
     return middle, middle if lost_columns(given[:, None], given.astype(np.float32)) else 0.0
 
 
 def encode(
-    cells: Cells, encoding: Encoding, places: Sequence[int]
+    table: Table, encoding: Encoding, places: Sequence[int]
 ) -> tuple[NDArray[np.float32], list[str]]:
     """Return the features of a table, (rows, features), and sentences about cells without a value.
 
     Args:
-        cells: of the table.
+        table: the table.
         encoding: the rules.
         places: of the rules' columns in this table.
 
@@ -292,25 +351,25 @@ def encode(
     """
     filled, unseen = 0, list[str]()
     size = sum(len(column.features) for column in encoding)
-    result, at = np.zeros((len(cells.lines), size), np.float32), 0
+    result, at = np.zeros((len(table.lines), size), np.float32), 0
     for column, place in zip(encoding, places, strict=True):
         part = result[:, at : at + len(column.features)]
         at += len(column.features)
         if column.kind in ("text", "words"):
-            unseen += _mark(cells, column, place, part)
+            unseen += _mark(table, column, place, part)
         elif column.kind == "list":
-            for row, text in enumerate(cells.words(place)):
+            for row, text in enumerate(table.words(place)):
                 if len(values := numbers_in(text)) != column.size:
                     what = f"{shortened(repr(text))} is not a list of {column.size} numbers"
-                    raise cells.wrong(row, place, what)
+                    raise table.wrong(row, place, what)
                 part[row] = values
         else:
             read = _dates if column.kind == "date" else _numbers
-            numbers = read(cells, place, *column.values)
+            numbers = read(table, place, *column.values)
             missing = np.isnan(numbers)
             if missing.any():
                 if column.fill is None:
-                    raise cells.wrong(int(missing.argmax()), place, no_number(""))
+                    raise table.wrong(int(missing.argmax()), place, no_number(""))
                 filled += int(missing.sum())
                 numbers[missing] = column.fill
             part[:, 0] = numbers - column.offset
@@ -319,11 +378,11 @@ def encode(
     return result, notes * bool(filled) + [told] * bool(unseen)
 
 
-def _mark(cells: Cells, column: Column, place: int, part: NDArray[np.float32]) -> list[str]:
+def _mark(table: Table, column: Column, place: int, part: NDArray[np.float32]) -> list[str]:
     """Write the features of texts or words; return texts without a feature."""
     index = {value: number for number, value in enumerate(column.values)}
     unseen = dict[str, None]()
-    for row, text in enumerate(cells.words(place)):
+    for row, text in enumerate(table.words(place)):
         if column.kind == "words":
             part[row, [index[word] for word in split_words(text) & index.keys()]] = 1
         elif text in index:
@@ -333,16 +392,16 @@ def _mark(cells: Cells, column: Column, place: int, part: NDArray[np.float32]) -
     return list(unseen)
 
 
-def _numbers(cells: Cells, place: int, before: str = "", behind: str = "") -> NDArray[np.float64]:
+def _numbers(table: Table, place: int, before: str = "", behind: str = "") -> NDArray[np.float64]:
     """Return a column of numbers, NaN for missing ones; each has the unit, if there is one."""
-    result = cells.numbers[:, place].copy()
+    result = table.numbers[:, place].copy()
     bare = np.flatnonzero(~np.isnan(result)) if before or behind else ()
-    others = {int(row): f"{result[row]:.15g}" for row in bare} | dict(cells.texts[place])
+    others = {int(row): f"{result[row]:.15g}" for row in bare} | dict(table.texts[place])
     for row, text in others.items():
-        value, unit = amount(text, cells.mark) or (np.nan, None)
+        value, unit = amount(text, table.mark) or (np.nan, None)
         if unit != (before, behind):
             what = f"number with {before or behind!r}" if before or behind else "number"
-            raise cells.wrong(
+            raise table.wrong(
                 row,
                 place,
                 f"{shortened(repr(text))} is no {what}, as other cells of the column are; mend it,"
@@ -352,52 +411,71 @@ def _numbers(cells: Cells, place: int, before: str = "", behind: str = "") -> ND
     with np.errstate(over="ignore"):
         infinite = np.isinf(result.astype(np.float32))
     for row in np.flatnonzero(infinite)[:1].tolist():
-        raise cells.wrong(row, place, no_number(float(result[row])))
+        raise table.wrong(row, place, no_number(float(result[row])))
     return result
 
 
-def _dates(cells: Cells, place: int, form: str) -> NDArray[np.float64]:
+def _dates(table: Table, place: int, form: str) -> NDArray[np.float64]:
     """Return a column of dates in days, NaN for missing ones."""
-    result = np.full(len(cells.lines), np.nan)
-    for row, text in enumerate(cells.words(place)):
+    result = np.full(len(table.lines), np.nan)
+    for row, text in enumerate(table.words(place)):
         day = days(text, form) if text else np.nan
         if day is None:
-            raise cells.wrong(
+            raise table.wrong(
                 row, place, f"{shortened(repr(text))} is no date as the others are; mend it"
             )
         result[row] = day
     return result
 
 
-def find_places(source: object, names: Sequence[str], encoding: Encoding) -> tuple[list[int], bool]:
-    """Return where the columns of the rules are in another table, and whether by their names.
+def find_places(
+    source: object,
+    first: Sequence[str],
+    names: Sequence[str],
+    encoding: Encoding,
+    is_named: bool | None = None,
+) -> tuple[list[int], bool, bool]:
+    """Return where the columns of the rules are in another table, whether they were found by their
+    names, and whether its first row is names.
 
     By name, without regard to case, if its first row has one of them. Otherwise in the order of the
     training table, with or without the columns that no rule has.
 
     Args:
         source: the table, for messages.
-        names: the cells of its first row.
+        first: the cells of its first row.
+        names: the same as names.
         encoding: the rules.
+        is_named: whether the first row is names; None to find out.
 
     Raises:
-        DataError: for a column that is missing.
+        DataError: for a column that is missing, and for a header with other names.
     """
-    places = [*map(finder(names), (item.name for item in encoding))]
     needed = f"the model needs {shortened(', '.join(item.name for item in encoding))}"
+    known = any(item.name != str(item.place + 1) for item in encoding)
+    places = [*map(finder(names), (item.name for item in encoding))]
     # some of its names may be cells, too, beside numbers
     is_header = -1 not in places or all(number(name) is None for name in names if name)
-    if max(places) >= 0 and is_header and has_names(encoding):
-        if -1 in places or len({*places}) < len(places):
-            wrong = [place < 0 or places.count(place) > 1 for place in places].index(True)
-            raise DataError(f"{source} has no column {encoding[wrong].name!r}; {needed}")
-        return places, True
+    if known and is_header and max(places) >= 0 and is_named is not False:
+        wrong = [place < 0 or places.count(place) > 1 for place in places]
+        if any(wrong):
+            missing = encoding[wrong.index(True)].name
+            raise DataError(f"{source} has no column {missing!r}; {needed}")
+        return places, True, True
     width = len(names)
-    if width == len(encoding):
-        return [*range(width)], False
-    if max(column.place for column in encoding) < width <= encoding[0].of:
-        return [column.place for column in encoding], False
-    raise DataError(f"{source}: {counted(width, 'column')}; {needed}")
+    places = [*range(width)]
+    if max(column.place for column in encoding) < width <= encoding[0].of and is_named is not False:
+        places = [column.place for column in encoding]
+    if len(places) != len(encoding):
+        raise DataError(f"{source}: {counted(width, 'column')}; {needed}")
+    if is_named is None:
+        # a first row is told by itself: no result depends on the rows below
+        pairs = zip(encoding, places, strict=True)
+        bare = [first[at] for item, at in pairs if item.kind == "number" and not item.values]
+        is_named = bool(bare) and all(number(cell) is None and is_text(cell) for cell in bare)
+    if is_named and known:
+        raise DataError(f"{source} has the columns {shortened(', '.join(names))}; {needed}")
+    return places, False, is_named
 
 
 def finder(names: Sequence[str]) -> Callable[[str], int]:
@@ -405,11 +483,6 @@ def finder(names: Sequence[str]) -> Callable[[str], int]:
     places = {name: place for place, name in enumerate(names)}
     others = {name.lower(): place for name, place in places.items()}
     return lambda name: places.get(name, others.get(name.lower(), -1))
-
-
-def has_names(encoding: Encoding) -> bool:
-    """Return whether the columns of the training table had names, not only numbers."""
-    return any(item.name != str(item.place + 1) for item in encoding)
 
 
 def plain(names: Sequence[str], count: int) -> Encoding:

@@ -31,8 +31,8 @@ import re
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import nan, prod
 from pathlib import Path
@@ -44,8 +44,8 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import DataError, UsageError, counted, shortened
 from nnmpi.base.files import check_unpacked, foreign, opened, read_lines
-from nnmpi.data.cells import BOOLS, MARKS, amount, mark_of, number
-from nnmpi.data.columns import Cells, Encoding, encode, find_places, finder, fit, has_names
+from nnmpi.data.cells import BOOLS, MARKS, amount, class_key, mark_of, number
+from nnmpi.data.columns import Encoding, Table, encode, find_places, finder, fit
 from nnmpi.data.dataset import (
     HELD_OUT,
     MISSING,
@@ -133,52 +133,6 @@ class TableRules:
     split: tuple[float, int] | None = None
 
 
-@dataclass(frozen=True)
-class Table:
-    """A parsed table.
-
-    Attributes:
-        source: the file, for messages.
-        features: (rows, *sample_shape), float32; uint8 if a sample shape is given and fits pixels.
-        labels: of each row, as text.
-        lines: the line number of each row, for messages.
-        columns: the features' names; empty without a header.
-        target: the name or number of the label's column.
-        encoding: the rules that made the features.
-        notes: sentences about what was left out, replaced or made of texts.
-        mark: the decimal mark.
-    """
-
-    source: object
-    features: NDArray[Any]
-    labels: tuple[str, ...]
-    lines: tuple[int, ...]
-    columns: tuple[str, ...] = ()
-    target: str = ""
-    encoding: Encoding = ()
-    notes: tuple[str, ...] = ()
-    mark: str = "."
-
-    @property
-    def scale(self) -> float:
-        """The factor from features to model input."""
-        return 1 / 255 if self.features.dtype == np.uint8 else 1.0
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What a data set of this table keeps of it."""
-        return {name: getattr(self, name) for name in ("columns", "target", "encoding", "notes")}
-
-    def other_target(self) -> str:
-        """Return advice to predict another column: one with few texts, or else a number."""
-        by_kind = {column.kind: column for column in reversed(self.encoding)}
-        column = by_kind.get("text") or by_kind.get("number")
-        if column is None:
-            return "give another column as the target"
-        number = ", and predicts='quantities'" if column.kind == "number" else ""
-        return f"give another column, such as target={column.name!r}{number}"
-
-
 def is_table(path: Path) -> bool:
     """Return whether a file is a table, by its suffix."""
     return path.name.lower().removesuffix(".gz").endswith(ENDINGS)
@@ -251,19 +205,19 @@ def find_separator(path: Path, lines: Iterable[str]) -> str:
 
 
 def find_mark(
-    path: object,
+    source: object,
     separator: str,
     rows: Iterable[tuple[int, list[str]]],
     places: Collection[int],
     known: str = "",
-) -> tuple[str, tuple[str, ...]]:
+) -> tuple[str, list[str]]:
     """Return the decimal mark of a file, and a sentence if its cells did not show it.
 
     A column of numbers shows it. One number that only the other mark reads is a typing error beside
     others that both read. Without a sign of it, commas between cells leave the point.
 
     Args:
-        path: for messages.
+        source: for messages.
         separator: of the cells.
         rows: line numbers and cells.
         places: of the columns that may show it.
@@ -273,53 +227,47 @@ def find_mark(
         DataError: if two columns show different ones, or numbers read as two and none is shown.
     """
     counts = {place: Counter[str]() for place in places}
-    found, sure = dict[tuple[int, str], tuple[int, str]](), set[tuple[int, str]]()
+    found, sure = dict[tuple[int, str], str](), set[tuple[int, str]]()
 
-    def told(place: int, what: str) -> str:
-        line, cell = found[place, what]
-        return f"line {line}, column {place + 1}: {cell!r}"
-
-    def votes() -> dict[str, int]:
-        result = dict[str, int]()
-        for place, count in counts.items():
-            for mark in MARKS:
-                # between commas, a comma within a cell is rather one between thousands
-                share = 1 if mark == separator else FEW
-                is_shown = (place, mark) in sure or count[mark] * share >= max(count["both"], 1)
-                odd = count["text"] + sum(count[item] for item in MARKS if item != mark)
-                if is_shown and odd * FEW <= count.total():
-                    result.setdefault(mark, place)
+    def shown() -> dict[str, str]:
+        """Return where each mark is shown, and where both would do."""
+        result = dict[str, str]()
+        for (place, mark), where in found.items():
+            count, is_one = counts[place], mark in MARKS
+            odd = count["text"] + is_one * count[MARKS[mark == MARKS[0]]]
+            # between commas, a comma within a cell is rather one between thousands
+            likely = count[mark] * (1 if mark == separator else FEW) >= count["both"]
+            if odd * FEW <= count.total() and (likely or (place, mark) in sure):
+                result.setdefault(mark, where)
         return result
 
-    shown = dict[str, int]()
     for at, (line, cells) in enumerate(rows):
         row = "".join(cells)
         for place in places if "." in row or "," in row else ():
             what = mark_of(cell := cells[place]) if place < len(cells) else ""
-            if at or what != "text":
-                counts[place][what] += 1
-                found.setdefault((place, what), (line, cell))
-                # 1.200,5 and 0,5 leave no doubt
-                if what and (re.match("[+-]?0", cell) or {*MARKS} <= {*cell}):
-                    sure.add((place, what))
-        if at % MARK_ROWS == MARK_ROWS - 1 and (shown := votes()):
+            if not at and what == "text":
+                continue
+            counts[place][what] += 1
+            # 1.200,5 and 0,5 leave no doubt
+            if what in (*MARKS,) and (re.match("[+-]?0", cell) or {*MARKS} <= {*cell}):
+                sure.add((place, what))
+            if what not in ("", "text") and (place, what) not in found:
+                values = [item[0] for mark in MARKS if (item := amount(cell, mark))]
+                either = f" is {' or '.join(f'{value:.15g}' for value in values)}"
+                where = f"line {line}, column {place + 1}: {cell!r}"
+                found[place, what] = where + either * (what == "both")
+        if at % MARK_ROWS == MARK_ROWS - 1 and {*shown()} & {*MARKS}:
             break
     remedy = "name the decimal mark of the table, decimal='.' or decimal=','"
-    if len(shown := shown or votes()) > 1:
-        signs = " and ".join(told(place, mark) for mark, place in shown.items())
-        raise DataError(f"{path}: the decimal marks differ, in {signs}; {remedy}")
-    if shown:
-        return next(iter(shown)), ()
-    for place, count in counts.items():
-        if count["both"] and count["text"] * FEW <= count.total():
-            measured = (amount(found[place, "both"][1], mark) for mark in MARKS)
-            values = " or ".join(f"{item[0]:.15g}" for item in measured if item)
-            either = f"{told(place, 'both')} is {values}"
-            if known:
-                return known, (f"{either}; the training table's decimal mark, {known!r}, is taken",)
-            if separator != ",":
-                raise DataError(f"{path}, {either}; {remedy}")
-    return known or ".", ()
+    result = shown()
+    either = result.pop("both", "")
+    if len(result) > 1:
+        signs = " and ".join(result.values())
+        raise DataError(f"{source}: the decimal marks differ, in {signs}; {remedy}")
+    if either and not result and not known and separator != ",":
+        raise DataError(f"{source}, {either}; {remedy}")
+    told = f"{either}; the training table's decimal mark, {known!r}, is taken"
+    return next(iter(result), known or "."), [told] * bool(either and known and not result)
 
 
 def _counts(first: Sequence[str], width: int) -> bool:
@@ -331,7 +279,8 @@ def read_csv(source: Any, rules: TableRules = TableRules(), labelled: bool = Tru
     """Parse a table: a CSV file, plain or .gz, in UTF-8, or else in Windows' code page 1252.
 
     Args:
-        source: the file; or a DataFrame, a mapping of columns, mappings of cells, or rows.
+        source: the file; or, of a trained model, a DataFrame, a mapping of columns, mappings of
+            cells, or rows.
         rules: how to read it.
         labelled: whether to read labels; a table without them needs the encoding of another one.
 
@@ -339,26 +288,18 @@ def read_csv(source: Any, rules: TableRules = TableRules(), labelled: bool = Tru
         UsageError: for a column that the table does not have.
         DataError: for a damaged table; the message names line and column.
     """
-    rows = _rows_of(source, rules) if isinstance(source, Path) else _rows_in(source, rules)
-    cells, labels, target, left, notes = _parse(rows, rules, labelled)
-    if encoding := rules.encoding:
-        places = left
-    else:
-        documents = [_place(cells.source, cells.names, name) for name in rules.text_columns]
-        encoding, about = fit(cells, left, documents, target)
-        places, notes = [column.place for column in encoding], [*notes, *about]
-    features, about = encode(cells, encoding, places)
-    return Table(
-        cells.source,
-        _shaped(cells, features, encoding, rules),
-        tuple(labels),
-        tuple(cells.lines),
-        tuple(name for column in encoding for name in column.features) if cells.is_named else (),
-        target,
-        encoding,
-        (*notes, *about),
-        cells.mark,
-    )
+    if rules.decimal not in ("", *MARKS):
+        raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
+    rows = _rows_of(source) if isinstance(source, Path) else _rows_in(source, rules)
+    table, places = _parse(rows, rules, labelled)
+    encoding, notes = rules.encoding, list[str]()
+    if not encoding:
+        documents = [_place(table.source, table.names, name) for name in rules.text_columns]
+        encoding, notes = fit(table, places, documents)
+        places = [column.place for column in encoding]
+    features, about = encode(table, encoding, places)
+    samples = _shaped(table, features, encoding, rules)
+    return replace(table, encoding=encoding, features=samples, notes=(*table.notes, *notes, *about))
 
 
 @dataclass(frozen=True)
@@ -367,72 +308,50 @@ class _Rows:
 
     Attributes:
         source: the file, for messages.
-        rows: the line number and cells of each; the first one may be names.
-        mark: the decimal mark.
+        read: called for the line number and cells of each row; the first one may be names.
+        separator: of the cells.
         is_named: whether the first row is names; None if only the others can tell.
         class_names: in scikit-learn's first line.
         roles: of the columns, in Orange's third line.
-        notes: sentences about the decimal mark.
+        mark: the decimal mark; empty to find it.
     """
 
     source: object
-    rows: Iterator[tuple[int, list[str]]]
-    mark: str
+    read: Callable[[], Iterator[tuple[int, list[str]]]]
+    separator: str = ""
     is_named: bool | None = None
     class_names: Sequence[str] = ()
     roles: Sequence[str] = ()
-    notes: tuple[str, ...] = ()
+    mark: str = ""
 
 
-def _rows_of(path: Path, rules: TableRules) -> _Rows:
+def _rows_of(path: Path) -> _Rows:
     separator = find_separator(path, read_lines(path, "surrogateescape"))
 
-    def read() -> Iterator[tuple[int, list[str]]]:
-        return _split(path, read_lines(path, "surrogateescape"), separator)
+    def read(begin: int = 0) -> Iterator[tuple[int, list[str]]]:
+        return islice(_split(path, read_lines(path, "surrogateescape"), separator), begin, None)
 
-    if rules.decimal not in ("", *MARKS):
-        raise UsageError(f"decimal={rules.decimal!r} is no decimal mark; give '.' or ','")
-    begin = [*islice(rows := read(), 3)]
-    if not begin:
+    head = [*islice(read(), 3)]
+    if not head:
         raise DataError(f"{path}: the table has no rows of data")
-    first, second, third = (cells for _, cells in (begin * 3)[:3])
-    is_orange = path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS
-    # Orange's third line may be blank
-    used = 2 + (len(begin) > 2 and begin[2][0] == begin[1][0] + 1) if is_orange else 1
-    mark, notes = rules.decimal, tuple[str, ...]()
-    if not mark:
-        known = rules.encoding[0].mark if rules.encoding else ""
-        texts, places = chain(begin[:1], islice(read(), used, None)), _voters(path, begin, rules)
-        mark, notes = find_mark(path, separator, texts, places, known)
+    (_, first), (line, second), (after, third) = (head * 3)[:3]
     if _counts(first, len(second)) and sum(1 for _ in read()) == int(first[0]) + 1:
-        return _Rows(path, chain(begin[1:], rows), mark, class_names=first[2:], notes=notes)
-    if is_orange:
-        roles = [cell[:1].lower() for cell in third] if used == 3 else []
-        texts = chain(begin[:1], begin[used:], rows)
-        return _Rows(path, texts, mark, True, roles=roles, notes=notes)
+        return _Rows(path, lambda: read(1), separator, class_names=first[2:])
     if len(first) == len(second) - 1 and None in {*map(number, first)}:
         first.insert(0, "")  # R's names of rows have no name
-    return _Rows(path, chain(begin, rows), mark, notes=notes)
-
-
-def _voters(
-    path: object, begin: Sequence[tuple[int, Sequence[str]]], rules: TableRules
-) -> Collection[int]:
-    """Return the places of the columns that may show the decimal mark: none that is left out."""
-    first, width = begin[0][1], len(begin[-1][1])
-    names = _unique([""] * (width - len(first)) + [*first])
-    if not rules.encoding:
-        return {*range(width)} - {_place(path, names, name) for name in rules.drop}
-    places, _ = find_places(path, names, rules.encoding)
-    used = zip(rules.encoding, places, strict=True)
-    return {finder(names)(rules.target)} - {-1} | {
-        place for column, place in used if column.kind in ("number", "date")
-    }
+    if path.suffix == ".tab" and {*map(str.strip, second)} & ORANGE_KINDS:
+        used = 2 + (after == line + 1)  # Orange's third line may be blank
+        roles = [cell[:1].lower() for cell in third * (used - 2)]
+        return _Rows(path, lambda: chain(head[:1], read(used)), separator, True, roles=roles)
+    return _Rows(path, lambda: chain(head[:1], read(1)), separator)
 
 
 def _rows_in(source: Any, rules: TableRules) -> _Rows:
-    """Return the rows of a table in memory; its numbers are written with the decimal mark."""
-    name = type(source).__name__
+    """Return the rows of a table in memory; its numbers are written with the decimal mark.
+
+    The mark is the training table's, so that no row depends on the others.
+    """
+    name, mark = type(source).__name__, rules.decimal or rules.encoding[0].mark or "."
     is_columns = isinstance(source, Mapping) or hasattr(source, "columns")
     try:
         names = [*getattr(source, "columns", source)] if is_columns else None
@@ -447,24 +366,14 @@ def _rows_in(source: Any, rules: TableRules) -> _Rows:
             f"the {name} is no table ({error}); give a DataFrame, a dictionary of columns of one"
             " length, or rows"
         ) from error
-    numbered = [*enumerate(lines, start=names is None)]
-    mark, notes = rules.decimal or ".", tuple[str, ...]()
-    if rules.encoding and lines and not rules.decimal:
-        written = (
-            (line, [cell if isinstance(cell, str) else "" for cell in cells])
-            for line, cells in numbered
-        )
-        head = [(0, [*map(str, names)])] if names else []
-        places = _voters(name, head, rules) if names else range(len(lines[0]))
-        mark, notes = find_mark(name, "", written, places, rules.encoding[0].mark or ".")
 
     def text(cell: Any) -> str:
         # Decimal and arrays of one number are no Real
         is_number = hasattr(cell, "__float__") and not isinstance(cell, str)
         return str(cell).replace(".", mark) if is_number else str(cell)
 
-    texts = ((line, [*map(text, cells)]) for line, cells in numbered)
-    return _Rows(name, texts, mark, names is not None, notes=notes)
+    texts = [(line, [*map(text, cells)]) for line, cells in enumerate(lines, names is None)]
+    return _Rows(name, lambda: iter(texts), is_named=names is not None, mark=mark)
 
 
 def _cells_of(values: Any) -> Any:
@@ -472,13 +381,11 @@ def _cells_of(values: Any) -> Any:
     return np.asarray(values) if hasattr(values, "__dlpack__") else values
 
 
-def _parse(
-    table: _Rows, rules: TableRules, labelled: bool
-) -> tuple[Cells, list[str], str, list[int], list[str]]:
-    """Return cells, labels, the name of their column, the places of the features, and notes."""
-    path, encoding, is_named = table.source, rules.encoding, table.is_named
-    begin, first = next(table.rows, (1, []))
-    width, target, notes, found = len(first), -1, [*table.notes], True
+def _parse(rows: _Rows, rules: TableRules, labelled: bool) -> tuple[Table, list[int]]:
+    """Return a table without features, and the places of its columns."""
+    path, encoding, is_named = rows.source, rules.encoding, rows.is_named
+    begin, first = next(rows.read(), (1, []))
+    width, target, notes, is_known = len(first), -1, list[str](), False
     if width < 1 + (labelled and not encoding):
         raise DataError(
             f"{path}, line {begin}: {counted(width, 'cell')}; needs at least one feature, then the"
@@ -491,46 +398,51 @@ def _parse(
             " writes it for columns without names; write the table with to_csv(path, index=False,"
             " header=False), or give the columns names"
         )
-    counts = figures[1:] in ([*range(width - 1)], [*range(1, width)])
-    if not encoding and not first[0].strip() and counts:
-        is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
     names = _unique(first)
     if encoding:
-        is_row = is_named is False  # a list of rows has no names
-        left, found = find_places(path, [""] * width if is_row else names, encoding)
-        if is_row and len(left) < width:
-            raise DataError(
-                f"{path}, line {begin}: {counted(width, 'cell')}; the model needs"
-                f" {shortened(', '.join(column.name for column in encoding))}"
-            )
-        is_named = found or is_named
-        free = [place for place in range(width) if place not in left]
-        unread = {*free}
-        if labelled and not free:
+        left, is_known, is_named = find_places(path, first, names, encoding, is_named)
+        unread = {*range(width)} - {*left}
+        if labelled and not unread:
             raise DataError(
                 f"{path}: each column is a feature of the model, so none is the label; for a table"
                 " without labels call nnmpi.load(run).predict(table)"
             )
+        if labelled and is_known and not rules.target:
+            spare = [names[place] for place in sorted(unread)]
+            raise UsageError(
+                f"{path}: the model takes no column {shortened(', '.join(spare))}; name the label's,"
+                f" target={spare[-1]!r}"
+            )
+        if not is_known and rows.is_named is not False:
+            notes.append("the columns are taken in the order of the training table")
+        free = sorted(unread)
+        voters = [
+            place
+            for column, place in zip(encoding, left, strict=True)
+            if column.kind in ("number", "date")
+        ]
     else:
+        if not first[0].strip() and figures[1:] in ([*range(width - 1)], [*range(1, width)]):
+            is_named = width > 2 or is_named  # an index without a name, as pandas and R write it
         unread = {_place(path, names, name) for name in rules.drop}
-        unread |= {place for place, role in enumerate(table.roles) if role in ("m", "i")}
-        free = left = [place for place in range(width) if place not in unread]
+        unread |= {place for place, role in enumerate(rows.roles) if role in ("m", "i")}
+        free = left = voters = [place for place in range(width) if place not in unread]
         asked = {rules.target, *rules.drop, *rules.text_columns}
         is_named = is_named or any(not name.isdecimal() for name in asked & {*names}) or None
     if labelled and free:
-        known = rules.target if found else ""
-        if encoding and is_named and not known:
-            spare = shortened(", ".join(names[place] for place in free))
-            raise UsageError(
-                f"{path}: the model takes no column {spare}; name the label's, target={names[free[-1]]!r}"
-            )
-        last = table.roles.index("c") if "c" in table.roles else free[-1]
-        target = _place(path, names, known) if known else last
+        target = rows.roles.index("c") if "c" in rows.roles else free[-1]
+        if rules.target and (is_known or not encoding):
+            target = _place(path, names, rules.target)
         left = [place for place in left if place != target]
-        unread -= {target}
+    mark = rules.decimal or rows.mark
+    if not mark:
+        known = encoding[0].mark if encoding else ""
+        mark, about = find_mark(path, rows.separator, rows.read(), {*voters, target} - {-1}, known)
+        notes += about
+    unread -= {target}
     values, texts = array("d"), tuple(dict[int, str]() for _ in range(width))
     labels, lines, unlabelled = list[str](), list[int](), 0
-    for line, cells in chain([(begin, first)], table.rows):
+    for line, cells in rows.read():
         _check_width(path, line, cells, width)
         label = _decoded(cells[target].strip()) if labelled else ""
         if labelled and labels and label.lower() in NO_LABEL:
@@ -538,7 +450,7 @@ def _parse(
             continue
         for place in unread:
             cells[place] = ""
-        numbers = [number(cell, table.mark) for cell in cells]
+        numbers = [number(cell, mark) for cell in cells]
         if None in numbers:
             for place, value in enumerate(numbers):
                 if value is None:
@@ -548,55 +460,43 @@ def _parse(
         lines.append(line)
         values.extend(cast(list[float], numbers))
     matrix = np.frombuffer(values).reshape(len(labels), width)
-    if is_named is None and not encoding:
+    if is_named is None:
         is_named, is_sure = _is_named(matrix, texts, target)
         if is_named and not is_sure:
             notes.append(f"line {begin} is taken as the names of the columns")
-    if not found:
-        # a first row is told by itself: no result depends on the rows below
-        pairs = zip(encoding, left, strict=True)
-        bare = [at for item, at in pairs if item.kind == "number" and not item.values]
-        has_texts = bool(bare) and all(0 in texts[place] for place in bare)
-        is_other = is_named or (is_named is None and has_texts)
-        if is_other and has_names(encoding):
-            raise DataError(
-                f"{path} has the columns {shortened(', '.join(names))}; the model needs"
-                f" {shortened(', '.join(column.name for column in encoding))}"
-            )
-        is_named = bool(is_other)
-        if table.is_named is not False:
-            notes.append("the columns are taken in the order of the training table")
-    start = int(bool(is_named))
-    if labelled and not start and labels[:1] and labels[0].lower() in NO_LABEL:
+    start = int(is_named)
+    if labelled and not start and labels[0].lower() in NO_LABEL:
         start, unlabelled = 1, unlabelled + 1
-    labels, lines = labels[start:], lines[start:]
-    if not labels and unlabelled:
+    if len(labels) == start and unlabelled:
         other = f", such as target={names[left[-1]]!r}" if left else ""
         raise DataError(
             f"{path}: no row has a label in column {names[target]!r}; give another column{other}"
         )
-    if not labels:
+    if len(labels) == start:
         raise DataError(f"{path}: the table has no rows of data")
+    labels = labels[start:]
     if unlabelled:
         notes.append(f"{counted(unlabelled, 'row')} without a label left out")
-    if table.class_names and {*labels} <= {*map(str, range(len(table.class_names)))}:
-        labels = [table.class_names[int(label)] for label in labels]
+    if rows.class_names and {*labels} <= {*map(str, range(len(rows.class_names)))}:
+        labels = [rows.class_names[int(label)] for label in labels]
     if not is_named:
         names = tuple(str(number) for number in range(1, width + 1))
     training = split_indices(len(labels), *rules.split)[0] if rules.split else slice(None)
-    result = Cells(
+    below = ({row - start: text for row, text in column.items()} for column in texts)
+    table = Table(
         path,
-        lines,
+        lines[start:],
         names,
-        bool(is_named),
+        is_named,
         matrix[start:],
-        tuple(
-            {row - start: text for row, text in column.items() if row >= start} for column in texts
-        ),
-        table.mark,
+        tuple({row: text for row, text in column.items() if row >= 0} for column in below),
+        mark,
         None if encoding else training,
+        tuple(labels),
+        names[target] if labelled else "",
+        tuple(notes),
     )
-    return result, labels, names[target] if labelled else "", left, notes
+    return table, left
 
 
 def _is_named(
@@ -621,21 +521,20 @@ def _is_named(
     if found or len(figures) < 2 and not words:
         return False, True
     steps = np.diff(top[figures])
-    counts = top[figures[0]] in (0, 1) and (steps == 1).all()
-    is_sorted = (steps > 0).all() or (steps < 0).all()
-    years = all(
-        _are_years(top[place]) and not _are_years(np.append(cells[~np.isnan(cells)], top[place]))
-        for place, cells in zip(figures, below[:, figures].T, strict=True)
-    )
-    shows = above or len(repeated) > 1 or (len(figures) > 3 and bool(repeated))
-    is_sorted &= len(steps) > 0 and shows
-    counts &= above or (len(steps) > 0 and bool(repeated))
-    return bool(counts or is_sorted or (years and (steps > 0).all())), False
+    rises, falls = (steps > 0).all(), (steps < 0).all()
+    counts = top[figures[0]] in (0, 1) and (steps == 1).all() and (above or len(steps) > 0)
+    years = _are_years(top[figures]).all() and not _are_years(below[:, figures]).all(axis=0).any()
+    shows = above or bool(repeated) or not words
+    is_clear = above or len(repeated) > 1 or (len(figures) > 3 and bool(repeated))
+    is_sorted = len(steps) > 0 and (rises or falls)
+    return bool((is_sorted and is_clear) or (rises and shows and (counts or years))), False
 
 
-def _are_years(values: NDArray[np.float64]) -> bool:
+def _are_years(values: NDArray[np.float64]) -> Any:
+    """Return which numbers may be years; a missing one may."""
     least, most = YEARS
-    return bool(((values >= least) & (values <= most) & (values == np.rint(values))).all())
+    whole = (values >= least) & (values <= most) & (values == np.rint(values))
+    return whole | np.isnan(values)
 
 
 def _unique(cells: Sequence[str]) -> tuple[str, ...]:
@@ -667,7 +566,7 @@ def _decoded(cell: str) -> str:
 
 
 def _shaped(
-    cells: Cells, features: NDArray[np.float32], encoding: Encoding, rules: TableRules
+    table: Table, features: NDArray[np.float32], encoding: Encoding, rules: TableRules
 ) -> NDArray[Any]:
     """Return features in the shape of a sample; pixels as bytes."""
     shape = rules.sample_shape
@@ -675,9 +574,9 @@ def _shaped(
         return features
     if features.shape[1] != prod(shape):
         odd = [column.place for column in encoding if column.kind not in ("number", "list")]
-        remedy = f", such as {cells.dropping(odd)}" if odd else ""
+        remedy = f", such as {table.dropping(odd)}" if odd else ""
         raise UsageError(
-            f"{cells.source} has {counted(features.shape[1], 'feature')}, but samples of"
+            f"{table.source} has {counted(features.shape[1], 'feature')}, but samples of"
             f" {' x '.join(map(str, shape))} have {prod(shape)}; give another shape, or leave"
             f" columns out{remedy}"
         )
@@ -690,7 +589,7 @@ def _shaped(
     if rules.as_bytes and not fits.all():
         row = int(np.argwhere(~fits)[0, 0])
         raise DataError(
-            f"{cells.source}, line {cells.lines[row]}: a pixel is none of 0..255, as all of the"
+            f"{table.source}, line {table.lines[row]}: a pixel is none of 0..255, as all of the"
             " training table are; give pixels of the same kind"
         )
     return pixels if fits.all() else samples
@@ -713,6 +612,7 @@ def to_dataset(
         is_trained_on: whether its labels are to be learned: one class teaches nothing.
     """
     numbers = {label: number(label, table.mark) for label in table.labels}
+    scale = 1 / 255 if table.features.dtype == np.uint8 else 1.0
 
     is_numeric = all(
         number(label, table.mark) is not None
@@ -738,38 +638,34 @@ def to_dataset(
                 f"{table.source}, line {table.lines[row]}: the target {label!r} is not a finite"
                 f" number; {remedy if is_text else 'leave the row out'}"
             )
-        return Dataset(name, table.features, quantities, 0, table.scale, **table.about)
+        return Dataset(name, table.features, quantities, 0, scale, **table.about)
     if is_numeric and fraction is not None:
         raise DataError(
             f"{table.source}: label {shortened(fraction)!r} is not a whole number; {HINT}"
         )
-    # True, TRUE and true are one class
-    bools = {name.lower(): name for name in class_names or sorted(numbers) if name.lower() in BOOLS}
     spelled = {
-        label: str(int(value))
-        if is_numeric and value is not None
-        else bools.get(label.lower(), label)
+        label: str(int(value)) if is_numeric and value is not None else label
         for label, value in numbers.items()
     }
-    names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
+    known = class_names or sorted({*spelled.values()}, key=int if is_numeric else str)
+    names = {class_key(label): label for label in reversed(known)}  # of two spellings the first
     if is_trained_on and not class_names and len(names) == 1:
         raise DataError(
-            f"{table.source} has only one class, {shortened(names[0])!r}, so there is nothing to"
+            f"{table.source} has only one class, {shortened(known[0])!r}, so there is nothing to"
             f" predict; {table.other_target()}"
         )
-    about = table.about
-    class_of = {item: number for number, item in enumerate(names)}
-    if unknown := [label for label in table.labels if spelled[label] not in class_of]:
+    about, class_of = table.about, {key: number for number, key in enumerate(reversed(names))}
+    if unknown := [label for label in numbers if class_key(spelled[label]) not in class_of]:
         raise DataError(
             f"{table.source}: label {shortened(unknown[0])!r} is not among the training labels"
-            f" {list(names)}"
+            f" {[*known]}"
         )
-    y = np.array([class_of[spelled[label]] for label in table.labels])
+    y = np.array([class_of[class_key(spelled[label])] for label in table.labels])
     if is_trained_on and not class_names:
         remedy = HINT if is_numeric else table.other_target()
-        notes = judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
-        about["notes"] += notes
-    return Dataset(name, table.features, y, len(names), table.scale, names, **about)
+        about["notes"] += judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
+    class_names = tuple(reversed(names.values()))
+    return Dataset(name, table.features, y, len(names), scale, class_names, **about)
 
 
 def refuse_rules(what: str, rules: TableRules) -> None:

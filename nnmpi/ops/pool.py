@@ -10,6 +10,7 @@ the window, and then computes on long contiguous arrays (see `backend.planes`). 
 windows. Windows may overlap. Large windows that do not are summed by products with ones.
 """
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.windows import PairLike, RowsAndColumns, out_size, pair, windows
 from nnmpi.base.errors import ShapeError, UsageError
+from nnmpi.base.words import refuse_words
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, placement_if_uncut
@@ -155,7 +157,11 @@ def upsample(x: Tensor, factor: RowsAndColumns) -> Tensor:
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: PairLike, stride: PairLike | None = None, padding: PairLike = 0
+    x: Tensor,
+    kernel_size: PairLike,
+    stride: PairLike | None = None,
+    padding: PairLike = 0,
+    **words: Any,
 ) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
@@ -171,17 +177,23 @@ def max_pool2d(
             kernel_size.
         DtypeError: for integers.
     """
-    return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel_size, stride, padding))
+    over = _checked("max_pool2d", x, kernel_size, stride, padding, words)
+    return pooled(MaxPool2dFunction, x, over)
 
 
 def avg_pool2d(
-    x: Tensor, kernel_size: PairLike, stride: PairLike | None = None, padding: PairLike = 0
+    x: Tensor,
+    kernel_size: PairLike,
+    stride: PairLike | None = None,
+    padding: PairLike = 0,
+    **words: Any,
 ) -> Tensor:
     """Return each window's mean, (batch, out_height, out_width, channels).
 
     Border pixels count as 0. Same arguments and errors as `max_pool2d`.
     """
-    return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel_size, stride, padding))
+    over = _checked("avg_pool2d", x, kernel_size, stride, padding, words)
+    return pooled(AvgPool2dFunction, x, over)
 
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
@@ -190,8 +202,14 @@ def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tens
 
 
 def _checked(
-    name: str, x: Tensor, kernel_size: PairLike, stride: PairLike | None, padding: PairLike
+    name: str,
+    x: Tensor,
+    kernel_size: PairLike,
+    stride: PairLike | None,
+    padding: PairLike,
+    words: Iterable[str],
 ) -> PoolWindows:
+    refuse_words(name, words)
     require_floating(name, x)
     over = pool_windows(kernel_size, stride, padding)
     sizes, steps, border = over

@@ -44,6 +44,7 @@ class ModelSignature:
         class_names: one per class, or empty.
         stored: the kind of samples before the transform: "uint8", "float32" or "tokens".
         scale: factor on bytes.
+        top: the largest scaled sample: 1 if the training's are all below, else what 255 becomes.
         mean, std: of the normalization after the scale; empty for none.
         predicts: "classes"; "quantities"; or "yes-or-no", whose outputs are logits.
         target_shape: of a sample's quantities or yes-or-no targets.
@@ -69,6 +70,7 @@ class ModelSignature:
     encoding: Encoding = ()
     target_mean: tuple[float, ...] = ()
     target_std: float = 1.0
+    top: float | None = None
 
     @classmethod
     def of(
@@ -94,6 +96,8 @@ class ModelSignature:
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
+        if stored == BYTES and samples.x.max(initial=0) * samples.scale <= 1:
+            last["top"] = 1.0
         if normalize is not None:
             last |= {
                 name: tuple(np.ravel(getattr(normalize, name)).tolist()) for name in ("mean", "std")
@@ -243,13 +247,15 @@ class ModelSignature:
             )
         if self.stored != BYTES or not x.size:
             return result
-        top, each, is_whole = FULL * self.scale, result.reshape(len(x), -1), x.dtype.kind in "iu"
+        top, each = self.top or FULL * self.scale, result.reshape(len(x), -1)
         least, most = each.min(axis=1), each.max(axis=1)
         is_bytes = (least >= 0) & (most <= FULL) & (each == np.rint(each)).all(axis=1)
-        is_scaled = (least >= -top * ROUNDING) & (most <= top * (1 + ROUNDING)) & (not is_whole)
+        is_scaled = (least >= -top * ROUNDING) & (most <= top * (1 + ROUNDING))
+        is_scaled &= x.dtype.kind not in "iu"
 
-        # zeros are black on both scales
-        for row in np.flatnonzero((is_bytes == is_scaled) & each.any(axis=1))[:1].tolist():
+        # zeros are black on both scales, and with a scale of 1 all is the same
+        is_clear = (is_bytes != is_scaled) | ((self.scale == 1) & is_bytes) | ~each.any(axis=1)
+        for row in np.flatnonzero(~is_clear)[:1].tolist():
             both = "; it may be either, so give bytes as integers, as x.astype('uint8') makes them"
             raise DataError(
                 f"{name}[{row}] is from {least[row]:.4g} to {most[row]:.4g}, but the model's were"

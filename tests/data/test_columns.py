@@ -129,12 +129,11 @@ def test_texts_that_are_nearly_all_different_are_left_out_and_said(tmp_path: Pat
     data = table(tmp_path, text)
     assert data.columns == ("v",)
     assert data.notes == (
-        "column 'name' has 40 different texts in 40 rows and is left out",
-        "column 'from, where' has 40 different texts in 40 rows and is left out, or learn from its"
-        " words: text_columns=['2'] target='k'",
+        "left out, with too many different texts: name (40 of 40), from, where (40 of 40); to learn"
+        " from words: text_columns=['2'] target='k'",
     )
     assert table(tmp_path, text, drop=("name", "2")).notes == ()
-    with pytest.raises(DataError, match="no column is left to learn from; column 'name' has 40"):
+    with pytest.raises(DataError, match="no column is left to learn from; left out, with too"):
         table(tmp_path, text, drop=("v",))
     few = "".join(f"n{i % int(TEXTS_SHARE * 80)},{i % 2}\n" for i in range(80))
     assert table(tmp_path, f"name,k\n{few}").sample_shape == (20,)

@@ -53,6 +53,9 @@ def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[
         (",", ['"1,000"', "0.5", "7"], [1000, 0.5, 7]),
         (",", ["1'000.5", "−3", "+2"], [1000.5, -3, 2]),
         (";", ["1\u202f200,5", "3", "4"], [1200.5, 3, 4]),
+        (";", ["1 234,5", "98 765,0", "3"], [1234.5, 98765, 3]),
+        (";", ["1 234,5", "98 765 432,0"] * 9, [1234.5, 98765432] * 9),
+        ("\t", ["1 234", "98 765"] * 9 + ["999"], [1234, 98765] * 9 + [999]),
         (";", ["5,99 EUR", "1.000 EUR", "12 EUR"], [5.99, 1000, 12]),
     ],
 )
@@ -131,6 +134,13 @@ def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) ->
         full(tmp_path, column(["1,5", "1.5", "2"], ";"))
     with pytest.raises(UsageError, match="decimal='x' is no decimal mark"):
         full(tmp_path, column(["1"]), decimal="x")
+
+
+def test_what_may_be_a_list_or_a_number_is_refused(tmp_path: Path) -> None:
+    cells = [f"{100 + i} {200 + i}" for i in range(9)]
+    with pytest.raises(DataError, match="'100 200' in column 'v' may be a list or one number; wri"):
+        full(tmp_path, column(cells))
+    assert full(tmp_path, column(["0 12", *cells])).columns == ("v 1", "v 2", "w")
 
 
 @pytest.mark.parametrize("form", ["{}", ".{}", "-.{}", "{}e5", "2.{}e-05", "{}e+2", "1,{}"])
@@ -279,6 +289,12 @@ def test_years_are_names(tmp_path: Path, header: str) -> None:
     assert (len(data), data.class_names) == (8, ("x", "y"))
     bare = full(tmp_path, ["2019,2020,2021", *(f"{i}.5,{i},{i % 3}" for i in range(9))])
     assert (len(bare), bare.class_names) == (9, ("0", "1", "2"))
+    for words in ("alpha beta gamma", "x y x"):
+        rows = [
+            f"{cells},{word}"
+            for cells, word in zip(("2000,2001", "7,8", "9,5"), words.split(), strict=True)
+        ]
+        assert len(full(tmp_path, rows)) == 3, "no word shows that the first row is names"
     years = [f"{1950 + i},{1980 + i},{'xy'[i % 2]}" for i in range(8)]
     assert len(full(tmp_path, years)) == 8, "years above years are a row"
 
@@ -316,6 +332,31 @@ def test_booleans_are_one_class_in_any_capitals(tmp_path: Path) -> None:
     lines = ["a,k", *(f"{i % 5},{['True', 'TRUE', 'False', 'true'][i % 4]}" for i in range(20))]
     data = full(tmp_path, lines)
     assert (data.classes, data.y[:4].tolist()) == (2, [1, 1, 0, 1])
+    rules = TableRules("k", encoding=data.encoding)
+    other = read_csv(write(tmp_path, ["a,k", "1,True", "2,false"], "o.csv"), rules)
+    assert to_dataset(other, "t", ("0", "1")).y.tolist() == [1, 0]
+    other = read_csv(write(tmp_path, ["a,k", "1,1", "2,0"], "o.csv"), rules)
+    assert to_dataset(other, "t", data.class_names).y.tolist() == [1, 0]
+    with pytest.raises(DataError, match="'1' is not among the training labels"):
+        to_dataset(other, "t", ("no", "yes"))
+
+
+def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path: Path) -> None:
+    """Kaggle's Titanic: 113803 beside A/5 21171; a cabin for few, and nearly each its own."""
+    rows = [
+        f"{'PC ' * (i % 4 == 0)}{1000 + i},n{i},{f'C{i}' * (i % 5 == 0)},{i % 7},{i % 2}"
+        for i in range(80)
+    ]
+    data = full(tmp_path, ["ticket,name,cabin,age,k", *rows])
+    assert data.columns == ("age",)
+    (note,) = data.notes
+    assert note == (
+        "left out, with too many different texts: ticket (80 of 80), name (80 of 80), cabin (16 of"
+        " 16)"
+    )
+    odd = [f"{i}{'?' * (i == 7)},{i % 2}" for i in range(80)]
+    with pytest.raises(DataError, match="line 9, .*'7\\?' is no number, as"):
+        full(tmp_path, ["a,k", *odd])
 
 
 def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -> None:
@@ -345,7 +386,7 @@ def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -
     with pytest.raises(UsageError, match="no column id; name the label's, target='id'"):
         read_csv(write(tmp_path, ["id,city,kind", "1,a,c"], "o.csv"), rules)
     assert len(read_csv([["city", "kind"], ["a", "c"]], rules, False).features) == 2
-    with pytest.raises(DataError, match="3 cells; the model needs city, kind"):
+    with pytest.raises(DataError, match="3 columns; the model needs city, kind"):
         read_csv([["a", "c", 1]], rules, False)
 
 
