@@ -5,6 +5,7 @@ company and order, from a file and from Python.
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import data
 from nnmpi.base.errors import DataError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.predict import main as predict
@@ -88,6 +90,18 @@ def test_images(
     for others in ([5], [5, 1, 2]):
         with pytest.raises(DataError, match=r"samples\[0\] is from 0 to 1.*give bytes as integers"):
             model_.predict(pictures[others].astype("f4"))
+
+
+def test_the_rule_of_a_run_tells_bytes_from_scaled_floats(tmp_path: Path, run: Any) -> None:
+    """Digits' 16 is white, so that 15.0 is a byte; of bytes that are not scaled all is the same."""
+    folder, _ = run("--model mlp --hidden 8")
+    model, train = nnmpi.load(folder), data.load("digits")[0]
+    dark = np.minimum(train.x[:20], 15)
+    right = model.predict(dark)
+    for floats in (dark / 1.0, dark / np.float32(16)):
+        np.testing.assert_array_equal(model.predict(floats), right)
+    signature = replace(model.signature, scale=1.0, top=None)
+    np.testing.assert_array_equal(signature.scaled(dark / 1.0), dark)
 
 
 # ---- tables ----
