@@ -65,10 +65,7 @@ CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Source:
-    """A file to download: its name, mirrors in order of preference, size and hash.
-
-    Sizes and hashes are those of the compressed files, from TensorFlow Datasets' url_checksums.
-    """
+    """A file to download: its name, mirrors in order of preference, size and hash."""
 
     filename: str
     mirrors: tuple[str, ...]
@@ -76,49 +73,41 @@ class Source:
     sha256: str
 
 
-_MNIST = (
-    "https://ossci-datasets.s3.amazonaws.com/mnist",
-    "https://storage.googleapis.com/cvdf-datasets/mnist",
-)
-_FASHION = (
-    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
-)
-_CIFAR = (
-    "https://www.cs.toronto.edu/~kriz",
-    "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10",
-)
+# mirrors in order of preference
+MIRRORS = {
+    "mnist": "https://ossci-datasets.s3.amazonaws.com/mnist"
+    " https://storage.googleapis.com/cvdf-datasets/mnist",
+    "fashion-mnist": "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data"
+    "/fashion http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    "cifar10": "https://www.cs.toronto.edu/~kriz"
+    " https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10",
+}
+# sizes and hashes of the compressed files, from TensorFlow Datasets' url_checksums
+SUMS = {
+    "mnist": """\
+9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
+28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
+1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
+4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6""",
+    "fashion-mnist": """\
+26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
+29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
+4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
+5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5""",
+    "cifar10": """\
+170052171 c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd""",
+}
 IDX_PACKED = [f"{name}.gz" for names in IDX_FILES.values() for name in names]
-
-
-def _sources(
-    mirrors: tuple[str, ...], files: Sequence[str], *sums: tuple[int, str]
-) -> tuple[Source, ...]:
-    return tuple(Source(file, mirrors, *item) for file, item in zip(files, sums, strict=True))
-
-
 SOURCES = {
-    "mnist": _sources(
-        _MNIST,
-        IDX_PACKED,
-        (9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        (28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        (1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        (4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
-    ),
-    "fashion-mnist": _sources(
-        _FASHION,
-        IDX_PACKED,
-        (26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-        (29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-        (4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-        (5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
-    ),
-    "cifar10": _sources(
-        _CIFAR,
-        [CIFAR_ARCHIVE],
-        (170052171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
-    ),
+    name: tuple(
+        Source(file, tuple(MIRRORS[name].split()), int(size), sha256)
+        for file, (size, sha256) in zip(
+            [CIFAR_ARCHIVE] if name == "cifar10" else IDX_PACKED,
+            map(str.split, sums.splitlines()),
+            strict=True,
+        )
+    )
+    for name, sums in SUMS.items()
 }
 DOWNLOADED = tuple(SOURCES)
 NAMES = ("iris", "digits", *DOWNLOADED, *TEXTS)

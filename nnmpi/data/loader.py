@@ -60,10 +60,6 @@ RESIDENT_SHARE = 0.25
 # Gathered at once on a device: a batch of MNIST, 200 KB, costs the host 5 us in place of 70.
 GATHERED_BYTES = 2**24
 
-# A data set, a device, and the data set with its samples there, if they fit.
-_UNDECIDED: tuple[Samples, Backend, Dataset | None] | None = None
-_NOBODY: Uploads | None = None
-
 
 @dataclass(eq=False, slots=True)
 class Batch:
@@ -258,8 +254,8 @@ class Loader(Settled, fixed="group"):
     workers: int | None = None
 
     _place: Place = field(init=False, default_factory=Place)
-    _held = _UNDECIDED
-    _sent_by = _NOBODY
+    _held: Any = field(init=False, default=(None, None, None))
+    _uploads: Any = field(init=False, default=None)
 
     def __post_init__(self, group: Any = None) -> None:
         """Check the settings, and derive what depends on them; again after each assignment."""
@@ -298,14 +294,14 @@ class Loader(Settled, fixed="group"):
                 [row_owners(row, self.world, self.microbatches) for row in rows]
             )
             self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
-        self._source = Order(self)
+        self.source = Order(self)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Follow a changed setting from the next epoch on, or refuse it as the constructor does."""
         before = getattr(self, name, None)
         super().__setattr__(name, value)
-        if name in self.__dataclass_fields__ and self._is_made:
+        if name[0] != "_" and self._is_made:
             try:
                 self.__post_init__()
             except BaseException:
@@ -338,14 +334,14 @@ class Loader(Settled, fixed="group"):
         """The epoch and the batch with which the next `for batch in loader` begins."""
         (epoch, batch), source = self._place.next, self._place.source
         # with other settings the rest of an epoch is lost: its batches were others
-        is_lost = batch and source and source.of_epochs != self._source.of_epochs
+        is_lost = batch and source and source.of_epochs != self.source.of_epochs
         return (epoch + 1, 0) if is_lost else (epoch, batch)
 
     def state(self) -> dict[str, int]:
         """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
         at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
-        return at | self._source.of_epochs
+        return at | self.source.of_epochs
 
     def load(self, state: Mapping[str, int]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
@@ -353,7 +349,7 @@ class Loader(Settled, fixed="group"):
         Raises:
             UsageError: for a place within an epoch whose batches were others.
         """
-        for name, now in self._source.of_epochs.items():
+        for name, now in self.source.of_epochs.items():
             before = state.get(name, now)
             if state["batch"] and before != now:
                 raise UsageError(
@@ -364,7 +360,7 @@ class Loader(Settled, fixed="group"):
         place = self._place
         place.trained, place.read = (state["epoch"], state["batch"]), None
         place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
-        place.source = self._source
+        place.source = self.source
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -402,12 +398,15 @@ class Loader(Settled, fixed="group"):
         device = backend if backend is not None and backend.is_device else None
         held = None if device is None else self._held_by(device)
         if device is not None and held is not None:
-            gathered = _Gathered(settings, device, held, epoch_order, epoch)
-            return Batches(loop, gathered, numbers, workers=0)
+            gathered = _gathered(settings, device, held, epoch_order, epoch, numbers)
+            return Batches(loop, lambda number: next(gathered), numbers, workers=0)
         threads = (
             int(device is not None or self._takes_long) if self.workers is None else self.workers
         )
-        uploads = None if device is None else self._uploads_to(device)
+        # one object for all epochs: so its stream has its memory
+        if device is not None and (self._uploads is None or self._uploads.device is not device):
+            self._uploads = Uploads(device)
+        uploads = None if device is None else self._uploads
 
         def make(number: int) -> Batch:
             batch = settings.part(epoch_order, epoch, number, settings.rank, settings.world)
@@ -435,33 +434,19 @@ class Loader(Settled, fixed="group"):
             send=None if uploads is None else send,
         )
 
-    def _uploads_to(self, device: Backend) -> Uploads:
-        """Return the copies to a device, one object for all epochs: so its stream has its memory."""
-        if self._sent_by is None or self._sent_by.device is not device:
-            self._sent_by = Uploads(device)
-        return self._sent_by
-
     def _held_by(self, device: Backend) -> Dataset | None:
         """Return the data set with its samples on a device; None if they must not or cannot be there.
 
         The first call decides, so that every epoch is alike.
         """
-        if self._held is None or self._held[0] is not self.dataset or self._held[1] is not device:
-            dataset, held = self.dataset, None
-            if (
-                type(dataset) is Dataset
-                and isinstance(dataset.x, np.ndarray)
-                and dataset.x.nbytes <= RESIDENT_SHARE * device.room_bytes()
-            ):
+        dataset, x = self.dataset, getattr(self.dataset, "x", None)
+        if self._held[0] is not dataset or self._held[1] is not device:
+            held, most = None, RESIDENT_SHARE * device.room_bytes()
+            if type(dataset) is Dataset and isinstance(x, np.ndarray) and x.nbytes <= most:
                 held = copy(dataset)
-                object.__setattr__(held, "x", resident(device, dataset.x))
+                object.__setattr__(held, "x", resident(device, x))
             self._held = dataset, device, held
         return self._held[2] if self._only_normalizes else None
-
-    @property
-    def source(self) -> Order:
-        """What decides which samples the batches hold."""
-        return self._source
 
     @property
     def is_small(self) -> bool:
@@ -544,7 +529,7 @@ class Loader(Settled, fixed="group"):
             microbatches=min(self.microbatches, global_rows),
             targets=targets,
             first=epoch_order[start],
-            source=self._source,
+            source=self.source,
         )
         return make, indices, length
 
@@ -618,47 +603,40 @@ def _part_of(group: Any, rank: Any, world: Any) -> tuple[Any, Any]:
     )
 
 
-class _Gathered:
-    """The batches of an epoch, in order, from a data set on a device.
+def _gathered(
+    loader: Loader,
+    device: Backend,
+    held: Dataset,
+    epoch_order: Integers,
+    epoch: int,
+    numbers: range,
+) -> Iterator[Batch]:
+    """Yield the batches of an epoch with these numbers, from a data set on a device.
 
     Args:
         loader: of the batches.
         device: of the data set.
         held: the loader's data set, with its samples there.
         epoch_order, epoch: see `Loader.part`.
+        numbers: of the batches.
     """
-
-    def __init__(
-        self, loader: Loader, device: Backend, held: Dataset, epoch_order: Integers, epoch: int
-    ) -> None:
-        self._loader, self._device, self._held = loader, device, held
-        self._order, self._epoch = epoch_order, epoch
-        self._ready: deque[Batch] = deque()
-        self._count = 4  # gathered at once; doubles, since a segment may need only a few batches
-        self._most = max(1, GATHERED_BYTES // max(loader._part_bytes, 1))
-
-    def __call__(self, number: int) -> Batch:
-        """Return the next batch, which has this number."""
-        if not self._ready:
-            stop = min(number + min(self._count, self._most), len(self._loader))
-            self._count *= 2
-            self._ready += self._gather(range(number, stop))
-        return self._ready.popleft()
-
-    def _gather(self, numbers: range) -> Iterator[Batch]:
-        loader, epoch = self._loader, self._epoch
+    count = 4  # gathered at once; doubles, since a segment may need only a few batches
+    most = max(1, GATHERED_BYTES // max(loader._part_bytes, 1))
+    while numbers:
+        some, numbers = numbers[: min(count, most)], numbers[min(count, most) :]
         outlines = [
-            loader._outline(self._order, epoch, number, loader.rank, loader.world)
-            for number in numbers
+            loader._outline(epoch_order, epoch, number, loader.rank, loader.world)
+            for number in some
         ]
         indices = np.concatenate([rows for _, rows, _ in outlines])
-        places = self._device.asarray(indices)
-        x = loader._transformed(self._held.rows(places, loader._kind), indices, epoch)
+        places = device.asarray(indices)
+        x = loader._transformed(held.rows(places, loader._kind), indices, epoch)
         labels = loader._converted(loader.dataset.labels(indices))
-        y, start = self._device.asarray(labels), 0  # few bytes, in one copy
+        y, start = device.asarray(labels), 0  # few bytes, in one copy
         for make, rows, _ in outlines:
             part = slice(start, start := start + len(rows))
             yield make(x[part], y[part], rows, host_y=labels[part])
+        count *= 2
 
 
 T = TypeVar("T")

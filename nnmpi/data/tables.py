@@ -509,14 +509,15 @@ def _is_named(
     count from 0 or 1, or rise or fall above other numbers, such as years or wavelengths.
     """
     top, below = matrix[0], matrix[1:]
-    words = {place: column[0] for place, column in enumerate(texts) if 0 in column}
-    under = {place: [*texts[place].values()][1:] for place in words}
-    found = [place for place, word in words.items() if word in under[place]]
-    above = any(not under[place] and not np.isnan(below[:, place]).all() for place in words)
-    repeated = [place for place, cells in under.items() if 0 < 2 * len({*cells}) <= len(cells)]
     figures = np.flatnonzero(~np.isnan(top))
+    words = {place: [*column.values()] for place, column in enumerate(texts) if 0 in column}
+    found, above, repeated = list[int](), False, 0
+    for place, (word, *cells) in words.items():
+        above |= not cells and not np.isnan(below[:, place]).all()
+        repeated += 0 < 2 * len({*cells}) <= len(cells)
+        found += [place] * (word in cells)
     if not len(figures):
-        is_class = found == [target] and len(words) > 1 and {*words} <= {*repeated}
+        is_class = found == [target] and repeated == len(words) > 1
         return bool(words) and (not found or above or is_class), above and not found
     if found or len(figures) < 2 and not words:
         return False, True
@@ -524,10 +525,10 @@ def _is_named(
     rises, falls = (steps > 0).all(), (steps < 0).all()
     counts = top[figures[0]] in (0, 1) and (steps == 1).all() and (above or len(steps) > 0)
     years = _are_years(top[figures]).all() and not _are_years(below[:, figures]).all(axis=0).any()
-    shows = above or bool(repeated) or not words
-    is_clear = above or len(repeated) > 1 or (len(figures) > 3 and bool(repeated))
+    is_clear = above or repeated + (len(figures) > 3) > 1
     is_sorted = len(steps) > 0 and (rises or falls)
-    return bool((is_sorted and is_clear) or (rises and shows and (counts or years))), False
+    shows = rises and (above or repeated or not words)
+    return bool((is_sorted and is_clear) or (shows and (counts or years))), False
 
 
 def _are_years(values: NDArray[np.float64]) -> Any:

@@ -19,10 +19,10 @@ from typing import Any, Self
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.base.errors import CheckpointError, DataError, shortened
+from nnmpi.base.errors import CheckpointError, DataError
 from nnmpi.base.files import json_text, parse_json, rebuilt
 from nnmpi.base.version import VERSION
-from nnmpi.data.columns import Encoding, plain
+from nnmpi.data.columns import Encoding, find_places, plain
 from nnmpi.data.dataset import Dataset, Predicts, Samples, narrowed
 from nnmpi.data.tables import TableRules
 from nnmpi.data.transform import Normalize
@@ -184,10 +184,8 @@ class ModelSignature:
         """
         if () in (tuple(columns), self.columns) or tuple(columns) == self.columns:
             return x
-        if sorted(columns) != sorted(self.columns):
-            has, expected = (shortened(", ".join(item)) for item in (columns, self.columns))
-            raise DataError(f"{source} has the columns {has}; the model takes {expected}")
-        return x[:, [columns.index(name) for name in self.columns]]
+        encoding = plain(self.columns, len(self.columns))
+        return x[:, find_places(source, columns, columns, encoding, True)[0]]
 
     def name_of(self, number: int) -> str:
         """Return the name of a class, or its number without names."""
