@@ -272,9 +272,9 @@ def _fit(table: Table, place: int) -> Column | None:
         return make("text", values=tuple(sorted({*table.words(place)} - {""})))
     if kind == "list":
         return make(kind, size=values[0])
-    read = _dates if kind == "date" else _numbers
-    fill, offset = _middle(table, read(table, place, *values))
-    return make(kind, fill, offset, tuple(values) if any(values) else ())
+    values = values if any(values) else []
+    fill, offset = _middle(table, _numbers(table, place, kind, values))
+    return make(kind, fill, offset, tuple(values))
 
 
 def _commonest(
@@ -364,8 +364,7 @@ def encode(
                     raise table.wrong(row, place, what)
                 part[row] = values
         else:
-            read = _dates if column.kind == "date" else _numbers
-            numbers = read(table, place, *column.values)
+            numbers = _numbers(table, place, column.kind, column.values)
             missing = np.isnan(numbers)
             if missing.any():
                 if column.fill is None:
@@ -392,15 +391,29 @@ def _mark(table: Table, column: Column, place: int, part: NDArray[np.float32]) -
     return list(unseen)
 
 
-def _numbers(table: Table, place: int, before: str = "", behind: str = "") -> NDArray[np.float64]:
-    """Return a column of numbers, NaN for missing ones; each has the unit, if there is one."""
-    result = table.numbers[:, place].copy()
-    bare = np.flatnonzero(~np.isnan(result)) if before or behind else ()
+def _numbers(
+    table: Table, place: int, kind: ColumnKind, values: Sequence[str]
+) -> NDArray[np.float64]:
+    """Return a column of numbers, or of dates in days, NaN for missing ones.
+
+    Args:
+        table, place: the column.
+        kind: "number" or "date".
+        values: the format of dates; the signs before and behind a number, if there is a unit.
+    """
+    result, unit = table.numbers[:, place].copy(), next(filter(None, values), "")
+    what = kind if kind == "date" or not unit else f"number with {unit!r}"
+
+    def read(text: str) -> float | None:
+        if kind == "date":
+            return days(text, unit)
+        value, signs = amount(text, table.mark) or (None, None)
+        return value if signs == (tuple(values) or ("", "")) else None
+
+    bare = np.flatnonzero(~np.isnan(result)) if unit else ()
     others = {int(row): f"{result[row]:.15g}" for row in bare} | dict(table.texts[place])
     for row, text in others.items():
-        value, unit = amount(text, table.mark) or (np.nan, None)
-        if unit != (before, behind):
-            what = f"number with {before or behind!r}" if before or behind else "number"
+        if (value := read(text)) is None:
             raise table.wrong(
                 row,
                 place,
@@ -412,19 +425,6 @@ def _numbers(table: Table, place: int, before: str = "", behind: str = "") -> ND
         infinite = np.isinf(result.astype(np.float32))
     for row in np.flatnonzero(infinite)[:1].tolist():
         raise table.wrong(row, place, no_number(float(result[row])))
-    return result
-
-
-def _dates(table: Table, place: int, form: str) -> NDArray[np.float64]:
-    """Return a column of dates in days, NaN for missing ones."""
-    result = np.full(len(table.lines), np.nan)
-    for row, text in enumerate(table.words(place)):
-        day = days(text, form) if text else np.nan
-        if day is None:
-            raise table.wrong(
-                row, place, f"{shortened(repr(text))} is no date as the others are; mend it"
-            )
-        result[row] = day
     return result
 
 

@@ -33,11 +33,12 @@ Documents are read one by one from a file in UTF-8, plain or .gz:
     .jsonl        each line is one: the chosen fields of its object, joined by newlines
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256 as hashed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -88,33 +89,16 @@ def read_documents(
         DataError: for an unreadable file, one that is not UTF-8 or not a table, and for an empty
             document.
     """
-    name, empty = path.name.removesuffix(".gz"), True
-    if name.endswith(".txt"):
-        if columns:
-            raise UsageError(
-                f"{path} has no columns: it is not a table; leave {', '.join(columns)} out"
-            )
-        rows = (
-            ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip())
-            if lines
-            else _pieces(path)
+    is_text, empty = path.name.removesuffix(".gz").endswith(".txt"), True
+    if is_text and columns:
+        raise UsageError(
+            f"{path} has no columns: it is not a table; leave {', '.join(columns)} out"
         )
-        for text, is_whole in rows:
-            empty = empty and not text.strip()
-            yield text, is_whole and not empty
-    else:
-        for line, cells in (
-            _json_rows(path, columns or ("text",))
-            if name.endswith(".jsonl")
-            else _rows(path, columns)
-        ):
-            text, empty = "\n".join(cells), False
-            if not text.strip():
-                raise DataError(
-                    f"{path}, line {line}: the document is empty; remove the row, or choose other"
-                    " columns"
-                )
-            yield text, True
+    whole_lines = ((line.rstrip("\n"), True) for line in read_lines(path) if line.strip())
+    pieces = whole_lines if lines else _pieces(path)
+    for text, is_whole in pieces if is_text else _rows(path, columns or ("text",)):
+        empty = empty and not text.strip()
+        yield text, is_whole and not empty
     if empty:
         raise DataError(f"{path}: the document is empty; give a text, in UTF-8")
 
@@ -136,42 +120,44 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
     yield "".join(piece), True
 
 
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the chosen cells of each row of a CSV table with a header."""
-    rows = read_cells(path)
-    _, header = next(rows, (1, []))
-    _check_columns(str(path), header, columns)
-    indices = [header.index(column) for column in columns]
-    yield from ((line, [cells[index] for index in indices]) for line, cells in rows)
-
-
-def _check_columns(where: str, names: Collection[str], columns: Sequence[str]) -> None:
-    for column in columns:
-        if list(names).count(column) != 1:
-            raise UsageError(
-                f"{where} must have one column {column!r}; its columns are: {', '.join(names)}"
-            )
-
-
-def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the chosen fields of each object of a JSON Lines file."""
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: not a JSON object; give one with a field for each column")
-        _check_columns(where, row, columns)
-        cells = [row[column] for column in columns]
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the chosen cells of each row, as one document."""
+    for line, names, cells in _records(path):
+        where = f"{path}, line {line}"
+        for column in columns:
+            if names.count(column) != 1:
+                raise UsageError(
+                    f"{where} must have one column {column!r}; its columns are: {', '.join(names)}"
+                )
         try:  # TypeError: not a text; UnicodeEncodeError: half of a character, such as "\ud800"
-            "".join(cells).encode()
+            text = "\n".join(cells[names.index(column)] for column in columns)
+            text.encode()
         except (TypeError, UnicodeEncodeError):
             raise DataError(f"{where}: a column is not Unicode text") from None
-        yield number, cells
+        if not text.strip():
+            raise DataError(
+                f"{where}: the document is empty; remove the row, or choose other columns"
+            )
+        yield text, True
+
+
+def _records(path: Path) -> Iterator[tuple[int, list[str], list[Any]]]:
+    """Yield the line number, names and cells of each row of a CSV table, or of JSON Lines."""
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        rows = read_cells(path)
+        _, header = next(rows, (1, []))
+        yield from ((line, header, cells) for line, cells in rows)
+        return
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                what = "not a JSON object; give one with a field for each column"
+                raise DataError(f"{path}, line {number}: {what}")
+            yield number, [*row], [*row.values()]
 
 
 # ---- tokens ----

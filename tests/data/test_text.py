@@ -121,7 +121,8 @@ def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     for column in ("d", "b"):
         write(path, path.read_text().replace("c", "b"))
         with pytest.raises(
-            UsageError, match=rf"t\.csv must have one column '{column}'; its columns are: a, b, b"
+            UsageError,
+            match=rf"t\.csv, line \d must have one column '{column}'; its columns are: a, b, b",
         ):
             list(read_documents(path, (column,)))
 
