@@ -15,10 +15,12 @@ from nnmpi.data.dataset import MISSING
 MARKS = ".,"
 BOOLS = {"true": 1.0, "false": 0.0}
 _GAPS = "'’\xa0\u202f"  # between thousands, beside the other mark; of an amount a plain space, too
+# with points between thousands, or with an exponent
 _NUMBER = {
     mark: re.compile(
-        rf"(?=[+-]?{re.escape(mark)}?\d)[+-]?(?:[1-9]\d{{0,2}}(?:[{other}{_GAPS}]\d{{3}})+|\d*)"
-        rf"(?:{re.escape(mark)}\d*)?(?:[eE][+-]?\d+)?"
+        rf"(?=[+-]?{re.escape(mark)}?\d)[+-]?"
+        rf"(?:[1-9]\d{{0,2}}(?:[{other}{_GAPS}]\d{{3}})+(?:{re.escape(mark)}\d*)?"
+        rf"|\d*(?:{re.escape(mark)}\d*)?(?:[eE][+-]?\d+)?)"
     )
     for mark, other in ((".", ","), (",", "."))
 }
@@ -30,7 +32,7 @@ _UNITS = (
 )
 UNITS = frozenset(_UNITS.split())
 _AMOUNT = re.compile(
-    rf"([+−–-]?)({_MONEY}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d., {_GAPS}]*\d)?)"
+    rf"([+−–-]?)({_MONEY}\s?|[A-Z]{{3}}\s)?([+−–-]?[.,]?\d(?:[\d., {_GAPS}]*\d)?(?:[eE][+-]?\d+)?)"
     rf"((?:{'|'.join(map(re.escape, UNITS))}|{_MONEY}|\s[^\W\d_]\S*|\s[%‰°€$£¥¢₹]\S*)?)"
 )
 ISO = "ISO 8601"

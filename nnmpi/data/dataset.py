@@ -59,6 +59,8 @@ def no_number(value: object, label: bool = False) -> str:
             " table.dropna() do"
         )
     remedy = "scale the column, or leave the row out"
+    if not isinstance(value, Real):
+        remedy = "convert it to a number"
     if isinstance(value, date):
         remedy = "give days: (column - column.min()).dt.days of a pandas table"
     if isinstance(value, str):

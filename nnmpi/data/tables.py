@@ -798,6 +798,16 @@ def _part(
     are_many = x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1
     if y.dtype.kind == "f" or not (are_many or x.dtype in TOKEN_TYPES):
         x = _samples(path, x_name, x)
+        if y.dtype.kind != "f" and y.ndim == 2 and ((y.sum(1) == 1) & (y.max(1) == 1)).all():
+            raise DataError(
+                f"{path}: {y_name} has a 1 in each row and else 0; give the numbers of the classes,"
+                f" {y_name}.argmax(1)"
+            )
+        if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] > 4:
+            notes += (
+                f"{x_name}: images of {x.shape[1]} x {x.shape[2]} pixels with {x.shape[3]} channels;"
+                " if the channels are first, give x.transpose(0, 2, 3, 1)",
+            )
     elif x.min() < 0:
         raise DataError(
             f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on"

@@ -54,6 +54,7 @@ def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[
         (",", ["1'000.5", "−3", "+2"], [1000.5, -3, 2]),
         (";", ["1\u202f200,5", "3", "4"], [1200.5, 3, 4]),
         (";", ["1 234,5", "98 765,0", "3"], [1234.5, 98765, 3]),
+        (";", ["1,5e3", "2,25E-1", "3"], [1500, 0.225, 3]),
         (";", ["1 234,5", "98 765 432,0"] * 9, [1234.5, 98765432] * 9),
         ("\t", ["1 234", "98 765"] * 9 + ["999"], [1234, 98765] * 9 + [999]),
         (";", ["5,99 EUR", "1.000 EUR", "12 EUR"], [5.99, 1000, 12]),
@@ -494,6 +495,11 @@ def test_labels_that_are_no_classes_are_refused_or_said(tmp_path: Path) -> None:
     for y in (numbers % 10 * 10, numbers + 1_700_000_000, numbers[:16] + 1):
         with pytest.raises(DataError, match=r"a.npz: y has \d+ different labels"):
             arrays(y)
+    with pytest.raises(DataError, match=r"y has a 1 in each row and else 0; .*y.argmax\(1\)"):
+        arrays(np.eye(3, dtype=int)[numbers % 3])
+    assert arrays(np.eye(3, dtype=int)[numbers % 3] | 1).classes == 2
+    np.savez(tmp_path / "a.npz", x=np.zeros((9, 3, 8, 8), "u1"), y=numbers[:9] % 3)
+    assert "if the channels are first" in load(str(tmp_path / "a.npz"))[0].notes[0]
     with pytest.raises(DataError, match="does not count is -1, nnmpi.data.IGNORED"):
         Dataset("d", np.ones((2, 3), "f4"), np.array([[0, -100], [1, 0]]), 5)
 
