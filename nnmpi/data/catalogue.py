@@ -31,7 +31,7 @@ from nnmpi.data.images import (
     IDX_FILES,
     SUFFIXES,
     UNREAD,
-    find,
+    find_part,
     has_idx,
     load_cifar,
     load_classes,
@@ -365,10 +365,7 @@ def _load_folder(
     folder: Path, predicts: LabelKind, rules: TableRules
 ) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
-    tables = [
-        next(filter(None, (find(folder, f"{part}.csv") for part in parts)), None)
-        for parts in (TRAIN, HELD_OUT)
-    ]
+    tables = [find_part(folder, parts, ".csv") for parts in (TRAIN, HELD_OUT)]
     if tables[0] and tables[1]:
         train = load_csv(tables[0], name, predicts, rules)
         kind: LabelKind = "classes" if train.predicts == "classes" else "quantities"

@@ -192,47 +192,33 @@ def fit(
     Raises:
         DataError: for a wrong cell, and if nothing is left.
     """
-    notes, columns, left = list[str](), list[Column](), dict[int, str]()
+    notes, columns, left, prose = list[str](), list[Column](), list[str](), list[int]()
     for place in places:
-        column, name = None, table.names[place]
+        column, name, texts = None, table.names[place], table.texts[place]
+        given = len(texts) + int((~np.isnan(table.numbers[:, place])).sum())
+        most = max(SURE_TEXTS, int(min(TEXTS_SHARE * len(table.lines), given / 2)))
         if place in documents:
             columns.append(_fit_words(table, place))
         elif place == 0 and len(places) > 1 and _is_index(table):
             notes.append(f"column {name!r} is an index and left out")
         elif (column := _fit(table, place)) is None:
             notes.append(f"column {name!r} is empty and left out")
-        elif column.kind != "text" or (count := len(column.values)) <= _most_texts(table, place):
+        elif column.kind != "text" or len(column.values) <= min(most, MOST_FEATURES):
             columns.append(column)
         else:
-            left[place] = f"{name} ({count} of {_given(table, place)})"
+            left.append(f"{name} ({len(column.values)} of {given})")
+            sentences = [text for text in texts.values() if len(text.split()) >= SENTENCE]
+            prose += [place] * (2 * len(sentences) > given)
     if left:
-        notes.append(
-            f"left out, with too many different texts: {shortened(', '.join(left.values()))}"
-        )
-        long = [place for place in left if _is_prose(table.texts[place].values())]
-        words = f"text_columns={table.listed(long)} target={table.target!r}"
-        notes[-1] += f"; to learn from words: {words}" * bool(long)
+        words = f"text_columns={table.listed(prose)} target={table.target!r}"
+        told = f"; to learn from words: {words}" * bool(prose)
+        notes.append(f"left out, with too many different texts: {shortened(', '.join(left))}{told}")
     if not columns:
         why = "; ".join(notes) or "drop fewer of them"
         raise DataError(f"{table.source}: no column is left to learn from; {why}")
-    if texts := [f"{item.name} ({len(item.values)})" for item in columns if item.kind == "text"]:
-        notes.append(f"a feature for each text of {shortened(', '.join(texts), 1000)}")
+    if split := [f"{item.name} ({len(item.values)})" for item in columns if item.kind == "text"]:
+        notes.append(f"a feature for each text of {shortened(', '.join(split), 1000)}")
     return tuple(columns), notes
-
-
-def _given(table: Table, place: int) -> int:
-    """Return the number of a column's cells that are not missing."""
-    return int((~np.isnan(table.numbers[:, place])).sum()) + len(table.texts[place])
-
-
-def _most_texts(table: Table, place: int) -> int:
-    share = min(TEXTS_SHARE * len(table.lines), _given(table, place) / 2)
-    return min(max(SURE_TEXTS, int(share)), MOST_FEATURES)
-
-
-def _is_prose(texts: Iterable[str]) -> bool:
-    are_long = [len(text.split()) >= SENTENCE for text in texts]
-    return 2 * sum(are_long) > len(are_long)
 
 
 def _is_index(table: Table) -> bool:

@@ -278,10 +278,15 @@ def _images_in(folder: Path) -> list[Path]:
     )
 
 
-def _find_part(folder: Path, names: Sequence[str]) -> Path | None:
-    """Return the subfolder with the first of these names that there is, in any capitals."""
-    found = {item.name.lower(): item for item in sorted(folder.iterdir()) if item.is_dir()}
-    return next((found[name] for name in names if name in found), None)
+def find_part(folder: Path, names: Sequence[str], suffix: str = "") -> Path | None:
+    """Return the subfolder, or the file with a suffix, of the first of these names that there is.
+
+    In any capitals; a plain file comes before its .gz.
+    """
+    items = (item for item in sorted(folder.iterdir()) if item.is_dir() != bool(suffix))
+    found = {item.name.lower(): item for item in items}
+    files = (f"{name}{suffix}{end}" for name in names for end in ("", ".gz"))
+    return next((found[file] for file in files if file in found), None)
 
 
 def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
@@ -292,8 +297,7 @@ def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | No
     Returns None for a folder without such images. All images are resized to the median height and
     width of the training images. They are gray if all training images are, else RGB.
     """
-    local = _find_part(folder, TRAIN)
-    held_out = _find_part(folder, HELD_OUT)
+    local, held_out = find_part(folder, TRAIN), find_part(folder, HELD_OUT)
     test = find_classes(held_out) if held_out else None
     train = find_classes(local or folder, held_out if test else None)
     if not train:

@@ -650,7 +650,8 @@ def to_dataset(
     }
     known = class_names or sorted({*spelled.values()}, key=int if is_numeric else str)
     names = {class_key(label): label for label in reversed(known)}  # of two spellings the first
-    if is_trained_on and not class_names and len(names) == 1:
+    is_first = is_trained_on and not class_names  # so its labels say which classes there are
+    if is_first and len(names) == 1:
         raise DataError(
             f"{table.source} has only one class, {shortened(known[0])!r}, so there is nothing to"
             f" predict; {table.other_target()}"
@@ -662,7 +663,7 @@ def to_dataset(
             f" {[*known]}"
         )
     y = np.array([class_of[class_key(spelled[label])] for label in table.labels])
-    if is_trained_on and not class_names:
+    if is_first:
         remedy = HINT if is_numeric else table.other_target()
         about["notes"] += judge_classes(table.source, f"column {table.target!r}", y, remedy)[1]
     class_names = tuple(reversed(names.values()))

@@ -672,8 +672,8 @@ def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
             x_val=np.rint(pixels / pixels.max() * 255),
             y_val=Y,
         )
-    for name, rows in (("train", 30), ("Val", 5)):
-        file = tmp_path / "tables" / f"{name.lower()}.csv"
+    for name, rows in (("Train", 30), ("VAL", 5)):
+        file = tmp_path / "tables" / f"{name}.csv"
         file.parent.mkdir(exist_ok=True)
         file.write_text("a,b\n" + "".join(f"{i},{i % 2}\n" for i in range(rows)))
     assert [len(part) for part in load(str(tmp_path / "tables"))] == [30, 5]
