@@ -18,6 +18,7 @@ from nnmpi.base.errors import DataError
 from nnmpi.commands.evaluate import main as evaluate
 from nnmpi.commands.predict import main as predict
 from nnmpi.train.run import Run
+from nnmpi.train.signature import ModelSignature
 
 Draw = np.random.Generator
 
@@ -92,16 +93,13 @@ def test_images(
             model_.predict(pictures[others].astype("f4"))
 
 
-def test_the_rule_of_a_run_tells_bytes_from_scaled_floats(tmp_path: Path, run: Any) -> None:
+def test_the_rule_of_a_run_tells_bytes_from_scaled_floats() -> None:
     """Digits' 16 is white, so that 15.0 is a byte; of bytes that are not scaled all is the same."""
-    folder, _ = run("--model mlp --hidden 8")
-    model, train = nnmpi.load(folder), data.load("digits")[0]
+    train = data.load("digits")[0]
     dark = np.minimum(train.x[:20], 15)
-    right = model.predict(dark)
-    for floats in (dark / 1.0, dark / np.float32(16)):
-        np.testing.assert_array_equal(model.predict(floats), right)
-    signature = replace(model.signature, scale=1.0, top=None)
-    np.testing.assert_array_equal(signature.scaled(dark / 1.0), dark)
+    for scale, floats in ((1 / 16, dark / 1.0), (1 / 16, dark / 16), (1.0, dark / 1.0)):
+        signature = ModelSignature.of(replace(train, scale=scale), None)
+        np.testing.assert_array_equal(signature.scaled(floats), dark * np.float32(scale))
 
 
 # ---- tables ----

@@ -1,6 +1,7 @@
 """Tables as people have them: what becomes of their columns, and that the rules are kept."""
 
 import gzip
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
     encoding: Encoding = table(tmp_path, MIXED).encoding
     other = tmp_path / "other.csv"
     other.write_text("sex,age,more,seen,member,income\nm,,x,2024-03-05,0,1\nd,1,y,,,\n")
-    read = read_csv(other, TableRules(encoding=encoding), labelled=False)
+    read_other = partial(read_csv, other, TableRules(encoding=encoding), labelled=False)
+    read = read_other()
     np.testing.assert_array_equal(
         read.features, [[33, 0, 1, 0, 19787, 1], [1, 0, 0, 1, 19783.5, 950.25]]
     )
@@ -62,14 +64,14 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
     )
     other.write_text("age,sex,seen,income\n1,f,2024-03-01,2\n")
     with pytest.raises(DataError, match=r"other\.csv has no column 'member'; the model needs age,"):
-        read_csv(other, TableRules(encoding=encoding), labelled=False)
+        read_other()
     other.write_text("1,f,1,2024-03-01,2\n")  # without a header: in the same order
-    assert read_csv(other, TableRules(encoding=encoding), labelled=False).features[0, 1] == 1
+    assert read_other().features[0, 1] == 1
     other.write_text("age,sex,member,seen,income\n1,f,1,soon,2\n")
     with pytest.raises(
         DataError, match=r"column 4 \(seen\): 'soon' is no date, as other cells of the column"
     ):
-        read_csv(other, TableRules(encoding=encoding), labelled=False)
+        read_other()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,6 @@ def test_another_table_is_read_by_the_rules_of_the_first(tmp_path: Path) -> None
         ('a, b, k\n1, 2, "x, y"\n3, 4, "z"\n', [[1, 2], [3, 4]]),
         ('"a","k"\n"one",1,"x"\n"two",3,"y"\n', [[1], [3]]),  # R's names of rows
         (",a,k\n0,1,x\n1,3,y\n", [[1], [3]]),  # pandas' index
-        ("c,2001,2002,2003,k\nA,1,2,3,x\nA,4,5,6,y\n", [[1, 1, 2, 3], [1, 4, 5, 6]]),
         ("a,a,,k\n1,2,,x\n3,4,,y\n", [[1, 2], [3, 4]]),
         ("a,k\n100000001,x\n100000003,y\n", [[-1], [1]]),  # which float32 cannot tell apart
     ],

@@ -29,6 +29,19 @@ def full(folder: Path, lines: Sequence[str], name: str = "t.csv", **options: Any
     return to_dataset(read_csv(write(folder, lines, name), rules), "t", predicts="any")
 
 
+def other(
+    folder: Path, lines: Sequence[str], like: Dataset, labelled: bool = False, **options: Any
+) -> Table:
+    """Return another table, read by the rules of the first."""
+    rules = TableRules(encoding=like.encoding, **options)
+    return read_csv(write(folder, lines, "o.csv"), rules, labelled)
+
+
+def refused(folder: Path, match: str, lines: Sequence[str], **options: Any) -> None:
+    with pytest.raises(DataError, match=match):
+        full(folder, lines, **options)
+
+
 def column(cells: Sequence[str], separator: str = ",", name: str = "v") -> list[str]:
     """Return a table with these cells in its first column."""
     rows = [f"{cell}{separator}{i % 7}{separator}{'xy'[i % 2]}" for i, cell in enumerate(cells)]
@@ -73,18 +86,17 @@ def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path: Path) -> None:
     assert full(tmp_path, ["sales,size,k", *texts]).x[0, 0] == 1200
     junk = [f'{cell},"3,5",{i % 2}' for i, cell in enumerate(sales)]
     assert full(tmp_path, ["sales,junk,k", *junk], drop=("junk",)).x[0, 0] == 1200
-    with pytest.raises(DataError, match=r"line 42, column 1 \(v\): '12,5' is no number"):
-        full(tmp_path, column([*sales, '"12,5"']))
+    refused(tmp_path, r"line 42, column 1 \(v\): '12,5' is no number", column([*sales, '"12,5"']))
     german = [
         "Monat;g;k",
         *(f"{i % 12 + 1:02}.2024;{1 + i % 7},{100 + i};{i % 2}" for i in range(40)),
     ]
-    with pytest.raises(DataError, match=r"line 2, column 2: '1,100' is 1100 or 1.1; name the dec"):
-        full(tmp_path, german)
-    with pytest.raises(
-        DataError, match="line 2, column 1: '0.5' and line 2, column 2: '0,5'; name"
-    ):
-        full(tmp_path, ["a;b;k", *(f"{i}.5;{i},5;{i % 2}" for i in range(9))])
+    refused(tmp_path, r"line 2, column 2: '1,100' is 1100 or 1.1; name the dec", german)
+    refused(
+        tmp_path,
+        "line 2, column 1: '0.5' and line 2, column 2: '0,5'; name",
+        ["a;b;k", *(f"{i}.5;{i},5;{i % 2}" for i in range(9))],
+    )
     motors = ["m;v;k", *(f"1.{i % 3} TDI;{i},5;{i % 2}" for i in range(40))]
     assert full(tmp_path, motors).columns == ("m=1.0 TDI", "m=1.1 TDI", "m=1.2 TDI", "v")
 
@@ -92,55 +104,53 @@ def test_columns_of_numbers_show_the_mark_and_no_others(tmp_path: Path) -> None:
 def test_another_table_has_a_mark_of_its_own(tmp_path: Path) -> None:
     """The training table's decides only if it shows none; an earlier run's has none."""
     lines = column(["1,5", "2,5", "1,250"], ";")
-    encoding = full(tmp_path, lines).encoding
+    data = full(tmp_path, lines)
+    earlier = replace(data, encoding=tuple(replace(item, mark="") for item in data.encoding))
 
-    def first(lines: list[str], **options: Any) -> tuple[float, bool]:
-        rules = TableRules(encoding=options.pop("encoding", encoding), **options)
-        other = read_csv(write(tmp_path, lines, "o.csv"), rules, labelled=False)
-        return float(other.features[-1, 0]), "the training table's decimal mark" in str(other.notes)
+    def first(lines: list[str], like: Dataset = data, **options: Any) -> tuple[float, bool]:
+        table = other(tmp_path, lines, like, **options)
+        return float(table.features[-1, 0]), "the training table's decimal mark" in str(table.notes)
 
     assert first(["v;w", "1.5;1", "1,250;2"]) == (1250, False)
     assert first(["v;w", "1,250;2"]) == (1.25, True)
     assert first(["v;w", "1,250;2"], decimal=".") == (1250, False)
-    earlier = tuple(replace(item, mark="") for item in encoding)
-    assert first(["v;w", "1,5;2"], encoding=earlier) == (1.5, False)
+    assert first(["v;w", "1,5;2"], earlier) == (1.5, False)
     with pytest.raises(DataError, match="'1,250' is 1250 or 1.25; name the decimal mark"):
-        first(["v;w", "1,250;2"], encoding=earlier)
+        first(["v;w", "1,250;2"], earlier)
     numbers = [[Decimal("1.500"), np.array(2.5)]]
-    rules = TableRules(encoding=encoding)
-    assert read_csv(numbers, rules, labelled=False).features.tolist() == [[1.5, 2.5]]
+    assert read_csv(
+        numbers, TableRules(encoding=data.encoding), labelled=False
+    ).features.tolist() == [[1.5, 2.5]]
 
 
 @pytest.mark.parametrize(
     "cells",
-    ["5a 10b 7c", "1A 8F 2B", "2019Q1 2018Q4", "1920x1080 1366x768", "2:1 0:0 3:2", "Jan-05"],
+    ["5a 10b 7c", "1A 8F 2B", "2019Q1 2018Q4", "1920x1080 1366x768", "2:1 0:0 3:2", "Jan-05"]
+    + ["1st 2nd 3rd", "18-25 26-40 41-65", "Q1 Q2 Q3"],
 )
 def test_codes_are_texts(tmp_path: Path, cells: str) -> None:
     texts = cells.split()
     data = full(tmp_path, column([texts[i % len(texts)] for i in range(40)]))
-    assert data.encoding[0].kind == "text"
     assert data.encoding[0].values == tuple(sorted(texts))
+    assert data.notes == (f"a feature for each text of v ({len(texts)})",)
 
 
 def test_numbers_that_read_as_two_are_refused_with_the_option(tmp_path: Path) -> None:
     for separator in ";\t":
         lines = column(["1.000", "12.500", "7"], separator)
-        with pytest.raises(
-            DataError, match=r"line 2, column 1: '1.000' is 1 or 1000; .*decimal='.' or dec"
-        ):
-            full(tmp_path, lines)
+        refused(tmp_path, r"line 2, column 1: '1.000' is 1 or 1000; .*decimal='.' or dec", lines)
         assert full(tmp_path, lines, decimal=",").x[0, 0] == 1000
         assert full(tmp_path, lines, decimal=".").x[0, 0] == 1
-    with pytest.raises(DataError, match=r"line 2, column 1 \(v\): '1,5' is no number"):
-        full(tmp_path, column(["1,5", "1.5", "2"], ";"))
+    refused(
+        tmp_path, r"line 2, column 1 \(v\): '1,5' is no number", column(["1,5", "1.5", "2"], ";")
+    )
     with pytest.raises(UsageError, match="decimal='x' is no decimal mark"):
         full(tmp_path, column(["1"]), decimal="x")
 
 
 def test_what_may_be_a_list_or_a_number_is_refused(tmp_path: Path) -> None:
     cells = [f"{100 + i} {200 + i}" for i in range(9)]
-    with pytest.raises(DataError, match="'100 200' in column 'v' may be a list or one number; wri"):
-        full(tmp_path, column(cells))
+    refused(tmp_path, "'100 200' in column 'v' may be a list or one number; wri", column(cells))
     assert full(tmp_path, column(["0 12", *cells])).columns == ("v 1", "v 2", "w")
 
 
@@ -165,16 +175,12 @@ def test_the_mark_holds_for_the_target_and_for_the_second_table(tmp_path: Path) 
     lines = ["a;price", "1,5;1.000,25", "2,5;3"]
     data = to_dataset(read_csv(write(tmp_path, lines)), "t", predicts="quantities")
     assert data.y.tolist() == [1000.25, 3]
+    assert other(tmp_path, ["a", "1.000"], data).features.tolist() == [[1000]]
     rules = TableRules(encoding=data.encoding)
-    other = read_csv(write(tmp_path, ["a", "1.000"]), rules, labelled=False)
-    assert other.features.tolist() == [[1000]]
     assert read_csv([[1.5]], rules, labelled=False).features.tolist() == [[1.5]]
-    priced = to_dataset(read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"])), "t", predicts="any")
-    assert priced.classes == 2
-    priced = to_dataset(
-        read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"])), "t", predicts="quantities"
-    )
-    assert priced.y.tolist() == [2, 5.5]
+    prices = read_csv(write(tmp_path, ["a,p", "1,$2", "2,$5.5"]))
+    assert to_dataset(prices, "t", predicts="any").classes == 2
+    assert to_dataset(prices, "t", predicts="quantities").y.tolist() == [2, 5.5]
 
 
 @pytest.mark.parametrize(
@@ -189,29 +195,23 @@ def test_a_unit_is_read_or_said(tmp_path: Path, form: str) -> None:
     assert data.sample_shape == (2,)
     assert np.abs(np.diff(data.x[:, 0])) == pytest.approx(1, rel=1e-4)
     cells[30] = "unknown"
-    with pytest.raises(DataError, match=r"line 32, column 1 \(v\): 'unknown' is no number with"):
-        full(tmp_path, column(cells))
+    refused(tmp_path, r"line 32, column 1 \(v\): 'unknown' is no number with", column(cells))
     cells[30] = "30"
-    with pytest.raises(DataError, match="line 32.*'30' is no number with"):
-        full(tmp_path, column(cells))
-
-
-def test_ordinals_and_groups_are_texts(tmp_path: Path) -> None:
-    for values in (("1st", "2nd", "3rd"), ("18-25", "26-40", "41-65"), ("Q1", "Q2", "Q3")):
-        data = full(tmp_path, column([values[i % 3] for i in range(30)]))
-        assert data.columns[:3] == tuple(f"v={value}" for value in values)
-        assert data.notes == ("a feature for each text of v (3)",)
+    refused(tmp_path, "line 32.*'30' is no number with", column(cells))
 
 
 def test_two_units_and_two_forms_of_dates_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="line 2, column 1.*'0 mi' is no number with 'km', as oth"):
-        full(tmp_path, column([f"{i} {'km' if i % 3 else 'mi'}" for i in range(60)]))
+    refused(
+        tmp_path,
+        "line 2, column 1.*'0 mi' is no number with 'km', as oth",
+        column([f"{i} {'km' if i % 3 else 'mi'}" for i in range(60)]),
+    )
     days = [f"2024-03-{i % 28 + 1:02}" if i % 2 else f"{i % 28 + 1:02}/03/2024" for i in range(60)]
-    with pytest.raises(DataError, match="is no date, as other|the month or the day first"):
-        full(tmp_path, column(days))
+    refused(tmp_path, "is no date, as other|the month or the day first", column(days))
     # between commas: the other mark
-    with pytest.raises(DataError, match="line 32.*'0.5' is no number"):
-        full(tmp_path, column([f'"{i},5"' for i in range(30)] + ["0.5"]))
+    refused(
+        tmp_path, "line 32.*'0.5' is no number", column([f'"{i},5"' for i in range(30)] + ["0.5"])
+    )
 
 
 @pytest.mark.parametrize("odd", ["2024-02-30", "unknown", "03/04/2024", "12"])
@@ -219,8 +219,7 @@ def test_an_odd_date_is_refused_by_its_line(tmp_path: Path, odd: str) -> None:
     cells = [f"2024-02-{i % 28 + 1:02}" for i in range(100)]
     assert full(tmp_path, column(cells)).sample_shape == (2,)
     cells[7] = odd
-    with pytest.raises(DataError, match=rf"line 9, column 1 \(v\): '{odd}' is no date, as o"):
-        full(tmp_path, column(cells))
+    refused(tmp_path, rf"line 9, column 1 \(v\): '{odd}' is no date, as o", column(cells))
 
 
 @pytest.mark.parametrize(
@@ -243,10 +242,11 @@ def test_forms_of_dates(tmp_path: Path, first: str, second: str, days: float) ->
 
 
 def test_dates_of_which_the_month_is_not_known_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"in column 'v' may have the month or the day first.*drop="
-    ):
-        full(tmp_path, column(["3/1/2024", "4/2/2024"]))
+    refused(
+        tmp_path,
+        r"in column 'v' may have the month or the day first.*drop=",
+        column(["3/1/2024", "4/2/2024"]),
+    )
 
 
 # ---- the first row, and names ----
@@ -333,13 +333,12 @@ def test_booleans_are_one_class_in_any_capitals(tmp_path: Path) -> None:
     lines = ["a,k", *(f"{i % 5},{['True', 'TRUE', 'False', 'true'][i % 4]}" for i in range(20))]
     data = full(tmp_path, lines)
     assert (data.classes, data.y[:4].tolist()) == (2, [1, 1, 0, 1])
-    rules = TableRules("k", encoding=data.encoding)
-    other = read_csv(write(tmp_path, ["a,k", "1,True", "2,false"], "o.csv"), rules)
-    assert to_dataset(other, "t", ("0", "1")).y.tolist() == [1, 0]
-    other = read_csv(write(tmp_path, ["a,k", "1,1", "2,0"], "o.csv"), rules)
-    assert to_dataset(other, "t", data.class_names).y.tolist() == [1, 0]
+    ones = other(tmp_path, ["a,k", "1,1", "2,0"], data, True, target="k")
+    words = other(tmp_path, ["a,k", "1,True", "2,false"], data, True, target="k")
+    for table, names in ((words, ("0", "1")), (ones, data.class_names)):
+        assert to_dataset(table, "t", names).y.tolist() == [1, 0]
     with pytest.raises(DataError, match="'1' is not among the training labels"):
-        to_dataset(other, "t", ("no", "yes"))
+        to_dataset(ones, "t", ("no", "yes"))
 
 
 def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path: Path) -> None:
@@ -356,36 +355,28 @@ def test_tickets_names_and_cabins_are_left_out_and_said(tmp_path: Path) -> None:
         " 16)"
     )
     odd = [f"{i}{'?' * (i == 7)},{i % 2}" for i in range(80)]
-    with pytest.raises(DataError, match="line 9, .*'7\\?' is no number, as"):
-        full(tmp_path, ["a,k", *odd])
+    refused(tmp_path, "line 9, .*'7\\?' is no number, as", ["a,k", *odd])
 
 
 def test_a_row_of_another_table_does_not_depend_on_those_below(tmp_path: Path) -> None:
     lines = ["city,kind,y", *(f"{'ab'[i % 2]},{'cde'[i % 3]},{i % 2}" for i in range(30))]
     for table in (lines, lines[1:]):
-        rules = TableRules(encoding=full(tmp_path, table).encoding)
-        rows = ["x,c", "a,z", "q,e"]
-        alone = [
-            read_csv(write(tmp_path, [row], "o.csv"), rules, False).features[0].tolist()
-            for row in rows
-        ]
+        data, rows = full(tmp_path, table), ["x,c", "a,z", "q,e"]
+        alone = [other(tmp_path, [row], data).features[0].tolist() for row in rows]
         for order in (rows, rows[::-1]):
-            many = read_csv(write(tmp_path, order, "o.csv"), rules, False).features.tolist()
+            many = other(tmp_path, order, data).features.tolist()
             assert many == [alone[rows.index(row)] for row in order]
     # a run without names: numbers have a header, which no row can be
-    bare = TableRules(
-        encoding=full(tmp_path, [f"{i},{i % 7},{i % 2}" for i in range(20, 40)]).encoding
-    )
+    bare = full(tmp_path, [f"{i},{i % 7},{i % 2}" for i in range(20, 40)])
     for lines_of in (["x,z", "1,2"], ["1,2"]):
-        read = read_csv(write(tmp_path, lines_of, "o.csv"), bare, False)
-        assert read.features.tolist() == [[1, 2]]
+        assert other(tmp_path, lines_of, bare).features.tolist() == [[1, 2]]
     # a cell may be the name of a column
     colours = ["red,name,y", *(f"{i},{['red', 'sky'][i % 2]},{i % 2}" for i in range(9))]
-    rules = TableRules(encoding=full(tmp_path, colours).encoding)
-    assert len(read_csv(write(tmp_path, ["0,red", "1,sky"], "o.csv"), rules, False).features) == 2
-    rules = TableRules(encoding=full(tmp_path, lines).encoding)
+    assert len(other(tmp_path, ["0,red", "1,sky"], full(tmp_path, colours)).features) == 2
+    data = full(tmp_path, lines)
     with pytest.raises(UsageError, match="no column id; name the label's, target='id'"):
-        read_csv(write(tmp_path, ["id,city,kind", "1,a,c"], "o.csv"), rules)
+        other(tmp_path, ["id,city,kind", "1,a,c"], data, labelled=True)
+    rules = TableRules(encoding=data.encoding)
     assert len(read_csv([["city", "kind"], ["a", "c"]], rules, False).features) == 2
     with pytest.raises(DataError, match="3 columns; the model needs city, kind"):
         read_csv([["a", "c", 1]], rules, False)
@@ -406,9 +397,7 @@ TRAIN = ["h,W,y", *(f"{170 + i},{60 + i}.5,{'st'[i % 2]}" for i in range(20))]
 
 
 def second(folder: Path, lines: Sequence[str], labelled: bool = False, **options: Any) -> Table:
-    encoding = full(folder, TRAIN).encoding
-    rules = TableRules(encoding=encoding, **options)
-    return read_csv(write(folder, lines, "o.csv"), rules, labelled)
+    return other(folder, lines, full(folder, TRAIN), labelled, **options)
 
 
 def test_columns_are_found_by_their_names_in_any_capitals(tmp_path: Path) -> None:
@@ -479,11 +468,9 @@ def test_labels_keep_their_words(tmp_path: Path) -> None:
 
 def test_labels_that_are_no_classes_are_refused_or_said(tmp_path: Path) -> None:
     lines = ["a,k", *(f"{i % 3},{100 + i}" for i in range(16))]
-    with pytest.raises(DataError, match="16 different labels in 16 rows.*predicts='quantities'"):
-        full(tmp_path, lines)
+    refused(tmp_path, "16 different labels in 16 rows.*predicts='quantities'", lines)
     stamps = ["a,k", *(f"{i % 3},{1_700_000_000 + i // 3}" for i in range(4000))]
-    with pytest.raises(DataError, match="1334 different labels"):
-        full(tmp_path, stamps)
+    refused(tmp_path, "1334 different labels", stamps)
 
     def arrays(y: Any) -> Dataset:
         np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).random((len(y), 2)), y=y)
@@ -522,14 +509,18 @@ def test_words_of_scripts_without_spaces_are_pairs(tmp_path: Path) -> None:
     text = [f"{['这部电影非常好看', '这部电影太难看了'][i % 2]},{i % 2}" for i in range(20)]
     data = full(tmp_path, ["review,k", *text], text_columns=("review",))
     assert {"review~好看", "review~难看"} <= {*data.columns}
-    with pytest.raises(DataError, match="no word of column 'review' occurs in 2 rows"):
-        full(tmp_path, ["review,k", "one two,0", "three four,1"], text_columns=("review",))
+    refused(
+        tmp_path,
+        "no word of column 'review' occurs in 2 rows",
+        ["review,k", "one two,0", "three four,1"],
+        text_columns=("review",),
+    )
 
 
-@pytest.mark.parametrize("suffix", [*READERS, "csv.bz2", "csv.zip", "dat", "tar.xz", "fits"])
+@pytest.mark.parametrize(
+    "suffix", [*sorted({*READERS} - {"jsonl"}), "csv.bz2", "csv.zip", "dat", "tar.xz", "fits"]
+)
 def test_other_files_are_refused_with_the_code_that_reads_them(tmp_path: Path, suffix: str) -> None:
-    if suffix in ("jsonl", "ndjson"):
-        return
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(b"PAR1")
     with pytest.raises(

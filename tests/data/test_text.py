@@ -451,17 +451,12 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the folder has neither tokenizer.json nor vocab.json"):
         load_tokenizer(tmp_path)
     pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="not a tokenizer"):
-        load_tokenizer(tmp_path / "tokenizer.json")
     # panics in Rust
     merge = '{"model": {"type": "BPE", "vocab": {"a": 0, "t": 1, "h": 2}, "merges": ["t h"]}}'
-    (tmp_path / "tokenizer.json").write_text(merge)
-    with pytest.raises(DataError, match="not a tokenizer"):
-        load_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "vocab.json").write_text("{")
-    with pytest.raises(DataError, match="not a tokenizer"):
-        load_tokenizer(tmp_path / "vocab.json")
+    for name, content in (("tokenizer", "{}"), ("tokenizer", merge), ("vocab", "{")):
+        (tmp_path / f"{name}.json").write_text(content)
+        with pytest.raises(DataError, match="not a tokenizer"):
+            load_tokenizer(tmp_path / f"{name}.json")
 
 
 def test_without_the_library_there_is_a_sentence(

@@ -135,15 +135,16 @@ def test_colors_and_holes() -> None:
     edge.
     """
     gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
-    factors = (ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0) / gray).reshape(60, -1)
+    rest = np.arange(60), 0, 0
+    factors = (ColorJitter(0.3, 0, 0)(gray, *rest) / gray).reshape(60, -1)
     np.testing.assert_allclose(factors.min(1), factors.max(1), rtol=1e-5)
     assert 0.7 <= factors.min() < 0.75 and 1.25 < factors.max() <= 1.3
-    flat = ColorJitter(0, 0.9, 0)(gray, np.arange(60), 0, 0)
+    flat = ColorJitter(0, 0.9, 0)(gray, *rest)
     assert np.corrcoef(flat.std((1, 2, 3)), gray.std((1, 2, 3)))[0, 1] < 0.9
-    np.testing.assert_allclose(ColorJitter(0, 0, 0.9)(gray, np.arange(60), 0, 0), gray, rtol=1e-5)
-    wild = ColorJitter(0.9, 0.9, 0.9)(images(rows=60), np.arange(60), 0, 0)
+    np.testing.assert_allclose(ColorJitter(0, 0, 0.9)(gray, *rest), gray, rtol=1e-5)
+    wild = ColorJitter(0.9, 0.9, 0.9)(images(rows=60), *rest)
     assert (wild.min(), wild.max()) == (0, 1)  # not beyond
-    holes = (Cutout(3)(gray, np.arange(60), 0, 0) == 0)[..., 0]
+    holes = (Cutout(3)(gray, *rest) == 0)[..., 0]
     assert {int(hole.sum()) for hole in holes} == {4, 6, 9}
     assert all(hole.sum() == hole.any(0).sum() * hole.any(1).sum() for hole in holes)
 
