@@ -634,17 +634,11 @@ def test_images_that_would_be_left_out_or_hide_something_are_named(tmp_path: Pat
 
 def test_parts_of_arrays_and_tables_have_any_usual_name(tmp_path: Path) -> None:
     """A held-out part is not passed over for a fifth of train; other names are listed."""
-    for train, test in (("X_train", "X_test"), ("x_training", "x_val"), ("x", "x_valid")):
-        names = {
-            name: values
-            for x, n in ((train, 20), (test, 7))
-            for name, values in (
-                (x, X[:n]),
-                (x.replace("x_", "y_").replace("X", "y") if "_" in x else "y", Y[:n]),
-            )
-        }
-        assert [len(part) for part in pair(tmp_path, **names)] == [20, 7], names
-        assert len(read_samples(tmp_path / "a.npz")) == (20 if train == "x" else 7)
+    for names in ("X_train y_train X_test y_test", "x_training y_training x_val y_val"):
+        parts = dict(zip(names.split(), (X, Y, X[:7], Y[:7]), strict=True))
+        assert [len(part) for part in pair(tmp_path, **parts)] == [20, 7], names
+        assert len(read_samples(tmp_path / "a.npz")) == 7
+    assert [len(part) for part in pair(tmp_path, x=X, y=Y, x_valid=X, y_valid=Y)] == [20, 20]
     with pytest.raises(DataError, match="holds train_images, train_labels; needs x and y"):
         pair(tmp_path, train_images=X, train_labels=Y)
     pixels = np.random.default_rng(0).random((20, 4, 4))

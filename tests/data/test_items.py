@@ -16,6 +16,11 @@ X = np.arange(14.0).reshape(7, 2)
 Y = np.arange(7) % 3
 
 
+def assert_same(*batches: Any) -> None:
+    for field in ("x", "y"):
+        np.testing.assert_array_equal(*(getattr(batch, field) for batch in batches))
+
+
 class Counted:
     """A map-style data set, which counts how often an item is read."""
 
@@ -80,8 +85,7 @@ def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int
         next(result.epoch(0))
         source.read = [0] * 7
         for ours, theirs in zip(result.epoch(1), made.epoch(1), strict=True):
-            np.testing.assert_array_equal(ours.x, theirs.x)
-            np.testing.assert_array_equal(ours.y, theirs.y)
+            assert_same(ours, theirs)
             assert (ours.x.dtype, ours.y.dtype, ours.targets) == (
                 theirs.x.dtype,
                 theirs.y.dtype,
@@ -197,8 +201,7 @@ def test_pytorchs_data_sets_and_loaders() -> None:
     torch = pytest.importorskip("torch")
     source = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     for ours, theirs in zip(Loader(source, 3), Loader(Dataset("d", X, Y, 3), 3), strict=True):
-        np.testing.assert_array_equal(ours.x, theirs.x)
-        np.testing.assert_array_equal(ours.y, theirs.y)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("label", [None, float("nan"), "", "NaN"])

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -303,27 +302,22 @@ def test_years_are_names(tmp_path: Path, header: str) -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        "0,1,2,label {i}.5,{k},3,{i%2}",
-        ",0,1,2,label {i},{i}.5,{k},3,{i%2}",
+        "0,1,2,label {i}.5,{k},3,{j}",
+        ",0,1,2,label {i},{i}.5,{k},3,{j}",
         "name,1,2,3,cls n{k},{i},{k},7,{c}",
         "label,0,1,2 {k},{i},7,{c}",
-        "400.5,401.0,class {i}.25,{k},{i%2}",
+        "400.5,401.0,class {i}.25,{k},{j}",
         "wind,play w{k},{p}",
         "play,wind {p},w{k}",
-        "land,2019,2020,grow l{k},{1900+i},3,{i%2}",
+        "land,2019,2020,grow l{k},{y},3,{j}",
     ],
 )
 def test_names_may_be_numbers_or_a_class(tmp_path: Path, table: str) -> None:
     header, row = table.split()
-    rows = []
-    for i in range(40):
-        cells = {"i": i, "k": i % 5, "i%2": i % 2, "c": "ab"[i % 2], "1900+i": 1900 + i}
-        cells["p"] = ["play", "stay"][i % 2]
-        rows.append(
-            reduce(
-                lambda text, cell: text.replace(f"{{{cell[0]}}}", str(cell[1])), cells.items(), row
-            )
-        )
+    rows = [
+        row.format(i=i, k=i % 5, j=i % 2, y=1900 + i, c="ab"[i % 2], p=["play", "stay"][i % 2])
+        for i in range(40)
+    ]
     target = "1" if header.startswith(("label", "play")) else ""
     data = full(tmp_path, [header, *rows], target=target)
     assert len(data) == 40 and data.target in header and not data.target.isdecimal()
