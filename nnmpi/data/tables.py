@@ -527,8 +527,8 @@ def _is_named(
     years = _are_years(top[figures]).all() and not _are_years(below[:, figures]).all(axis=0).any()
     is_clear = above or repeated + (len(figures) > 3) > 1
     is_sorted = len(steps) > 0 and (rises or falls)
-    shows = rises and (above or repeated or not words)
-    return bool((is_sorted and is_clear) or (shows and (counts or years))), False
+    shows = above or repeated or (years and not words)
+    return bool((is_sorted and is_clear) or (rises and shows and (counts or years))), False
 
 
 def _are_years(values: NDArray[np.float64]) -> Any:

@@ -29,12 +29,10 @@ def test_iris_is_the_known_table() -> None:
 def test_digits_are_the_known_images() -> None:
     train, test = load("digits", test_fraction=0.25)
     assert (len(train), len(test), train.classes, train.sample_shape) == (1348, 449, 10, (8, 8, 1))
-    x, y = np.concatenate([train.x, test.x]), np.concatenate([train.y, test.y])
-    assert x.dtype == np.uint8
-    assert int(x.sum()) == 561718
-    np.testing.assert_array_equal(
-        np.bincount(y), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    )
+    assert train.x.dtype == np.uint8
+    assert int(train.x.sum() + test.x.sum()) == 561718
+    counts = np.bincount(train.y) + np.bincount(test.y)
+    np.testing.assert_array_equal(counts, [178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
     assert train.rows(np.arange(len(train))).max() == 1.0
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from nnmpi.data.loader import Prefetch
 from tests.data.conftest import prefetch_threads
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
+
+numbers = partial(Prefetch, lambda i: i, range(100), workers=2)
 
 
 def is_waiting(thread: threading.Thread) -> bool:
@@ -70,16 +73,16 @@ def test_exception_comes_at_its_item_and_ends_the_threads(workers: int) -> None:
 
 
 def test_close_stops_threads_and_iteration() -> None:
-    items = Prefetch(lambda i: i, range(100), workers=2)
+    items = numbers()
     assert [item for item, _ in zip(items, range(3), strict=False)] == [0, 1, 2]
     assert len(prefetch_threads()) == 2
     items.close()
     items.close()
     assert list(items) == []
-    with pytest.raises(ZeroDivisionError), Prefetch(lambda i: i, range(100), workers=2) as items:
+    with pytest.raises(ZeroDivisionError), numbers() as items:
         next(items)
         1 / 0  # noqa: B018
-    for item in Prefetch(lambda i: i, range(100), workers=2, send=lambda i: lambda: i + 1):
+    for item in numbers(send=lambda i: lambda: i + 1):
         if item == 3:
             break
 
@@ -131,7 +134,7 @@ def test_close_does_not_wait_for_an_item_that_hangs() -> None:
 
 def test_forgotten_iterator_stops_its_threads() -> None:
     def forget() -> None:
-        items = Prefetch(lambda i: i, range(100), workers=2)
+        items = numbers()
         next(items)
         loop = [items]
         loop.append(loop)  # type: ignore[arg-type]  # only the collector finds this

@@ -66,6 +66,10 @@ def loaded(path: Path, context: int, **options: object) -> tuple[Text, Text]:
     return load_text(source, context, seed=3, test_fraction=0.3)
 
 
+def first_batch(text: Text) -> Batch:
+    return next(iter(Loader(text, 99, shuffle=False, workers=0).epoch(0)))
+
+
 def predicted(text: Text, batch: Batch) -> Iterator[tuple[str, str]]:
     """Yield what is read and what is predicted, where something is."""
     end = text.tokenizer.end
@@ -84,7 +88,7 @@ def test_blocks_predict_every_token_but_the_first_once(txt: Path, context: int) 
     train, test = loaded(txt, context) if context < 40 else loaded(txt, 20)
     text = ""
     for part in (train, test):
-        batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
+        batch = first_batch(part)
         assert (batch.x.dtype, batch.x.shape) == (np.int64, (len(part), part.context))
         pairs = list(predicted(part, batch))
         read, expected = "".join(x for x, _ in pairs), "".join(y for _, y in pairs)
@@ -104,7 +108,7 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
     train, test = loaded(path, 5, columns=("problem", "solution"), tokenizer="bytes")
     documents = []
     for part in (train, test):
-        batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
+        batch = first_batch(part)
         first = part.tokenizer.decode(batch.x[0, :1])
         full = first + "".join(y for _, y in predicted(part, batch))
         assert full.endswith("#")
