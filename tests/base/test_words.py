@@ -154,7 +154,6 @@ def test_what_is_no_name_is_in_the_table() -> None:
         (lambda: typed.ops.max_pool2d(X, 2, ceil_mode=True), "sizes are rounded down"),
         (lambda: typed.ops.avg_pool2d(X, 2, count_include_pad=True), "there is none: a window's"),
         (lambda: typed.ops.embedding(X, [0], padding_idx=0), "labels of -1 at the padding"),
-        (lambda: typed.ops.one_hot, "np.eye(10"),
         (lambda: typed.nn.RNN(3, 4, bidirectional=True), "nn.LSTM alone has bidirectional"),
         (lambda: typed.optim.Adam(MODEL.storage, foreach=True), "leave it out"),
         (lambda: X.expand, "leave it out: operations broadcast"),
