@@ -286,7 +286,8 @@ class FlatArrays(list[Array]):
     """A storage's flat arrays; in a step that is recorded, what NumPy does to them is, too."""
 
     def __iter__(self) -> Iterator[Array]:
-        return map(writable, super().__iter__())
+        arrays = super().__iter__()
+        return arrays if active() is None else map(writable, arrays)  # each update looks at them
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
