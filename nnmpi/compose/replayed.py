@@ -30,7 +30,7 @@ from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
 from nnmpi.base.errors import is_own
 from nnmpi.compose.layout import Layout
-from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Watch
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, OldValueError, Watch
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Module
 
@@ -126,11 +126,13 @@ class Replay(Compiled):
     def _replays_or_records(self, key: Any, mode: Mode) -> bool:
         recording = self._held.get(key)
         if recording is not None and recording.is_valid():
-            recording.count += 1
             if recording.is_due():
                 # a pass like any other for the ranks that replay: it sends the same messages
                 self._reason = "the pass is compared with its recording"
-                _, self.failed = self._audit(key, recording, (), mode)
+                try:
+                    self._audit(key, recording, (), mode)
+                except OldValueError as error:
+                    self.failed = error
                 self._reason = self.refusal or self._reason
                 return True
             self.replays, self._reason = self.replays + 1, ""
@@ -140,8 +142,8 @@ class Replay(Compiled):
         if recording is not None:  # a parameter got another array, or was frozen
             del self._held[key]
             self._reason = "a parameter has another array, or was frozen"
-        elif key in self._spoiled:
-            self._reason = self._spoiled[key]
+        elif refusal := self._known_of(key).refusal:
+            self._reason = refusal
         elif (key in self._shapes or self._xp is not np) and len(self._held) < MOST_RECORDINGS:
             self._record(key, (), mode, xp=self._xp)
             self._reason = self.refusal or self._reason
@@ -175,7 +177,10 @@ class Replay(Compiled):
         elif self._changes > MOST_CHANGES:
             self._reason = "the model changes all the time"
         self._refused = bool(strangers) or self._changes > MOST_CHANGES
-        self._watch = Watch(self._model)
+        if not self._refused:
+            self._watch = Watch(self._model)
+            self._refused = bool(self._watch.iterator)
+            self._reason = self._watch.iterator or self._reason
 
 
 def refusal_of(layout: Layout, in_segments: bool, strangers: Sequence[str], is_device: bool) -> str:

@@ -27,29 +27,32 @@ On a device the second call is captured, and later ones launch CUDA graphs (see 
 cannot be compared.
 """
 
+import gc
 import os
 import random
 import sys
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from contextvars import ContextVar
 from copy import copy
-from functools import cached_property, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from itertools import chain
 from operator import is_
 from threading import RLock
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_on_device, namespace
 from nnmpi.backend.cuda.graph import GraphMemory, GraphRecorder
 from nnmpi.backend.kernels import setting
-from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision
-from nnmpi.backend.program.call import owner_of
-from nnmpi.backend.program.compare import Comparison, Reading, holders
+from nnmpi.backend.program.call import Call, owner_of, rebuilt
+from nnmpi.backend.program.compare import Comparison, referents
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import Recorder, active
 from nnmpi.base.errors import Settled, ShapeError, UsageError, is_own
@@ -65,18 +68,36 @@ from nnmpi.tensor.tensor import Tensor
 MOST_RECORDINGS = 16
 # Captures of a step on a device; one that always changes what it computes with stays eager.
 MOST_TRIES = 4
-MOST_UNUSED = 16  # recordings in a row that are dropped before their first replay
-MOST_KEYS = 256  # whose tries are counted
+MOST_UNUSED = 16  # recordings in a row without a replay
+MOST_KEYS = 256  # that are known
 MOST_BYTES = 2**16  # of an array whose values are compared; longer ones are left to audits
-MOST_PARTS = 2000  # that are compared, the nearest first; as many take 40 us
+MOST_PARTS = 2000  # that are compared, the nearest first; as many take 20 us
+
+
+class OldValueError(UsageError):
+    """Replays may have used an old value; raised when the step is done, and right."""
+
+
+class Known:
+    """What is known of the steps of a key.
+
+    Attributes:
+        refusal: why they are done eagerly from now on; empty if they are not.
+        unused: recordings since the last replay.
+        captures: on a device, how often they were captured.
+        is_warm: whether the last one ran in the memory of the graphs, so that the next one may be
+            captured.
+        last: the last recording, if it is not replayed, but may be compared with the next one.
+    """
+
+    refusal, unused, captures, is_warm = "", 0, 0, False
+    last: "Recording | None" = None
 
 
 class Compiled(Settled, fixed="pool"):
     """A step that is recorded on its first call for some input shapes, and replayed later.
 
     Attributes:
-        recordings: the number of recordings.
-        calls: the number of calls in the last recording that was made or replayed.
         pool: the memory of all recordings. They can share it: only one runs at a time, and callers
             get copies of its results.
     """
@@ -89,15 +110,10 @@ class Compiled(Settled, fixed="pool"):
     def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
-        self._held: dict[Any, Recording] = {}
-        self._spoiled: dict[Any, str] = {}  # why steps of a key are not recorded again
-        self._unused = Counter[Any]()  # recordings of a key since the last one that was replayed
-        # of steps on a device, by key: how often they were captured, and whether the last call ran
-        # in the memory of the graphs, so that the next one may be captured
-        self._tries: dict[Any, tuple[int, bool]] = {}
+        self._held: dict[Any, Recording] = {}  # by key
+        self._known: dict[Any, Known] = {}
         self.pool = Arena()
         self._lock = RLock()
-        self.calls = 0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)  # a method gets its object
@@ -112,6 +128,11 @@ class Compiled(Settled, fixed="pool"):
         """The calls of the last recording; print it to read them. None if there is none."""
         held = next(reversed(self._held.values()), None)
         return None if held is None else held.program
+
+    @property
+    def calls(self) -> int:
+        """The number of calls of `program`."""
+        return 0 if self.program is None else len(self.program.calls)
 
     @property
     def refusal(self) -> str:
@@ -131,10 +152,9 @@ class Compiled(Settled, fixed="pool"):
             Tensors are copies without history in a graph; later steps do not overwrite them.
 
         Raises:
-            UsageError: when the step reads a tensor's number, draws random numbers of NumPy's or
-                Python's, uses an iterator, returns something else, changes an argument, or is
-                called by a compiled step; for an input that is not hashable, or needs a gradient;
-                when replays may have used an old value of something.
+            UsageError: when the step reads a tensor's number, returns something else, changes an
+                argument, or is called by a compiled step; for an input that is not hashable, or
+                needs a gradient; when replays may have used an old value of something.
         """
         if active() is not None:
             raise UsageError(
@@ -144,7 +164,8 @@ class Compiled(Settled, fixed="pool"):
         mode = current()
         if mode.observe is not None:
             return self._step(*_mapped(_tensor, inputs))  # a replay would not call the modules
-        memory = None if mode.memory is None else _Same(mode.memory)
+        # a method of the memory equals that of this memory alone, and keeps it
+        memory = None if mode.memory is None else mode.memory.get
         key = (
             *(mode.training, mode.fused, mode.again, mode.weight, memory),
             *(grad_enabled(), setting(), precision(), *map(_kind, inputs)),
@@ -160,81 +181,66 @@ class Compiled(Settled, fixed="pool"):
                     " compared"
                 ) from None
             if held is None or not held.is_valid():
-                if key in self._spoiled:
-                    self._refusal = self._spoiled[key]
-                    return self._eagerly(inputs, mode)
-                watch = Watch(self._step, mode.memory, inputs)
-                return self._record(key, inputs, mode, watch, watch.library(inputs))
-            self.calls = len(held.program.calls)
-            held.count += 1
-            moved = held.compares and held.moved()
-            if moved or held.is_due():
-                results, error = self._audit(key, held, inputs, mode, moved)
-                if error is not None:
-                    raise error
-                return results
-            if held.count > 2:
-                self._unused.pop(key, None)
+                known = self._known_of(key)
+                if known.refusal:
+                    self._refusal = known.refusal
+                    return _mapped(_copied, self._do(inputs, mode)[1])
+                watch = Watch(self._step, inputs, mode.memory)
+                return self._record(key, inputs, mode, watch, watch.xp)
+            if held.is_due():
+                return self._audit(key, held, inputs, mode)
             return held.replay(inputs, mode)
 
-    def _audit(
-        self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode, moved: bool = False
-    ) -> tuple[Any, UsageError | None]:
+    def _known_of(self, key: Any) -> Known:
+        if len(self._known) >= MOST_KEYS and key not in self._known:
+            self._known.clear()
+        return self._known.setdefault(key, Known())
+
+    def _audit(self, key: Any, held: "Recording", inputs: tuple[Any, ...], mode: Mode) -> Any:
         """Do one step, and compare what it does with its recording, which is dropped if it differs.
 
-        Returns:
-            The step's result, and an error if replays since the last audit may have been wrong.
+        Raises:
+            OldValueError: if replays since the last audit may have been wrong.
         """
         recorder = Recorder()
         recorder.notes_lines, recorder.reads_mode = True, held.recorder.reads_mode
-        new = self._do(recorder, inputs, mode)
-        found = recorder.spoiled or held.difference(new)
+        new = Recording(recorder, self.pool, held.known, *self._do(inputs, mode, recorder))
         since, held.checked = held.checked + 1, self._number
+        found = recorder.spoiled or held.difference(new)
         if not found:
-            held.look_again(moved)
-            return new.results(), None
+            held.look_again()
+            return new.results()
         del self._held[key]
         self._refusal = f"{self._name} computes with what changes from call to call: {found}"
-        if moved:
-            self._count_unused(key)
-            return new.results(), None
-        self._spoil(key, self._refusal)
+        if held.moved:  # what has changed is seen: the next call records anew
+            return new.results()
+        held.known.refusal = self._refusal
         if since < self._number:
-            return new.results(), UsageError(
+            raise OldValueError(
                 f"{self._refusal}; calls since number {since} may have used an old value: give it as an"
                 " argument, or do not compile this"
             )
         launch = read_launch(os.environ)
         if launch is None or launch.rank == 0:  # once for all ranks
-            warnings.warn(f"{self._refusal}; it is not replayed", stacklevel=4)
-        return new.results(), None
-
-    def _count_unused(self, key: Any) -> None:
-        """Note that a recording was dropped; stop to record what is never replayed."""
-        if len(self._unused) >= MOST_KEYS:
-            self._unused.clear()
-        self._unused[key] += 1
-        if self._unused[key] >= MOST_UNUSED:
-            self._spoil(key, self._refusal)
-
-    def _spoil(self, key: Any, reason: str) -> None:
-        """Do steps of a key eagerly from now on."""
-        if len(self._spoiled) >= MOST_KEYS:
-            self._spoiled.clear()
-        self._spoiled[key] = reason
+            warnings.warn(f"{self._refusal}; it is not replayed", stacklevel=3)
+        return new.results()
 
     def _do(
-        self, recorder: Recorder, inputs: tuple[Any, ...], mode: Mode, watch: "Watch | None" = None
-    ) -> "Recording":
-        """Do one step, and record it."""
+        self, inputs: tuple[Any, ...], mode: Mode, recorder: Recorder | None = None
+    ) -> tuple[list[Any], Any]:
+        """Do one step, perhaps record it, and return the leaves of its inputs, and its result."""
+        buffers = _mapped(_input_buffer, inputs)
+        leaves = [*_leaves(buffers)]
         try:
-            buffers = _mapped(_input_buffer, inputs)
-            with recorder.running():
+            with nullcontext() if recorder is None else recorder.running():
                 outputs = _outputs(self._step(*buffers))
-            return Recording(recorder, self.pool, inputs, buffers, outputs, watch)
+            written = set[int]() if recorder is None else recorder.outside(Call.target)
+            _refuse_changed(leaves, [*_leaves(buffers)], written)
+            return leaves, outputs
         finally:
             restore(mode)
-            recorder.copy_loose_grads()
+            if recorder is not None:
+                recorder.copy_loose_grads()
 
     def _record(
         self,
@@ -245,21 +251,16 @@ class Compiled(Settled, fixed="pool"):
         xp: Any = np,
     ) -> Any:
         """Do one step, and record it; on a device, `xp`, the second time that this is called."""
-        if self._held.pop(key, None) is not None:
-            self._refusal = "the step computes with other things in each call"
-            self._count_unused(key)
-        is_full = len(self._held) >= MOST_RECORDINGS
-        # Return malloc's free memory to the system: replays use the pool instead. Not once the
-        # recordings are full, since then each call may record: trimming would take longer.
-        if is_full:
+        known = self._known_of(key)
+        old, known.last = self._held.pop(key, known.last), None
+        if len(self._held) >= MOST_RECORDINGS:
             del self._held[next(iter(self._held))]
-        elif xp is np:
-            return_freed_memory()
-        recorder = Recorder() if xp is np else self._device_recorder(key, xp)
+        recorder = Recorder() if xp is np else self._device_recorder(known, xp)
         recorder.reads_mode = watch is not None
         memory = {name: copy(item) for name, item in (mode.memory or {}).items()}
         try:
-            held = self._do(recorder, inputs, mode, watch)
+            done = self._do(inputs, mode, recorder)
+            new = Recording(recorder, self.pool, known, *done, watch)
         except Exception as error:
             if not (isinstance(recorder, GraphRecorder) and recorder.can_begin_again(error)):
                 raise
@@ -267,43 +268,28 @@ class Compiled(Settled, fixed="pool"):
             if mode.memory is not None:  # with the positions before this call
                 mode.memory.clear()
                 mode.memory.update(memory)
-            self._tries[key], self._refusal = (MOST_TRIES, False), f"{error}"
+            known.captures, self._refusal = MOST_TRIES, f"{error}"
             return self._record(key, inputs, mode, watch, xp)
-        finally:
-            if not is_full and xp is np:
-                return_freed_memory()  # it held the results
-        self.calls, held.checked = len(held.program.calls), self._number
-        if not recorder.warms_up:
-            self._refusal = recorder.spoiled
-            if recorder.spoiled:
-                self._spoil(key, recorder.spoiled)
-            elif watch is not None and not watch.is_still(recorder):
-                # a replay would leave out what the step has changed
-                self._refusal = "the step changes what it computes with"
-                self._count_unused(key)
-            else:
-                self._held[key] = held
-        return held.results()
+        if recorder.warms_up:
+            return new.results()
+        known.unused += 1
+        self._refusal = recorder.spoiled if watch is None else watch.refusal(recorder)
+        if recorder.spoiled or known.unused >= MOST_UNUSED:
+            known.refusal = self._refusal or "the step computes with other things in each call"
+        if not self._refusal:
+            self._held[key], new.checked = new, self._number
+            if old is not None and new.compares and not old.difference(new):
+                new.count += old.count  # it was recorded twice already
+        elif new.compares and not recorder.spoiled:
+            known.last = new
+        return new.results()
 
-    def _eagerly(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
-        """Do one step without recording it."""
-        buffers = _mapped(_input_buffer, inputs)
-        try:
-            results = _mapped(_copied, _outputs(self._step(*buffers)))
-            _refuse_changed(inputs, buffers)
-            return results
-        finally:
-            restore(mode)
-
-    def _device_recorder(self, key: Any, xp: Any) -> GraphRecorder:
+    def _device_recorder(self, known: Known, xp: Any) -> GraphRecorder:
         """Return the recorder of a step's next call; it captures every second one."""
         if self._graphs is None:
             self._graphs = GraphMemory(xp)
-        if len(self._tries) >= MOST_KEYS:
-            self._tries.clear()
-        count, is_ready = self._tries.get(key, (0, False))
-        captures = is_ready and count < MOST_TRIES
-        self._tries[key] = count + captures, not captures
+        captures = known.is_warm and known.captures < MOST_TRIES
+        known.captures, known.is_warm = known.captures + captures, not captures
         return GraphRecorder(self._graphs, warms_up=not captures)
 
 
@@ -311,59 +297,48 @@ class Recording:
     """A step's recorded calls for certain input shapes, with its input buffers and result.
 
     Attributes:
+        program: what is replayed.
         count: the calls of the step since it was made, with the first one.
         checked: the number of the last call that was compared.
         compares: whether another recording can be compared with it: not on a device.
+        moved: whether watched arrays have other values in this call.
     """
 
-    count, checked = 1, 0
+    count, checked, moved = 1, 0, False
 
     def __init__(
         self,
         recorder: Recorder,
         arena: Arena,
-        inputs: tuple[Any, ...],
-        buffers: tuple[Any, ...],
+        known: Known,
+        leaves: list[Any],
         outputs: Any,
         watch: "Watch | None" = None,
     ) -> None:
-        self.recorder, self._outputs, self._watch, self._arena = recorder, outputs, watch, arena
-        self._buffers = [
-            (i, buffer._data)
-            for i, buffer in enumerate(_leaves(buffers))
-            if isinstance(buffer, Tensor)
-        ]
-        self.compares = not recorder.captures
-        _refuse_changed(inputs, buffers, recorder.written())
-        if watch is not None:
-            watch.refuse_drawn()
-
-    @cached_property
-    def program(self) -> StepProgram:
-        """What is replayed."""
-        return StepProgram(self.recorder, self._arena)
+        self.recorder, self._outputs, self._watch = recorder, outputs, watch
+        self._buffers = [(i, x._data) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.compares, self.known = not recorder.captures, known
+        self.program = StepProgram(recorder, arena)
 
     def is_valid(self) -> bool:
         """True if a replay would do what the step does now."""
         return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
 
     def is_due(self) -> bool:
-        """True if this call is to be compared: the second, fourth, eighth ..., and those before the
-        sixteenth and so on, since what changes in every third call would meet no power of two.
+        """True if this call, which is counted, is to be compared: the second, fourth, eighth ..., and
+        those before the sixteenth and so on, since what changes in every third call would meet no
+        power of two; and one before which an array has changed.
         """
-        count = self.count
+        self.count = count = self.count + 1
+        self.moved = self._watch is not None and bool(self._watch.moved())
         return self.compares and (
-            count & (count - 1) == 0 or (count > 8 and count & (count + 1) == 0)
+            self.moved or count & (count - 1) == 0 or (count > 8 and count & (count + 1) == 0)
         )
 
-    def moved(self) -> bool:
-        """True if watched arrays have other values."""
-        return self._watch is not None and bool(self._watch.moved())
-
-    def look_again(self, moved: bool) -> None:
+    def look_again(self) -> None:
         """Begin to watch arrays anew that have changed, unless recorded calls read them."""
-        if moved and self._watch is not None:
-            self._watch.look_again(self.recorder.read())
+        if self.moved and self._watch is not None:
+            self._watch.look_again(self.recorder.outside(Call.arrays))
 
     def difference(self, new: "Recording") -> str:
         """Return the first difference to a new recording of the step, or nothing."""
@@ -378,7 +353,8 @@ class Recording:
         Raises:
             ShapeError: for an index that does not fit; in a replay no operation checks it.
         """
-        leaves = list(_leaves(inputs))
+        self.known.unused = 0
+        leaves = [*_leaves(inputs)]
         for i, buffer in self._buffers:
             buffer[...] = values_of(leaves[i])
         try:
@@ -432,85 +408,68 @@ def _kind(x: Any) -> Any:
 
     An array contributes its library, shape and dtype, a plain value itself.
     """
-    array = x
-    if isinstance(x, Tensor):
-        array = x._data
-        if x.requires_grad:
-            return Tensor, array.shape, str(array.dtype)
-    if type(array) is np.ndarray:
+    array = values_of(x)
+    if type(array) is np.ndarray and array is x:
         return array.shape, array.dtype
+    if is_array(array):
+        needs_grad = isinstance(x, Tensor) and x.requires_grad
+        return namespace(array).__name__, array.shape, str(array.dtype), needs_grad
     if isinstance(x, float | np.generic):  # 0.0 and -0.0 are equal, and NaN is not
         return type(x), np.asarray(x).tobytes()
-    if is_array(array):
-        return namespace(array).__name__, array.shape, str(array.dtype)
     if isinstance(x, tuple | list):
-        return type(x), tuple(map(_kind, x))
+        return type(x), *map(_kind, x)
     if isinstance(x, dict):
-        return type(x), tuple((name, _kind(item)) for name, item in x.items())
+        return type(x), *x, *map(_kind, x.values())
     return type(x), x
-
-
-class _Same:
-    """A part of a key that equals only itself; it keeps its object, so that no other gets its id."""
-
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._thing is other._thing
-
-    def __hash__(self) -> int:
-        return id(self._thing)
 
 
 class Watch:
     """What a recorded step has at hand in Python, compared by identity, the nearest things first.
 
         a function                 what it closes over, the globals and modules' names in its code
-        a module, an object        its attributes; and its class, if that is a user's
-        tuples, lists, dicts ...   their items
-        arrays                     their values, too, unless they are long or recorded calls write
-                                   them
-        any other                  itself: a number, a Tensor, an optimizer
+        a class of a user's        its attributes
+        an object of nnmpi's own   itself, but for a module
+        an array                   its values, unless it is long or recorded calls write to it
+        any other                  what it refers to
 
     Args:
         root: where the search begins.
-        memory: of `nn.continued`. Its numbers are positions, which replays advance.
         inputs: of the step, each of which is searched, too.
+        memory: of `nn.continued`. Its numbers are positions, which replays advance.
 
-    Raises:
-        UsageError: for an iterator, whose next item a replay would not take.
+    Attributes:
+        xp: the library of the first array on a device, or NumPy.
+        iterator: why a step with what was found cannot be replayed; empty if it may be.
     """
 
+    iterator = ""
+
     def __init__(
-        self, root: Any, memory: dict[str, Any] | None = None, inputs: tuple[Any, ...] = ()
+        self, root: Any, inputs: tuple[Any, ...] = (), memory: dict[str, Any] | None = None
     ) -> None:
-        # each container comes before its items
-        self._holders: list[Iterable[object]] = [] if memory is None else [_Entries(memory)]
-        self._generators: list[Any] = []
+        self.xp: Any = np
+        self._looks: list[Callable[[], Iterable[object]]] = []  # each returns what is there now
+        self._held: list[object] = []  # whose referents are compared
+        self._generators: list[Any] = [random.random.__self__, np.random.get_bit_generator()]  # type: ignore[attr-defined]
         self._values: list[tuple[Array, bytes]] = []
-        copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
+        self._copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
+        if memory is not None:
+            kept = [name for name, item in memory.items() if not isinstance(item, int)]
+            self._looks += [partial(iter, memory), partial(map, memory.get, kept)]
         waiting = deque([root, inputs])
         seen: dict[int, object] = {}
         while waiting and len(seen) < MOST_PARTS:
             item = waiting.popleft()
             if id(item) not in seen:
                 seen[id(item)] = item
-                if isinstance(item, Buffer):
-                    copied.add(id(item._data))  # operations write to it
-                elif isinstance(item, np.ndarray) and item.nbytes <= MOST_BYTES:
-                    self._values.append((item, item.tobytes()))
-                for holder in self._parts_of(item):
-                    waiting += holder
-                    if not isinstance(holder, tuple | frozenset):  # these always hold the same
-                        self._holders.append(holder)
-        self._values = [item for item in self._values if id(item[0]) not in copied]
-        self._parts = list(chain.from_iterable(self._holders))
-        self._drawn = self._draws()
+                waiting += self._look_into(item)
+        self._values = [item for item in self._values if id(item[0]) not in self._copied]
+        self._looks.append(partial(gc.get_referents, *self._held))
+        self._parts, self._drawn = self._look(), [*map(_state, self._generators)]
 
     def is_unchanged(self) -> bool:
         """True if everything is the same object as when the watch began."""
-        now = list(chain.from_iterable(self._holders))
+        now = self._look()
         return len(now) == len(self._parts) and all(map(is_, now, self._parts))
 
     def moved(self) -> list[Array]:
@@ -526,91 +485,90 @@ class Watch:
         gone = {id(array) for array in self.moved() if id(owner_of(array)) in read}
         self._values = [(x, x.tobytes()) for x, _ in self._values if id(x) not in gone]
 
-    def is_still(self, recorder: Recorder) -> bool:
-        """True if a step has changed nothing but by recorded calls, whose arrays are then left out."""
-        written = recorder.written()
-        self._values = [item for item in self._values if id(owner_of(item[0])) not in written]
-        return self.is_unchanged() and not self.moved()
+    def refusal(self, recorder: Recorder) -> str:
+        """Return why a step cannot be replayed that has changed more than arrays by recorded calls.
 
-    def library(self, inputs: tuple[Any, ...]) -> Any:
-        """Return the module of the first array on a device, or NumPy if there is none."""
-        arrays: Iterable[Any] = (
-            getattr(x, "_data", None) if isinstance(x, Variable | Buffer) else x
-            for x in chain(_leaves(inputs), self._parts)
-        )
-        return next((namespace(x) for x in arrays if is_on_device(x)), np)
-
-    def refuse_drawn(self) -> None:
-        """Refuse a step that has drawn random numbers since the watch began.
-
-        Raises:
-            UsageError: when it has.
+        Those arrays are then left out.
         """
-        if self._draws() != self._drawn:
-            raise UsageError(
-                "random numbers that a compiled step draws itself would always be the first"
-                " step's; draw them outside and give them as an argument, or use nn.Dropout"
+        written = recorder.outside(Call.target)
+        self._values = [item for item in self._values if id(owner_of(item[0])) not in written]
+        if self._drawn != [*map(_state, self._generators)]:
+            recorder.spoil(
+                "the step draws random numbers, which replays would repeat; draw them outside and"
+                " give them as an argument, or use nn.Dropout"
             )
+        elif self.iterator:
+            recorder.spoil(self.iterator)
+        is_still = self.is_unchanged() and not self.moved()
+        return recorder.spoiled or ("" if is_still else "the step changes what it computes with")
 
-    def _draws(self) -> list[Any]:
-        old = np.random.get_state(legacy=False)
-        states = [_state(item) for item in self._generators]
-        return [random.getstate(), old["state"]["key"].tobytes(), old["state"]["pos"], *states]
+    def _look(self) -> list[object]:
+        return [*chain.from_iterable([look() for look in self._looks])]
 
-    def _parts_of(self, item: Any) -> Iterator[Iterable[object]]:
-        kind = type(item)
-        if isinstance(item, _GENERATORS):
-            self._generators.append(item)
-        elif isinstance(item, GeneratorType) or (
-            kind.__module__ in ("builtins", "itertools") and "__next__" in vars(kind)
-        ):
-            raise UsageError(
-                f"a compiled step uses {kind_of(item)}, an iterator, whose next item a replay would"
-                " not take; call next outside of the step and give the item as an argument"
-            )
+    def _look_into(self, item: Any) -> Iterable[object]:
+        """Look at an item from now on, and return what is to be looked at with it."""
+        kind: Any = type(item)
+        array = item
+        if isinstance(item, Variable | Buffer):
+            array = getattr(item, "_data", None)  # a parameter of another rank's stage has none
+        if is_on_device(array) and self.xp is np:
+            self.xp = namespace(array)
+        if isinstance(item, Buffer):
+            self._held.append(item)
+            self._copied.add(id(array))  # operations write to it
+        elif isinstance(item, np.ndarray):
+            if item.nbytes <= MOST_BYTES:
+                self._values.append((item, item.tobytes()))
         elif isinstance(item, FunctionType):
-            if is_users(item.__code__.co_filename):
-                parts = [*holders(item)]
-                yield from parts
-                yield vars(item).values()
-                names = tuple(_names(item.__code__))
-                scopes = [item.__globals__, *_scopes(parts[0])]
-                for scope in scopes:  # which grows by the modules in it
-                    yield _Names(scope, names)
-                    found = _scopes(map(scope.get, names))
-                    scopes += [new for new in found if all(new is not other for other in scopes)]
+            return self._follow(item) if is_users(item.__code__.co_filename) else ()
         elif isinstance(item, type):
-            module = sys.modules.get(item.__module__)
-            file = str(getattr(module, "__file__", None) or "")
+            file = str(getattr(sys.modules.get(item.__module__), "__file__", None) or "")
+            is_built_in = item.__module__ in sys.builtin_module_names
             # an installed class has too many functions; its objects have attributes
-            if is_users(file) and "-packages" not in file and item.__module__ != "builtins":
-                yield vars(item).values()
-        elif isinstance(item, Buffer):
-            yield Reading(lambda: item._data)
+            is_seen = is_users(file) and not is_built_in and "-packages" not in file
+            return (vars(item),) if is_seen else ()
+        elif isinstance(item, ContextVar):
+            self._looks.append(partial(map, item.get, (None,)))
+            return (item.get(None),)
+        elif isinstance(item, ref):
+            return (item(),)
+        elif isinstance(item, _CACHING):  # what it has cached is its own
+            return (vars(item),)
         # an optimizer, also one of the user's, is read anew by each of its updates
-        elif isinstance(item, Module) or not (is_array(item) or any(map(is_own, kind.__mro__))):
-            yield from holders(item)
-            yield (kind,)
+        elif not (is_array(item) or isinstance(item, ModuleType) or _is_ours(kind)):
+            if hasattr(kind, "__next__"):
+                self.iterator = (
+                    f"{kind_of(item)} is an iterator, whose next item a replay would not take; call"
+                    " next outside of the step and give the item as an argument"
+                )
+            if isinstance(item, np.random.BitGenerator | random.Random):
+                self._generators.append(item)
+            if not isinstance(item, tuple | partial):  # these always hold the same
+                self._held.append(item)
+            return referents(item)
+        return ()
+
+    def _follow(self, function: FunctionType) -> Iterator[object]:
+        """Yield what a function has at hand; look at the names in its code from now on."""
+        cells = referents(function.__closure__ or ())
+        yield from (*cells, function.__defaults__, function.__kwdefaults__, vars(function))
+        names = _names(function.__code__)
+        scopes = [function.__globals__, *_scopes(chain.from_iterable(map(referents, cells)))]
+        for scope in scopes:  # which grows by the modules in it
+            there = [name for name in names if name in scope]
+            self._looks.append(partial(map, scope.get, there))
+            found = [scope[name] for name in there]
+            scopes += [new for new in _scopes(found) if all(new is not other for other in scopes)]
+            yield from found
 
 
-class _Entries:
-    """Iterates over the values of a dictionary that are no whole numbers."""
-
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self._entries = entries
-
-    def __iter__(self) -> Iterator[object]:
-        return (value for value in self._entries.values() if not isinstance(value, int))
+_CACHING = type(lru_cache(len))
 
 
-class _Names:
-    """Iterates over the current values of some names."""
-
-    def __init__(self, scope: dict[str, Any], names: tuple[str, ...]) -> None:
-        self._scope, self._names = scope, names
-
-    def __iter__(self) -> Iterator[object]:
-        return map(self._scope.get, self._names)
+@lru_cache(1024)
+def _is_ours(kind: Any) -> bool:
+    """Whether the objects of a class are nnmpi's own, but no modules: these hold a user's things."""
+    return any(map(is_own, kind.__mro__)) and not issubclass(kind, Module)
 
 
 def _scopes(things: Iterable[object]) -> list[dict[str, Any]]:
@@ -625,21 +583,11 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-_GENERATORS = (
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    random.Random,
-)
-
-
-def _state(generator: Any) -> str:
-    """Return the state of a generator of random numbers, as text."""
+def _state(generator: Any) -> Any:
+    """Return the state of a generator of random numbers, as a value."""
     if isinstance(generator, random.Random):
-        return repr(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return repr(generator.get_state())
-    return repr(getattr(generator, "bit_generator", generator).state)
+        return random.Random.getstate(generator)  # a stranger's own method might raise
+    return rebuilt(generator.state, bytes, np.ndarray)
 
 
 def _tensor(x: Any) -> Any:
@@ -658,40 +606,27 @@ def _input_buffer(x: Any) -> Any:
     return _tensor(array.copy()) if is_array(array) else x
 
 
-def _refuse_changed(
-    given: Iterable[Any], after: Iterable[Any], written: Iterable[int] = ()
-) -> None:
+def _refuse_changed(given: list[Any], after: list[Any], written: set[int]) -> None:
     """Refuse a step that has changed its arguments, or written to them.
 
     Args:
-        given: to the compiled step.
-        after: what the step got in place of them: copies.
+        given: the leaves of what the step got, which are copies of the caller's.
+        after: the same after the step.
         written: the ids of arrays that it wrote to.
 
     Raises:
         UsageError: when it has.
     """
-    pairs = zip(_walked(given), _walked(after), strict=False)
-    if len([*_walked(given)]) != len([*_walked(after)]) or any(
-        isinstance(then, Tensor) is not (isinstance(x, Variable) or is_array(x))
-        or (isinstance(then, Tensor) and id(owner_of(then._data)) in written)
-        or not (isinstance(then, Tensor) or x is then or x == then)
-        for x, then in pairs
+    if len(given) != len(after) or any(
+        id(owner_of(x._data)) in written
+        if x is now and isinstance(x, Tensor)
+        else x is not now and (isinstance(now, Tensor) or x != now)
+        for x, now in zip(given, after, strict=False)
     ):
         raise UsageError(
             "a compiled step changes one of its arguments, but works on copies, so the caller would"
             " never see it; return the new value, or do not compile this step"
         )
-
-
-def _walked(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the leaves of a step's inputs, after the length and the names of each container."""
-    for x in values:
-        if isinstance(x, tuple | list | dict):
-            yield len(x), *(x if isinstance(x, dict) else ())
-            yield from _walked(x.values() if isinstance(x, dict) else x)
-        else:
-            yield x
 
 
 def _outputs(result: Any) -> Any:
@@ -715,12 +650,12 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _leaves(inputs: Iterable[Any]) -> Iterator[Any]:
-    """Yield the leaves of a step's inputs, in the order of `_mapped`."""
+    """Yield the leaves of a step's inputs, after the length and the names of each container."""
     for x in inputs:
-        if isinstance(x, tuple | list):
-            yield from _leaves(x)
-        elif isinstance(x, dict):
-            yield from _leaves(x.values())
+        if isinstance(x, tuple | list | dict):
+            yield len(x)
+            yield from x if isinstance(x, dict) else ()
+            yield from _leaves(x.values() if isinstance(x, dict) else x)
         else:
             yield x
 

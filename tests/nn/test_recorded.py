@@ -391,7 +391,7 @@ def test_a_step_that_always_changes_something_becomes_eager():
     compiled = nnmpi.compile(step)
     assert [compiled(np.ones(1)).item() for _ in range(40)] == [*range(1, 41)]
     assert compiled.refusal == "the step changes what it computes with"
-    assert compiled._spoiled
+    assert not compiled.recordings
 
 
 # ---- strangers ----
@@ -464,6 +464,31 @@ def test_strangers_are_asked_for_their_type(kind):
     assert all(worker.step(x, np.array([0, 1])).loss > 0 for _ in range(4))
 
 
+class Drawing(nn.Module):
+    """A layer that takes its factors from an iterator, and one that says that this is no matter."""
+
+    def __init__(self, items: Any) -> None:
+        self.layer, self.items = nn.Linear(3, 2), items
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a multiple of the layer's result."""
+        return self.layer(x) * next(self.items)
+
+
+def test_a_worker_with_an_iterator_in_its_model_takes_each_item():
+    """Also one of which its class says that it may be replayed."""
+    losses = []
+    for replayable in (False, True):
+        kind = type("Drawing", (Drawing,), {"replayable": replayable})
+        for items in (iter(range(1, 9)), (n for n in range(1, 9)), map(abs, range(1, 9))):
+            model = nn.Sequential(kind(items)).initialize(seed=0, dtype="float64")
+            worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), nnmpi.start())
+            x, y = np.ones((2, 3)), np.array([0, 1])
+            losses.append([worker.step(x, y).loss for _ in range(8)])
+            assert worker.explain_replay()
+    assert all(came == losses[0] for came in losses)
+
+
 # ---- comparing ----
 
 
@@ -521,6 +546,18 @@ def test_recordings_that_differ_are_told_apart(name):
         ends_now = float(ends.call_count + 1)
         np.testing.assert_array_equal(compiled(x).data, DIFFERENT[name](Tensor(x), ends_now).data)
         assert compiled.recordings == (call == 1 and not compiled.refusal)
+
+
+def test_a_recording_after_a_change_needs_another_one_that_is_the_same():
+    """The first call changes what the second one finds, and both compute with other numbers."""
+    ends, noted = Tally(), []
+
+    def step(x: Any) -> Any:
+        noted[:] = [1]
+        return x * drawn(ends)
+
+    compiled = nnmpi.compile(step)
+    assert [compiled(np.ones(1)).item() for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
 def test_the_difference_is_named_with_the_users_line():

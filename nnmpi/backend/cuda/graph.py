@@ -31,7 +31,6 @@ from weakref import finalize
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.program.call import Kinds
 from nnmpi.backend.recording import Recorder, fill
 from nnmpi.base.errors import UsageError
 
@@ -181,7 +180,7 @@ class GraphRecorder(Recorder):
     def __init__(self, memory: GraphMemory, warms_up: bool) -> None:
         super().__init__()
         self.warms_up, self._launched = warms_up, 0
-        self._memory, self._kinds = memory, Kinds(memory.xp.ndarray)
+        self._memory, self._kinds = memory, memory.xp.ndarray
         self._capture: tuple[ExitStack, Any] | None = None  # while work is being captured
         self._outer: Any = None  # the stream of the launches
         self._blocks: list[tuple[Array, Array]] = []  # of numbers, on the device and on the host
@@ -220,7 +219,7 @@ class GraphRecorder(Recorder):
         self._begin()
         return result
 
-    def _ref(self, x: Array) -> Array:
+    def place_of(self, x: Array) -> Array:
         """Return an array for a call, which does not hold memory of the graphs."""
         return self._memory.borrowed(x)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,31 +21,22 @@ from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.base.errors import ShapeError
 
 
+@dataclass(eq=False, slots=True)
 class Allocation:
     """Memory for results of a recorded step.
 
-    Args:
+    Attributes:
         size: in bytes.
         number: for display.
-        address: of the memory while the step is recorded.
-        owner: a weak reference to the array that has it then.
-
-    Attributes:
+        owner: returns the array that has it while the step is recorded, or None if nobody but the
+            calls holds that or a view of it.
         freed: the number of calls when nobody held the array any more.
     """
 
-    __slots__ = ("_owner", "address", "freed", "number", "size")
-
-    def __init__(
-        self, size: int, number: int, address: int = 0, owner: Callable[[], Any] | None = None
-    ) -> None:
-        self.size, self.number, self.address, self._owner = size, number, address, owner
-        self.freed = 0
-
-    @property
-    def owner(self) -> Array | None:
-        """The array, if anybody but the calls still holds it or a view of it."""
-        return None if self._owner is None else self._owner()
+    size: int
+    number: int
+    owner: Callable[[], Any] = NoneType
+    freed: int = 0
 
 
 class ArrayRef(NamedTuple):
@@ -92,9 +84,8 @@ class Call:
         """Call the function; only for calls without references."""
         return self.function(*self.args, **self.kwargs)
 
-    @property
     def target(self) -> Any:
-        """The array, or tuple, that a function of NumPy's writes to besides its result, or None."""
+        """Return the array, or tuple, that a function of NumPy's writes to besides its result, or None."""
         is_writer = getattr(self.function, "__name__", "") in _WRITERS
         return self.args[0] if is_writer else self.kwargs.get("out")
 
@@ -111,7 +102,7 @@ class Call:
     def bound(self, place: Callable[[ArrayRef], Array]) -> Callable[[], object]:
         """Return the call on arrays, in its fastest form: a keyword costs 0.1 us."""
         function, args, kwargs, result = (
-            rebuilt(item, place, _REFS, not self.keeps)
+            rebuilt(item, place, ArrayRef, not self.keeps)
             for item in (self.function, self.args, self.kwargs, self.result)
         )
         if (
@@ -139,6 +130,8 @@ def copy_to(x: Array, out: Array, **kwargs: Any) -> None:
     np.copyto(out, x, **kwargs)
 
 
+ARRAYS = ArrayRef, np.ndarray
+_DEEP = {tuple, list, dict, partial}  # what may have some within
 # NumPy implements these by methods, which are faster to call; those need `out` by name
 _METHODS = (np.take, np.put, np.argmax, np.argmin)
 _NAMED_OUT = (np.maximum, np.minimum)
@@ -147,38 +140,8 @@ _WRITERS = frozenset(
     ["setitem", "copyto", "fill", "put", "putmask", "place", "fill_diagonal", "put_along_axis"]
     + ["at", "sort", "partition", "_raise_in_place"]
 )
-# What a value may be in a search for items: none, an item, or something that may have some within
-_OTHER, _ITEM, _ROW, _DICT, _PARTIAL = range(5)
-_LIBRARIES = ("builtins", "functools", "numpy", "nnmpi")
-
-
-class Kinds(dict[type, int]):
-    """What values are in a search for items of some types, by their own type.
-
-    A recording searches the arguments of each call several times. To ask each value by `isinstance`
-    took a fifth of the whole recording.
-
-    Args:
-        kinds: the items' types.
-    """
-
-    def __init__(self, *kinds: type) -> None:
-        self._kinds = kinds
-
-    def __missing__(self, kind: type) -> int:
-        way = (
-            _ITEM * issubclass(kind, self._kinds)
-            or _ROW * issubclass(kind, (tuple, list))
-            or _DICT * issubclass(kind, dict)
-            or _PARTIAL * issubclass(kind, partial)
-        )
-        if kind.__module__.partition(".")[0] in _LIBRARIES:  # a user's may be many
-            self[kind] = way
-        return way
-
-
-HOST_ARRAYS, ARRAYS = Kinds(np.ndarray), Kinds(ArrayRef, np.ndarray)
-_REFS = Kinds(ArrayRef)
+# What a search for items may meet. A recording searches the arguments of each call several times.
+Kinds: TypeAlias = type | tuple[type, ...]
 
 
 def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Kinds, deep: bool = True) -> Any:
@@ -186,15 +149,17 @@ def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Kinds, deep: bool = True
 
     Looks into tuples, partial calls and, if `deep`, lists and dictionaries.
     """
-    kind = type(x)
-    way = kinds[kind]
-    if way == _ITEM:
+    kind = type(x)  # `isinstance` takes five times as long for a recorded array
+    if issubclass(kind, kinds):
         return place(x)
-    if not way:
-        return x
     if kind is tuple or (deep and kind is list):
         return kind(
-            [rebuilt(item, place, kinds, deep) if kinds[type(item)] else item for item in x]
+            [
+                place(item)
+                if issubclass(type(item), kinds)
+                else (rebuilt(item, place, kinds, deep) if type(item) in _DEEP else item)
+                for item in x
+            ]
         )
     if kind is dict and deep:
         return {name: rebuilt(item, place, kinds, deep) for name, item in x.items()}
@@ -208,25 +173,8 @@ def rebuilt(x: Any, place: Callable[[Any], Any], kinds: Kinds, deep: bool = True
 def items_of(x: Any, kinds: Kinds) -> list[Any]:
     """Return the items of some types within a value, as `rebuilt` finds them."""
     found: list[Any] = []
-    _collect(x, kinds, found)
+    rebuilt(x, found.append, kinds)
     return found
-
-
-def _collect(x: Any, kinds: Kinds, found: list[Any]) -> None:
-    way = kinds[type(x)]
-    if way == _ITEM:
-        found.append(x)
-        return
-    if way == _DICT:
-        x = x.values()
-    elif way == _PARTIAL:
-        x = (x.func, *x.args, *x.keywords.values())
-    for item in x if way else ():
-        way = kinds[type(item)]
-        if way == _ITEM:
-            found.append(item)
-        elif way:
-            _collect(item, kinds, found)
 
 
 def _store(targets: Any, call: Callable[[], Any]) -> None:

@@ -14,37 +14,28 @@ so a second recording is compared with the first one, and others from time to ti
 
 from __future__ import annotations
 
-from array import array
+import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from itertools import zip_longest
-from types import (
-    BuiltinMethodType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.program.call import ArrayRef, Call, address_of, owner_of
 from nnmpi.backend.program.record import CallList
-from nnmpi.base.errors import shortened
+from nnmpi.base.errors import is_own, shortened
 from nnmpi.base.lines import shown
 
 # compared by their text: 0.0 is not -0.0, and NaN is NaN
 _VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, np.dtype, np.generic)
-_ROWS = (tuple, list, deque)
-_VIEWS: tuple[type[Any], ...] = type({}.keys()), type({}.values()), type({}.items())
+
+
+_ROWS = tuple, list, deque
 
 
 class Comparison:
@@ -79,11 +70,9 @@ class Comparison:
                 was, now = (f"{call or 'nothing'}" for call in (one, other))
                 if was == now and self._differ is not None:
                     was, now = (f"{was} with {_text(item)}" for item in self._differ)
-                line = ""
-                if number < len(new.lines) and new.lines[number][0]:
-                    file, place = new.lines[number]
-                    line = f", at {shown(file)}:{place}"
-                return f"call {number}: {was} is now {now}{line}"
+                file, line = new.lines[number] if number < len(new.lines) else ("", 0)
+                at = f", at {shown(file)}:{line}" if file else ""
+                return f"call {number}: {was} is now {now}{at}"
         return "" if self.same(*results) else "the step returns other results"
 
     def same(self, one: Any, other: Any) -> bool:
@@ -94,13 +83,12 @@ class Comparison:
         return False
 
     def _same_calls(self, one: Call, other: Call) -> bool:
-        target = one.target
-        if type(target) is np.ndarray and type(other.target) is np.ndarray:
+        target, now = one.target(), other.target()
+        if type(target) is np.ndarray and type(now) is np.ndarray and self._is_same_step:
             # one that the step has made unseen would begin with what the last replay has left
-            owners = owner_of(target), owner_of(other.target)
-            is_same = owners[0] is owners[1] or (0, id(owners[0])) in self._twins
-            if self._is_same_step and not is_same:
-                self._differ = target, other.target
+            owner = owner_of(target)
+            if owner is not owner_of(now) and (0, id(owner)) not in self._twins:
+                self._differ = target, now
                 return False
         return (
             self.same(one.args, other.args)
@@ -111,10 +99,12 @@ class Comparison:
 
     def _same(self, one: Any, other: Any) -> bool:
         """Return whether two values of one type are the same."""
-        if isinstance(one, ArrayRef):
+        if type(one) is ArrayRef:
             return self._pair(id(one.allocation), id(other.allocation)) and one[1:] == other[1:]
         if isinstance(one, _ROWS):
             return len(one) == len(other) and all(map(self.same, one, other))
+        if isinstance(one, dict):
+            return self._same([*one, *dict.values(one)], [*other, *dict.values(other)])
         if isinstance(one, _VALUES):
             return repr(one) == repr(other)
         if isinstance(one, np.ndarray):
@@ -124,10 +114,9 @@ class Comparison:
         if (id(one), id(other)) in self._seen:
             return True
         self._seen.add((id(one), id(other)))
-        parts = [[*map(list, holders(x, self._is_same_step))] for x in (one, other)]
-        if isinstance(one, FunctionType):
-            parts[0].append([one.__code__])
-            parts[1].append([other.__code__])
+        if not (self._is_same_step or isinstance(one, _CALLABLES)):
+            return True
+        parts = [_parts(x, self._is_same_step) for x in (one, other)]
         return bool(parts[0]) and self._same(*parts)
 
     def _pair(self, one: int, other: int) -> bool:
@@ -144,120 +133,45 @@ class Comparison:
             return type(places[0]) is type(places[1]) and self._same(*places)
         if (one.shape, one.strides, one.dtype) != (other.shape, other.strides, other.dtype):
             return False
-        owners = owner_of(one), owner_of(other)
-        places = [address_of(x) for x in pair]
         if not self._is_same_step:
-            return self._pair(~places[0], ~places[1])
-        ids = [id(owner) for owner in owners]
-        offset, now = (x - address_of(y) for x, y in zip(places, owners, strict=True))
+            return self._pair(~address_of(one), ~address_of(other))
+        owners = owner_of(one), owner_of(other)
+        offset, now = (address_of(x) - address_of(owner_of(x)) for x in pair)
+        ids = id(owners[0]), id(owners[1])
         if (0, ids[0]) in self._twins or (1, ids[1]) in self._twins:
             return self._pair(*ids) and offset == now
         return (ids[0] == ids[1] and offset == now) or one.tobytes() == other.tobytes()
 
 
-def holders(x: Any, deep: bool = True) -> Iterator[Iterable[object]]:
-    """Yield what an object consists of, in parts that can be looked at again later.
+_CALLABLES = FunctionType, MethodType, BuiltinMethodType, partial
 
-    A stranger is asked for its class alone. Nothing is yielded of one without attributes.
 
-    Args:
-        x: any object.
-        deep: False for the class in place of attributes.
+def referents(x: Any) -> list[Any]:
+    """Return what an object refers to, as the garbage collector sees it.
+
+    So there is no list of kinds of containers, and a stranger is asked for its class alone. With
+    attributes an object refers to the dictionary of these; all refer to their class, or to nothing.
     """
-    if isinstance(x, tuple | list | set | frozenset | deque | bytearray | array):
-        yield x
-    elif isinstance(x, dict):
-        yield x
-        yield dict.values(x)
-    elif isinstance(x, MappingProxyType):
-        yield x
-        yield x.values()
-    elif isinstance(x, _VIEWS):
-        yield (x.mapping,)
-    elif isinstance(x, ref):
-        yield Reading(x)
-    elif isinstance(x, ContextVar):
-        yield Reading(partial(x.get, None))
-    elif isinstance(x, FunctionType):
-        yield ClosureCells(x.__closure__ or ()) if deep else ()
-        yield x.__defaults__ or ()
-        yield (x.__kwdefaults__ or {}).values()
-    elif isinstance(x, MethodType):
-        yield (x.__func__, x.__self__)
-    elif isinstance(x, BuiltinMethodType):
-        yield (x.__name__, x.__self__)
-    elif isinstance(x, partial):
-        yield (x.func, x.args, x.keywords)
-    elif isinstance(x, staticmethod | classmethod):
-        yield (x.__func__,)
-    elif isinstance(x, property):
-        yield (x.fget,)
-    elif not isinstance(x, type | ModuleType | np.ufunc):
-        bases = reversed(type(x).__mro__)
-        members = {name: member for base in bases for name, member in vars(base).items()}
-        if not deep:
-            yield (type(x),)
-        varies = members.get("varies", ())
-        if deep and "__dict__" in members:
-            held = object.__getattribute__(x, "__dict__")
-            yield Kept(held, varies) if varies else held.values()
-        if deep and "__slots__" in members:
-            yield Slots(
-                x,
-                tuple(
-                    member
-                    for name, member in members.items()
-                    if isinstance(member, MemberDescriptorType) and name not in varies
-                ),
-            )
+    if type(x).__dictoffset__:
+        object.__getattribute__(x, "__dict__")  # without a look at it there is none yet
+    return gc.get_referents(x)
 
 
-class ClosureCells:
-    """Iterates over what a closure's variables hold now, without those not assigned yet."""
-
-    def __init__(self, cells: tuple[Any, ...]) -> None:
-        self._cells = cells
-
-    def __iter__(self) -> Iterator[object]:
-        for cell in self._cells:
-            try:
-                yield cell.cell_contents
-            except ValueError:
-                continue
-
-
-class Kept:
-    """Iterates over the current attributes of an object, but those that vary."""
-
-    def __init__(self, held: dict[str, object], varies: tuple[str, ...]) -> None:
-        self._held, self._varies = held, varies
-
-    def __iter__(self) -> Iterator[object]:
-        return (value for name, value in self._held.items() if name not in self._varies)
-
-
-class Reading:
-    """Iterates over what a function returns now."""
-
-    def __init__(self, read: Callable[[], object]) -> None:
-        self._read = read
-
-    def __iter__(self) -> Iterator[object]:
-        yield self._read()
-
-
-class Slots:
-    """Iterates over the current values of an object's slots; None stands for an empty one."""
-
-    def __init__(self, item: object, members: tuple[Any, ...]) -> None:
-        self._item, self._members = item, members
-
-    def __iter__(self) -> Iterator[object]:
-        for member in self._members:
-            try:
-                yield member.__get__(self._item)
-            except AttributeError:
-                yield None
+def _parts(x: Any, deep: bool) -> list[Any]:
+    """Return what objects of a class must have in common; nothing if that cannot be seen."""
+    if isinstance(x, type | ModuleType):
+        return []
+    if isinstance(x, FunctionType):
+        return [x.__code__, x.__defaults__, x.__kwdefaults__, deep and x.__closure__]
+    if isinstance(x, BuiltinMethodType):
+        return [x.__name__, x.__self__]
+    own = [vars(base) for base in type(x).__mro__ if is_own(base)]
+    if varies := {name for names in own for name in names.get("varies", ())}:
+        state: Any = object.__getstate__(x)
+        parts = state if isinstance(state, tuple) else (state,)  # attributes and slots, or None
+        items = [item for part in parts for item in (part or {}).items()]
+        return [[(name, value) for name, value in items if name not in varies]]
+    return [part for part in referents(x) if part is not type(x)]
 
 
 def _text(x: Any) -> str:

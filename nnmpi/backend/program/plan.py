@@ -34,7 +34,7 @@ def plan(calls: Sequence[Call]) -> tuple[dict[Allocation, int], int]:
     much. Neither is faster.
     """
     lives = lifetimes(calls)
-    free = [allocation for allocation in lives if allocation.owner is None]
+    free = [allocation for allocation in lives if allocation.owner() is None]
     by_size = _fit(sorted(free, key=lambda allocation: -allocation.size), lives)
     if by_size[1] == _least(free, lives, len(calls)):
         return by_size

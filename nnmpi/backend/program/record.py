@@ -26,7 +26,6 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.program.call import (
-    HOST_ARRAYS,
     Allocation,
     ArrayRef,
     Call,
@@ -74,6 +73,7 @@ _VIEWS = _names("""
     atleast_1d atleast_2d atleast_3d flip fliplr flipud rot90 matrix_transpose real imag
     asarray array ascontiguousarray asfortranarray sliding_window_view
 """)
+_ROWS, _RESULTS = (tuple, list), (np.ndarray, np.generic)  # a union is made anew in each call
 _ATTRIBUTES = _names("shape dtype ndim size nbytes itemsize strides flags base")
 
 
@@ -89,7 +89,7 @@ def record_launch(function: Callable[..., Any], *args: Any) -> Any:
 
 def bare(x: Any, deep: bool = True) -> Any:
     """Return a value with plain arrays in place of recorded ones; `deep` as for `rebuilt`."""
-    return rebuilt(x, _array_of, _RECORDED, deep)
+    return rebuilt(x, _array_of, RecordedArray, deep)
 
 
 def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
@@ -100,7 +100,7 @@ def viewed(function: Callable[..., Array], x: Array, **kwargs: Any) -> Array:
 
 def has_recorded(x: Any) -> bool:
     """Whether there is a recorded array within a value."""
-    return bool(items_of(x, _RECORDED))
+    return bool(items_of(x, RecordedArray))
 
 
 class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -111,15 +111,17 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         active: the list of calls where it is noted; none once that is complete.
     """
 
-    __slots__ = ("__weakref__", "_active", "_array")
+    __slots__ = ("__weakref__", "_active", "_array", "_place")
     __hash__ = None  # type: ignore[assignment]
 
     _array: Array
     _active: Sequence[CallList]
+    _place: Any  # in the memory of the recording, once that is asked for
 
     def __init__(self, array: Array, active: Sequence[CallList] = ()) -> None:
-        object.__setattr__(self, "_array", array)
-        object.__setattr__(self, "_active", active)
+        _set_array(self, array)
+        _set_active(self, active)
+        _set_place(self, None)
 
     __class__ = property(lambda _: np.ndarray)  # for `isinstance`
     # what is read most often, and asked for by the class alone
@@ -150,8 +152,9 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
             recorder.spoil(reason)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(hasattr(type(x), "requires_grad") for x in inputs):
-            return NotImplemented  # a Tensor computes with the array
+        for x in inputs:
+            if hasattr(type(x), "requires_grad"):
+                return NotImplemented  # a Tensor computes with the array
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         if isinstance(out := kwargs.get("out"), tuple) and len(out) == 1:
             kwargs["out"] = out[0]
@@ -167,7 +170,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         own = getattr(function, "_implementation", function)
         if name in _SHAPES or recorder is None:
             return own(*_values(args), **_values(kwargs))
-        if name == "putmask" and items_of(args, _NUMBERS):
+        if name == "putmask" and items_of(args, RecordedNumber):
             recorder.spoil("np.putmask casts a number, but no array without axes")
         if (
             name in _BY_VALUE
@@ -182,8 +185,7 @@ class RecordedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np if recorder is None else recorder.module(np)
 
     def __getitem__(self, key: Any) -> Any:
-        masks = [item for item in items_of(key, _ANY_ARRAYS) if item.dtype == bool]
-        if has_recorded(masks):
+        if any(item.dtype == bool for item in items_of(key, RecordedArray)):
             self._spoil("the shape of x[mask] depends on values")
         return _apply(self._recorder(), getitem, (self, key), {}, False)
 
@@ -324,7 +326,7 @@ def _raise_in_place(base: Any, exponent: Any, numbers: tuple[bool, bool]) -> Any
 
 def _values(x: Any) -> Any:
     """Return a value with what NumPy has in place of recorded arrays and numbers."""
-    return rebuilt(x, _value_of, _RECORDED)
+    return rebuilt(x, _value_of, RecordedArray)
 
 
 def _apply(
@@ -353,9 +355,10 @@ def _apply(
         result is None and any(isinstance(x, RecordedNumber) for x in args[:1])
     ):
         return result  # what would change an array does nothing to a number
-    if given is None and result is not None:  # perhaps by position
-        pairs = zip(args[1:], values[1:], strict=True)
-        given = next((arg for arg, value in pairs if value is result), None)
+    if given is None and result is not None:
+        for arg, value in zip(args[1:], values[1:], strict=True):
+            if value is result:  # `out` by position
+                given = arg
     if isinstance(given, tuple) and any(item is None for item in given):
         return recorder.results(function, args, kwargs, (values, words), result, False)
     if result is None or given is not None:
@@ -383,9 +386,10 @@ class Makers:
         return partial(self._recorder.copied, function) if name in _COPIES else function
 
 
-_RECORDED, _NUMBERS = Kinds(RecordedArray), Kinds(RecordedNumber)
-_ANY_ARRAYS = Kinds(np.ndarray, RecordedArray)
 _array_of, _value_of = attrgetter("_array"), attrgetter("_value")
+_set_array, _set_active, _set_place = (  # past `__setattr__`
+    vars(RecordedArray)[name].__set__ for name in ("_array", "_active", "_place")
+)
 
 
 class CallList:
@@ -409,7 +413,7 @@ class CallList:
         self.active = [self]
         self.errors: dict[str, Any] = {}
         self._errors: dict[str, Any] = {**np.geterr()}
-        self._kinds = _ANY_ARRAYS  # of which a call names the places, by `_ref`
+        self._kinds: Kinds = (np.ndarray, RecordedArray)  # of which a call names the places
         self._allocations: dict[int, Allocation] = {}  # by the id of its array, which is alive
         self._count = 0
 
@@ -421,19 +425,13 @@ class CallList:
         """Return NumPy's arrays as recorded ones, anything else unchanged."""
         return RecordedArray(x, self.active) if type(x) is np.ndarray and not self.spoiled else x
 
-    def written(self) -> set[int]:
-        """Return the ids of the owners of arrays from outside that NumPy's functions write to."""
-        targets = [call.target for call in self.calls]
-        return {id(owner_of(array)) for array in items_of(targets, HOST_ARRAYS)}
+    def outside(self, of: Callable[[Call], Any]) -> set[int]:
+        """Return the ids of the owners of arrays from outside, `Call.arrays` or `Call.target`."""
+        return {id(owner_of(x)) for x in items_of([*map(of, self.calls)], np.ndarray)}
 
-    def read(self) -> set[int]:
-        """Return the ids of the owners of all arrays from outside in its calls."""
-        arrays = (array for call in self.calls for array in call.arrays())
-        return {id(owner_of(array)) for array in arrays if isinstance(array, np.ndarray)}
-
-    def place_of(self, array: Array) -> Any:
-        """Return an array's place in the step's memory; an array from outside stands for itself."""
-        return self._ref(array)
+    def held(self) -> dict[Allocation, Array]:
+        """Return the step's own memory that somebody still holds, with the arrays that have it."""
+        return {item: item.owner() for item in self._allocations.values()}
 
     def adopt(self, array: Array) -> Array:
         """Make a new array's memory the step's own; return the array."""
@@ -449,8 +447,7 @@ class CallList:
 
         if key not in allocations:
             held = weakref.ref(owner, dropped)
-            allocation = Allocation(owner.nbytes, self._count, address_of(owner), held)
-            allocations[key] = allocation
+            allocation = allocations[key] = Allocation(owner.nbytes, self._count, held)
             self._count += 1
         return array
 
@@ -470,9 +467,11 @@ class CallList:
         errors = np.geterr()
         if errors != self._errors:
             self._note_errors(errors)
-        args = rebuilt(args, self._ref, self._kinds, not keeps)
-        result = rebuilt(result, self._ref, self._kinds, not keeps)
-        kwargs = rebuilt(kwargs, self._ref, self._kinds) if kwargs else {}
+        place, kinds, deep = self.place_of, self._kinds, not keeps
+        args = rebuilt(args, place, kinds, deep)
+        kwargs = rebuilt(kwargs, place, kinds, deep) if kwargs else {}
+        if result is not None:
+            result = rebuilt(result, place, kinds, deep)
         self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
         if self.notes_lines:
             self.lines.append(users_line())
@@ -483,14 +482,20 @@ class CallList:
         if {"raise", "call"} & {*changed.values()}:
             self.spoil("an operation waits for errors of floating point")
 
-    def _ref(self, x: Any) -> Any:
-        array = x._array if issubclass(type(x), RecordedArray) else x
-        owner = owner_of(array)
+    def place_of(self, x: Any) -> Any:
+        """Return an array's place in the step's memory; an array from outside stands for itself."""
+        if issubclass(type(x), RecordedArray):
+            if x._active is not self.active:  # of another recording
+                return self.place_of(x._array)
+            if x._place is None:
+                _set_place(x, self.place_of(x._array))
+            return x._place
+        owner = owner_of(x)
         allocation = self._allocations.get(id(owner))
         if allocation is None:
-            return array
-        offset = 0 if owner is array else address_of(array) - allocation.address
-        return ArrayRef(allocation, offset, array.shape, array.strides, array.dtype)
+            return x
+        offset = 0 if owner is x else address_of(x) - address_of(owner)
+        return ArrayRef(allocation, offset, x.shape, x.strides, x.dtype)
 
     def results(
         self,
@@ -507,44 +512,52 @@ class CallList:
             values: the arguments with plain arrays.
             has_out: whether the function takes `out`.
         """
-        if isinstance(function, np.ufunc) and type(result) is np.ndarray and not kwargs:
-            # the usual case: a new array, no view of an argument
-            self.append(function, args, {"out": self.adopt(result)})
-            return RecordedArray(result, self.active)
-        given = {id(owner_of(array)) for array in items_of(values, HOST_ARRAYS)}
-        is_single = not isinstance(result, tuple | list)
-        items = (result,) if is_single else result
-        if not all(isinstance(item, np.ndarray | np.generic) for item in items):
-            self.spoil(f"{name_of(function)} returns {type(result).__name__}")
-            return result
+        is_single = not isinstance(result, _ROWS)
         targets: list[Any] = []
-        arrays: list[Any] = []
-        for item in items:
+        results: list[Any] = []
+        are_views = True
+        for item in (result,) if is_single else result:
+            if not isinstance(item, _RESULTS):
+                self.spoil(f"{name_of(function)} returns {type(result).__name__}")
+                return result
             array = np.asarray(item)
             kind = RecordedNumber if isinstance(item, np.generic) else RecordedArray
-            targets.append(None if id(owner_of(array)) in given else self.adopt(array))
-            arrays.append(kind(array, self.active))
-        if any(target is not None for target in targets):
-            target = targets[0] if is_single else tuple(targets)
+            results.append(kind(array, self.active))
+            if self._is_given(array, values):
+                targets.append(None)
+            else:
+                self.adopt(array)
+                targets.append(results[-1])
+                are_views = False
+        if not are_views:
+            target: Any = targets[0] if is_single else tuple(targets)
             # in float16 a mean is computed in float32 only if there is no `out`
-            is_low = targets[0] is not None and targets[0].dtype == np.float16
-            if has_out and (isinstance(function, np.ufunc) or not is_low):
+            if has_out and (isinstance(function, np.ufunc) or target.dtype != np.float16):
                 self.append(function, args, {**kwargs, "out": target})
             else:
                 self.append(function, args, kwargs, target)
         else:
             if function.__name__ not in _VIEWS:  # it may have written to what it returns
                 self.append(function, args, kwargs)
-            views = {id(owner_of(item)) for item in bare(arrays)}
+            owners = {id(owner_of(item._array)) for item in results}
             if any(
-                id(owner_of(bare(item))) not in views and item.dtype.kind in "biu"
-                for item in items_of((args, kwargs), _RECORDED)
+                item.dtype.kind in "biu" and id(owner_of(item._array)) not in owners
+                for item in items_of((args[1:], kwargs), RecordedArray)
             ):
                 self.spoil("values decide of which part of an array a view is")
         if is_single:
-            return arrays[0]
-        make = getattr(type(result), "_make", type(result))
-        return make(arrays)
+            return results[0]
+        return getattr(type(result), "_make", type(result))(results)
+
+    def _is_given(self, array: Array, values: Any) -> bool:
+        """Whether a result lies in the memory of the step, or of an argument."""
+        owner = owner_of(array)
+        if id(owner) in self._allocations:
+            return True
+        args, words = values
+        if owner is array and id(array) not in map(id, (*args, *words.values())):
+            return False  # the usual case: no argument need be looked into
+        return any(owner is owner_of(item) for item in items_of(values, np.ndarray))
 
     def make(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an array that is filled in each replay, unless it is an uninitialized one."""

@@ -11,7 +11,8 @@ from operator import itemgetter
 import numpy as np
 
 from nnmpi.backend.array import Array, empty
-from nnmpi.backend.program.call import Allocation, ArrayRef
+from nnmpi.backend.memory import return_freed_memory
+from nnmpi.backend.program.call import Allocation, ArrayRef, Call
 from nnmpi.backend.program.compare import Comparison
 from nnmpi.backend.program.plan import lifetimes, plan
 from nnmpi.backend.program.record import CallList
@@ -51,27 +52,23 @@ class StepProgram:
     Args:
         recorded: the calls in their order.
         arena: for the results.
-
-    Attributes:
-        calls: the calls in blocks of rows, see `tile`.
     """
 
     def __init__(self, recorded: CallList, arena: Arena) -> None:
-        self._recorded = recorded
-        self.calls = tuple(tile(recorded.calls))
-        # What somebody else holds, for good: held before the plan, which places what nobody holds
-        self._held = {
-            ref.allocation: owner
-            for call in self.calls
-            for ref in call.refs()
-            if (owner := ref.allocation.owner) is not None
-        }
-        self._arena, self._memory = arena, np.empty(0, np.uint8)
+        self._recorded, self._arena = recorded, arena
+        # what somebody else holds now, for good: the plan places what nobody holds
+        self._held = recorded.held()
+        self._memory = np.empty(0, np.uint8)
         self._bound: tuple[Callable[[], object], ...] = ()
 
     @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls in blocks of rows, see `tile`; some recordings are never replayed."""
+        return tuple(tile(self._recorded.calls))
+
+    @cached_property
     def _plan(self) -> tuple[dict[Allocation, int], int]:
-        """The results' places, and the size of their memory; some recordings are never replayed."""
+        """The results' places, and the size of their memory."""
         return plan(self.calls)
 
     @property
@@ -121,6 +118,7 @@ class StepProgram:
     def _bind(self) -> None:
         self._bound = ()
         places, size_bytes = self._plan
+        return_freed_memory()  # to the system: what recordings took of malloc's, replays do not
         self._arena.reserve(size_bytes)
         self._memory = self._arena.memory
         arrays: dict[ArrayRef, Array] = {}

@@ -35,7 +35,6 @@ from nnmpi.backend.program.call import (
 # L2 cache of server processors.
 ELEMENTS = 2**16
 
-_ARRAYS = (ArrayRef, np.ndarray)
 _KEYWORDS = {"out", "dtype", "casting", "axis", "keepdims"}
 _REDUCTIONS = [
     getattr(owner, name) for owner in (np, np.ndarray) for name in ("sum", "mean", "max", "min")
@@ -59,7 +58,7 @@ class Rows(NamedTuple):
         """Yield what it does with its arrays if it is cut into so many rows."""
         axes, out = self.counts[count], self.call.kwargs["out"]
         for x in (*self.call.args, out):
-            if isinstance(x, _ARRAYS):
+            if isinstance(x, ARRAYS):
                 is_cut = x is out or _padded(x, self.shape)[:axes] == self.shape[:axes]
                 yield Use(*_extent(x), is_cut, x is out)
 
@@ -113,7 +112,7 @@ def rows_of(call: Call) -> Rows | None:
         target, x = call.args
         call = Call(copy_to, (x,), {**call.kwargs, "out": target}, number=call.number)
     function, out = call.function, call.kwargs.get("out")
-    if not isinstance(out, _ARRAYS) or call.kwargs.keys() - _KEYWORDS or not _is_packed(out):
+    if not isinstance(out, ARRAYS) or call.kwargs.keys() - _KEYWORDS or not _is_packed(out):
         return None
     shape: Shape = out.shape
     most = len(shape)
@@ -125,13 +124,13 @@ def rows_of(call: Call) -> Rows | None:
         elif function.signature is not None or len(call.args) != function.nin:
             return None
     elif getattr(function, "__name__", "") == "reduce" or function in _REDUCTIONS:
-        if len(call.args) != 1 or not isinstance(call.args[0], _ARRAYS):
+        if len(call.args) != 1 or not isinstance(call.args[0], ARRAYS):
             return None
         shape = call.args[0].shape
         most = min(_reduced(call), default=0)
     else:
         return None
-    given = [(x, _padded(x, shape)) for x in call.args if isinstance(x, _ARRAYS)]
+    given = [(x, _padded(x, shape)) for x in call.args if isinstance(x, ARRAYS)]
     if any(len(item) > len(shape) for _, item in given):
         return None
     counts = {}
@@ -189,7 +188,7 @@ def _tiled(run: Sequence[Rows], names: Counter[Allocation]) -> list[Call]:
         memory, first = uses[0].memory, uses[0]
         if (
             isinstance(memory, Allocation)
-            and memory.owner is None
+            and memory.owner() is None
             and len(uses) == names[memory]
             and first.writes
             and {use[1:4] for use in uses} == {(first.start, first.stop, True)}
