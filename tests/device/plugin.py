@@ -45,10 +45,10 @@ HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for
 SAME = ("base", "comm", "corpus", "device", "gpu", "harness", "layering", "schedule", "scripts")
 SAME += ("teaching", "test_array_names.py", "test_assignments.py", "test_docs.py")
 SAME += ("test_packaging.py", "backend/cuda", "backend/test_kernels.py", "data/test_files.py")
-SAME += ("commands/test_doctor.py", "commands/test_run.py", "equivalence/test_breaks.py")
-SAME += tuple(f"compose/test_asynchronous_{name}.py" for name in ("ends", "speed"))
+SAME += ("lab/test_doctor.py", "lab/test_run.py", "equivalence/test_breaks.py")
+SAME += tuple(f"asynchronous/test_{name}.py" for name in ("ends", "jobs", "speed"))
 SAME += ("compose/test_seeds.py", "compose/test_simulated_times.py", "tensor/test_memory.py")
-SAME += tuple(f"train/test_{name}.py" for name in ("asynchronous_jobs", "simulated", "stall"))
+SAME += tuple(f"train/test_{name}.py" for name in ("simulated", "stall"))
 
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
