@@ -46,13 +46,15 @@ def namespace(array: Array) -> ModuleType:
 def masked(xp: Any, keep: Array, x: Array) -> Array:
     """Return x where `keep` is True and 0 elsewhere, with broadcasting; unlike a product, drop NaN.
 
-    On the host by bits: on random masks NumPy's `where` mispredicts branches, and takes six times
+    On the host as integers: on random masks NumPy's `where` mispredicts branches, and takes six times
     as long.
     """
     if not isinstance(x, np.ndarray) or not x.ndim:
-        return xp.where(keep, x, 0)
-    bits = x.view(f"i{x.itemsize}")
-    return xp.bitwise_and(xp.negative(keep, dtype=bits.dtype), bits).view(x.dtype)
+        chosen = xp.where(keep, x, 0)
+        # CuPy makes bfloat16 float32
+        return chosen if chosen.dtype == x.dtype else chosen.astype(x.dtype)
+    kind = f"i{x.itemsize}"
+    return (keep.astype(kind) * x.view(kind)).view(x.dtype)
 
 
 def is_array(x: Any) -> bool:

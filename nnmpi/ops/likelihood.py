@@ -61,7 +61,7 @@ class NLL(OfLabels):
     def forward(self, x: Array, labels: Array, weight: Any) -> Array:
         xp, classes, used = self.xp, x.shape[-1], None
         rows, labels = xp.reshape(x, (labels.size, classes)), xp.reshape(labels, (labels.size,))
-        hits = xp.equal(labels[:, None], xp.arange(classes))
+        hits = labels[:, None] == xp.arange(classes)
         targets = (hits * (1 - self.smoothing) + self.smoothing / classes).astype(x.dtype)
         weights = hits.astype(x.dtype)
         if weight is not None:
@@ -69,13 +69,13 @@ class NLL(OfLabels):
         # NaN without a hit: a device's labels are not checked
         weights = xp.where(xp.any(hits, axis=1), xp.sum(weights, axis=1), xp.nan)
         if self.ignore_index is not None:
-            used = xp.not_equal(labels, self.ignore_index)
+            used = labels != self.ignore_index
             targets, weights = xp.where(used[:, None], targets, 0), xp.where(used, weights, 0)
         # not 0 * x, which is NaN where a probability is 0
-        losses = -xp.sum(targets * xp.where(xp.equal(targets, 0), 0, rows), axis=1) + weights * 0
+        losses = -xp.sum(targets * xp.where(targets == 0, 0, rows), axis=1) + weights * 0
         total = xp.sum(weights) if self.reduction == "mean" else None
         if total is not None:
-            total = xp.where(xp.equal(total, 0), 1, total)
+            total = xp.where(total == 0, 1, total)
         self.saved = (targets, total, x.shape, used)
         if self.reduction == "none":
             return losses.reshape(x.shape[:-1])

@@ -68,7 +68,7 @@ class CrossEntropy(OfLabels):
         losses, residuals = kernels.softmax_loss(xp, rows, labels, *settings)
         count = labels.size  # of labels that are not ignored
         if self.ignore_index is not None:
-            used = xp.not_equal(labels, self.ignore_index)
+            used = labels != self.ignore_index
             count = xp.maximum(xp.add.reduce(used, axis=0, dtype=losses.dtype), 1)
         self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
@@ -465,4 +465,4 @@ def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
     """
     if reduction != "mean":
         return values
-    return xp.divide(values, max(count, 1) if isinstance(count, int) else count)
+    return values / (max(count, 1) if isinstance(count, int) else count)

@@ -68,7 +68,7 @@ class RNNFunction(RecurrentFunction):
         for here, _, _ in reversed(list(steps(packing.sizes, False))):
             y, slopes = hidden.after[here], to_sums[here]
             slopes += to_h
-            slopes *= xp.greater(y, 0) if self.rectifies else 1 - y * y
+            slopes *= y > 0 if self.rectifies else 1 - y * y
             times(slopes, to_h)
         *first, to_table = self.first_grads(packing, inputs, hidden, weight, to_sums)
         return *first, to_h if self.needs[4] else None, to_table

@@ -38,7 +38,7 @@ def _same(_xp: Any, grad: Array) -> Array:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": Rule((), _same, _same),
-        "subtract": Rule((), _same, lambda xp, grad: xp.negative(grad)),
+        "subtract": Rule((), _same, lambda xp, grad: -grad),
         "multiply": Rule(
             (0, 1),
             lambda xp, grad, a, b: multiply(xp, grad, b),
@@ -46,16 +46,16 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "divide": Rule(
             (1, -1),
-            lambda xp, grad, b, y: xp.divide(grad, b),
-            lambda xp, grad, b, y: xp.multiply(xp.negative(xp.divide(grad, b)), y),
+            lambda xp, grad, b, y: grad / b,
+            lambda xp, grad, b, y: -(grad / b) * y,
         ),
-        "negative": Rule((), lambda xp, grad: xp.negative(grad)),
-        "exp": Rule((-1,), lambda xp, grad, y: xp.multiply(grad, y)),
-        "log": Rule((0,), lambda xp, grad, x: xp.divide(grad, x)),
-        "sqrt": Rule((-1,), lambda xp, grad, y: xp.divide(grad, xp.multiply(2, y))),
-        "absolute": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.sign(x))),  # 0 at 0
-        "sin": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.cos(x))),
-        "cos": Rule((0,), lambda xp, grad, x: xp.multiply(xp.negative(grad), xp.sin(x))),
+        "negative": Rule((), lambda xp, grad: -grad),
+        "exp": Rule((-1,), lambda xp, grad, y: grad * y),
+        "log": Rule((0,), lambda xp, grad, x: grad / x),
+        "sqrt": Rule((-1,), lambda xp, grad, y: grad / (2 * y)),
+        "absolute": Rule((0,), lambda xp, grad, x: grad * xp.sign(x)),  # 0 at 0
+        "sin": Rule((0,), lambda xp, grad, x: grad * xp.cos(x)),
+        "cos": Rule((0,), lambda xp, grad, x: -grad * xp.sin(x)),
     }
 )
 
@@ -208,7 +208,7 @@ class Extremum(Elementwise):
     def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
         loses = xp.less if self.largest else xp.greater
-        share = xp.where(xp.equal(a, b), xp.multiply(grad, 0.5), grad)
+        share = xp.where(a == b, grad * 0.5, grad)
         return tuple(masked(xp, xp.logical_not(loses(*pair)), share) for pair in ((a, b), (b, a)))
 
 
@@ -238,7 +238,7 @@ class Clip(Elementwise):
 
     def forward(self, x: Array) -> Array:
         y = self.xp.clip(x, self.low, self.high)
-        self.saved = (self.xp.equal(x, y),) if self.needs[0] else ()
+        self.saved = (x == y,) if self.needs[0] else ()
         return y
 
     def backward(self, grad: Array) -> Grads:

@@ -82,12 +82,12 @@ class Sum(_Reduction):
             raise ShapeError(
                 f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements"
             )
-        return self.xp.divide(total, count)
+        return total / count
 
     def backward(self, grad: Array) -> Grads:
         (shape, count), xp = self.saved, self.xp
         item = xp.reshape(grad, _keep_axes(shape, self.axes))
-        return (xp.broadcast_to(xp.divide(item, count) if self.averages else item, shape),)
+        return (xp.broadcast_to(item / count if self.averages else item, shape),)
 
 
 class Variance(_Reduction):
@@ -108,15 +108,15 @@ class Variance(_Reduction):
                 f" elements for correction {self.correction}"
             )
         xp = self.xp
-        centred = xp.subtract(x, xp.divide(sum_over(xp, x, self.axes, True), count))
+        centred = x - sum_over(xp, x, self.axes, True) / count
         self.saved = (centred, divisor)
-        squares = sum_over(xp, xp.multiply(centred, centred), self.axes, self.keepdims)
-        return xp.divide(squares, divisor)
+        squares = sum_over(xp, centred * centred, self.axes, self.keepdims)
+        return squares / divisor
 
     def backward(self, grad: Array) -> Grads:
         (centred, divisor), xp = self.saved, self.xp
-        share = xp.multiply(xp.reshape(grad, _keep_axes(centred.shape, self.axes)), 2 / divisor)
-        return (xp.multiply(centred, share),)
+        share = xp.reshape(grad, _keep_axes(centred.shape, self.axes)) * (2 / divisor)
+        return (centred * share,)
 
 
 class Largest(_Reduction):
@@ -146,10 +146,8 @@ class Largest(_Reduction):
         shape = _keep_axes(x.shape, self.axes)
         ties = xp.empty(x.shape, grad.dtype)
         xp.equal(x, xp.reshape(result, shape), out=ties)
-        share = xp.divide(
-            xp.reshape(grad, shape), xp.add.reduce(ties, axis=self.axes, keepdims=True)
-        )
-        return (xp.multiply(ties, share),)
+        share = xp.reshape(grad, shape) / xp.add.reduce(ties, axis=self.axes, keepdims=True)
+        return (ties * share,)
 
 
 class MatMul(Function):

@@ -461,7 +461,7 @@ FAULTS = (
     Fault(
         "mean: the gradient is not divided",
         "nnmpi/tensor/reduce.py",
-        "xp.broadcast_to(xp.divide(item, count) if self.averages else item, shape)",
+        "xp.broadcast_to(item / count if self.averages else item, shape)",
         "xp.broadcast_to(item, shape)",
         "tests/tensor",
     ),
