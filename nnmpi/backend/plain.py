@@ -21,6 +21,7 @@ from nnmpi.backend.array import (
     Shape,
     constant,
     empty,
+    masked,
     namespace,
     ones,
     steps,
@@ -28,7 +29,7 @@ from nnmpi.backend.array import (
 from nnmpi.backend.attend import attend, attend_grad
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
-from nnmpi.backend.planes import Planes, flattened, rectify_grad
+from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
@@ -43,7 +44,9 @@ from nnmpi.backend.sums import (
     row_blocks,
     row_dots,
     row_sum,
+    row_totals,
 )
+from nnmpi.backend.trace import Symbol
 from nnmpi.backend.windows import bordered
 
 SQUARES = 1 << 22  # elements of a gradient that are converted at a time
@@ -96,6 +99,38 @@ class PlainKernels:
     convolves: ClassVar[bool] = False
     planes: ClassVar[type[Planes]] = Planes
 
+    # ---- row formulas
+
+    def rows(
+        self,
+        formula: Callable[..., tuple[Array, ...]],
+        *operands: Any,
+        sums: Sequence[Array] = (),
+        reuse: bool = False,
+        blocks: bool = True,
+    ) -> tuple[Array, ...]:
+        """Return a formula of rows; compiled kernels are printed from its trace.
+
+        Args:
+            formula: written as one writes NumPy, of whole rows; it returns rows, and numbers of
+                each row.
+            operands: rows (..., n) first. Others of that shape; (..., 1), a number of each row;
+                (n,), repeated for each row; floats. Bools, ints and functions are settings: a
+                formula is printed anew for each value of theirs.
+            sums: (n,) each, receive the sums over the rows of the last results, which are not
+                returned; then rows have two axes.
+            reuse: whether the first result may overwrite the first rows.
+            blocks: whether NumPy computes it block by block: copying the results of a block costs
+                what a pass or two do.
+        """
+        results = in_blocks(formula, *operands) if blocks else formula(*operands)
+        if not sums:
+            return results
+        count = len(results) - len(sums)
+        for x, target in zip(results[count:], sums, strict=True):
+            self.bias_grad(namespace(x), x, target)
+        return results[:count]
+
     # ---- any shape
 
     def contiguous(self, xp: Any, x: Array) -> Array:
@@ -130,7 +165,7 @@ class PlainKernels:
 
     def add_low(self, xp: Any, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""
-        return xp.add(a, self.cast(xp, b, FLOAT32))
+        return a + self.cast(xp, b, FLOAT32)
 
     def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays joined along an axis."""
@@ -159,11 +194,11 @@ class PlainKernels:
         self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
         """Return the losses; or their sum times `share`, 0-d."""
-        losses, *slopes = LOSSES[form](xp, x, target, delta)
+        losses, *slopes = self.rows(LOSSES[form], x, target, delta, blocks=False)
         if share is None:
             return losses, slopes
         total = xp.sum(losses)
-        return total if share == 1 else xp.divide(total, max(x.size, 1)), slopes
+        return total if share == 1 else total / max(x.size, 1), slopes
 
     def losses_grad(
         self,
@@ -180,11 +215,11 @@ class PlainKernels:
         Args:
             grad: of each loss, or 0-d, of the sum times `share`.
         """
-        grad = grad if share == 1 else xp.divide(grad, max(saved[0].size, 1))
-        to_x = xp.multiply(saved[0], grad) if needs[0] or len(saved) == 1 else None
+        grad = grad if share == 1 else grad / max(saved[0].size, 1)
+        to_x: Any = saved[0] * grad if needs[0] or len(saved) == 1 else None
         if not needs[1]:
             return to_x, None
-        return to_x, xp.negative(to_x) if len(saved) == 1 else xp.multiply(saved[1], grad)
+        return to_x, -to_x if len(saved) == 1 else saved[1] * grad
 
     # ---- optimizers
 
@@ -268,10 +303,11 @@ class PlainKernels:
             keep: whether the gradient is needed.
         """
         if form in ACTIVATIONS:
-            return ACTIVATIONS[form][0](xp, x, number)
+            (y,) = self.rows(ACTIVATIONS[form][0], x, number, blocks=False)
+            return y, x if form is Activation.LEAKY_RELU else y
         width = x.shape[-1] if x.ndim else 1
         rows = xp.reshape(x, (x.size // max(width, 1), width))
-        y, slope = self.bias_activate(xp, self._own(rows), None, form, keep)
+        y, slope = self.bias_activate(xp, rows, None, form, keep, False)
         return y.reshape(x.shape), slope
 
     def activate_grad(
@@ -279,12 +315,8 @@ class PlainKernels:
     ) -> Array:
         """Return the gradient of x."""
         if form in ACTIVATIONS:
-            return ACTIVATIONS[form][1](xp, grad, saved, number)
-        return xp.multiply(grad, saved.reshape(grad.shape))
-
-    def _own(self, rows: Array) -> Array:
-        """Return rows that `bias_activate` may overwrite; these do not."""
-        return rows
+            return self.rows(ACTIVATIONS[form][1], grad, saved, number, blocks=False)[0]
+        return grad * saved.reshape(grad.shape)
 
     # ---- dense layers
 
@@ -305,7 +337,13 @@ class PlainKernels:
             self.copy(xp, to_bias, row_sum(xp, grad))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
+        self,
+        xp: Any,
+        y: Array,
+        bias: Array | None,
+        form: Activation,
+        keep: bool,
+        reuse: bool = True,
     ) -> tuple[Array, Array | None]:
         """Return an activation of y + bias, which may overwrite y.
 
@@ -314,26 +352,28 @@ class PlainKernels:
                 saved if the gradient is needed.
         """
         if form is Activation.RELU:
-            if bias is not None:
-                self.add_bias(xp, y, bias)
-            y = xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
+            y = self.bias_relu(xp, y, bias)
             return y, y
-        compute, dtype = SMOOTH[form], y.dtype
+        dtype = y.dtype
         if is_low(dtype):  # of a device without its kernels
             y = self.cast(xp, y, FLOAT32)
-        result, *rest = in_blocks(lambda x: compute(xp, x if bias is None else x + bias, keep), y)
+        operands = y, SMOOTH[form], keep, *([] if bias is None else [bias])
+        result, *rest = self.rows(_biased, *operands, reuse=reuse)
         return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
+
+    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
+        """Return max(y + bias, 0), in place."""
+        if bias is not None:
+            self.add_bias(xp, y, bias)
+        return xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
 
     def bias_activate_grad(
         self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
     ) -> Array:
         """Return the gradient of y, and write its sum over the rows to `to_bias`."""
-        result = (
-            _relu_grad(xp, grad, saved, 0) if form is Activation.RELU else xp.multiply(grad, saved)
-        )
-        if to_bias is not None:
-            self.bias_grad(xp, result, to_bias)
-        return result
+        slope = _relu_grad if form is Activation.RELU else np.multiply
+        sums = () if to_bias is None else (to_bias,)
+        return self.rows(_summed, grad, saved, slope, len(sums), sums=sums, blocks=False)[0]
 
     # ---- recurrent layers: products of all steps, and a step beside its product
 
@@ -351,7 +391,7 @@ class PlainKernels:
         if not self.of_device:  # whose steps halve
             halves = xp.ones(len(bias), rows.dtype)
             halves[:sigmoids] = 0.5
-            weight, recurrent, bias = (xp.multiply(w, halves) for w in (weight, recurrent, bias))
+            weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
         gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
         gemm(xp, rows, weight, out=gates)
         return gates, recurrent, xp.ascontiguousarray(bias)
@@ -517,14 +557,21 @@ class PlainKernels:
 
     def softmax(self, xp: Any, x: Array, axis: int) -> Array:
         """Return e^x / sum(e^x) along an axis."""
-        y: Array = xp.exp(x - x.max(axis=axis, keepdims=True))
-        y /= y.sum(axis=axis, keepdims=True)
-        return y
+        return self.along(xp, _softmax, axis, x)
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
         """Return the gradient."""
-        weighted = grad * y
-        return weighted - y * weighted.sum(axis=axis, keepdims=True)
+        return self.along(xp, _softmax_grad, axis, grad, y)
+
+    def along(self, xp: Any, formula: Any, axis: int, *arrays: Array) -> Array:
+        """Return a formula's rows, which are along an axis of arrays of one shape."""
+        if arrays[0].ndim == 1:
+            return self.rows(formula, *(x[None] for x in arrays))[0][0]
+        if axis == arrays[0].ndim - 1:
+            return self.rows(formula, *arrays, blocks=False)[0]
+        moved = (xp.moveaxis(x, axis, -1) for x in arrays)
+        (y,) = self.rows(formula, *moved, blocks=False)
+        return xp.ascontiguousarray(xp.moveaxis(y, -1, axis))
 
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
@@ -535,20 +582,14 @@ class PlainKernels:
         """
         (count, classes), used = logits.shape, None
         if ignore_index is not None:
-            used = xp.not_equal(labels, ignore_index)
+            used = labels != ignore_index
             labels = xp.where(used, labels, 0)
         logits = xp.ascontiguousarray(logits)
         # the flat indices of the labels' logits
         targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
 
-        def powers_of(rows: Array) -> tuple[Array, ...]:
-            top = _largest(xp, rows)
-            below = rows - top[:, None]
-            powers = xp.exp(below)
-            sums = row_dots(xp, powers, ones(xp, classes, rows.dtype))[:, 0]
-            return (powers, sums, top, *([below.mean(axis=1)] if smoothing else []))
-
-        powers, sums, top, *means = in_blocks(powers_of, logits)
+        powers, *rest = self.rows(_powers, logits, smoothing > 0)
+        sums, top, *means = (x.reshape(count) for x in rest)
         target = _take(xp, logits, targets) - top
         if means:
             target = target * (1 - smoothing) + means[0] * smoothing
@@ -562,12 +603,12 @@ class PlainKernels:
     ) -> Array:
         """Return (softmax(logits) - target) * grad, for the losses' gradients (rows,) or (1,)."""
         powers, sums, targets, used = saved
-        result: Array = xp.multiply(powers, xp.divide(grad, sums)[:, None])
+        result: Array = powers * (grad / sums)[:, None]
         hit = grad
         if smoothing:
-            hit = xp.multiply(grad, 1 - smoothing)
-            xp.subtract(result, xp.multiply(grad, smoothing / powers.shape[1])[:, None], out=result)
-        xp.put(result, targets, xp.subtract(_take(xp, result, targets), hit))
+            hit = grad * (1 - smoothing)
+            xp.subtract(result, (grad * (smoothing / powers.shape[1]))[:, None], out=result)
+        xp.put(result, targets, _take(xp, result, targets) - hit)
         if used is not None:
             xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
         return result
@@ -581,39 +622,22 @@ class PlainKernels:
         inverse deviations.
         """
         n = scale.size
-        rows, scale = xp.reshape(x, (x.size // n, n)), xp.reshape(scale, (n,))
-        shift = None if shift is None else xp.reshape(shift, (n,))
-
-        def normalize(x: Array) -> tuple[Array, ...]:
-            # not a product with 1 / n: the mean of equal numbers must be that number exactly
-            away = x if shift is None else x - x.sum(axis=1, keepdims=True) / n
-            inverse = inverse_root(xp, row_dots(xp, away, away) * (1 / n), eps)
-            normal = away * inverse
-            y = normal * scale
-            return y if shift is None else y + shift, normal, inverse
-
-        y, *saved = in_blocks(normalize, rows)
-        return y, (*saved, scale)
+        rows = x.reshape(x.size // n, n)
+        vectors = [item.reshape(n) for item in (scale, shift) if item is not None]
+        y, *saved = self.rows(_layer_norm, rows, float(eps), *vectors)
+        return y, (*saved, vectors[0])
 
     def layer_norm_grad(
         self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """Return the gradient of x, and write those of scale and shift; each if it is needed."""
-        normal, inverse, scale = saved
-        weights, grad = scale * (1 / scale.size), xp.reshape(grad, normal.shape)
-        centered = len(targets) == 2
-        if centered and needs[2]:
-            row_sum(xp, grad, out=targets[1].reshape(scale.shape))
-        if needs[1]:
-            row_sum(xp, grad * normal, out=targets[0].reshape(scale.shape))
-
-        def derive(grad: Array, normal: Array, inverse: Array) -> tuple[Array, ...]:
-            h = grad * scale
-            if centered:
-                h = h - row_dots(xp, grad, weights)
-            return ((h - normal * row_dots(xp, grad * normal, weights)) * inverse,)
-
-        return in_blocks(derive, grad, normal, inverse)[0] if needs[0] else None
+        (normal, inverse, scale), learns = saved, any(needs[1:])
+        sums = [
+            x.reshape(scale.size) if need else xp.empty(scale.shape, scale.dtype)
+            for x, need in zip(targets if learns else (), needs[1:], strict=False)
+        ]
+        given = grad.reshape(normal.shape), normal, inverse, scale, len(targets) == 2, learns
+        return self.rows(_layer_norm_grad, *given, sums=sums)[0]
 
     # ---- tables and labels
 
@@ -693,8 +717,8 @@ class PlainKernels:
         (n, h, w, c), (kh, kw) = x.shape, over.kernel
         if over.tiles(h, w) and kh * kw > TAPS:  # products with ones, first over a window's rows
             rows = xp.reshape(x, (n * h // kh, kh, w * c))
-            columns = xp.matmul(ones(xp, kh, x.dtype)[None], rows).reshape(-1, kw, c)
-            sums = xp.matmul(ones(xp, kw, x.dtype)[None], columns)
+            columns = (ones(xp, kh, x.dtype)[None] @ rows).reshape(-1, kw, c)
+            sums = ones(xp, kw, x.dtype)[None] @ columns
             return xp.multiply(sums, share, out=sums).reshape(n, h // kh, w // kw, c)
         first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
         y = xp.empty(first.shape, x.dtype)
@@ -705,7 +729,7 @@ class PlainKernels:
 
     def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
         """Return for each pixel the sum of the windows that contain it, times `share`."""
-        (n, h, w, c), (kh, kw), each = shape, over.kernel, xp.multiply(grad, share)
+        (n, h, w, c), (kh, kw), each = shape, over.kernel, grad * share
         if over.tiles(h, w):
             windows = n, h // kh, kh, w // kw, kw, c
             return xp.broadcast_to(each[:, :, None, :, None], windows).reshape(shape)
@@ -765,9 +789,9 @@ class PlainKernels:
                 variances, eps, and True.
         """
         kept, offset, variance, eps, *_ = moments
-        factor = inverse_root(xp, variance, eps) * scale
+        factor = inverse_root(variance, eps) * scale
         factors, shifts = repeated_in(xp, kept, factor, shift - offset * factor)
-        return in_blocks(lambda kept: (kept * factors + shifts,), kept)[0]
+        return self.rows(_affine, kept, factors, shifts)[0]
 
     def norm_sums(
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
@@ -780,8 +804,8 @@ class PlainKernels:
             lambda part, out: (grad[part], xp.multiply(kept[part], grad[part], out=out)),
             *targets,
         )
-        xp.subtract(to_scale, xp.multiply(to_shift, offset), out=to_scale)
-        xp.multiply(to_scale, inverse_root(xp, variance, eps), out=to_scale)
+        xp.subtract(to_scale, to_shift * offset, out=to_scale)
+        xp.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
 
     def norm_grad(
         self,
@@ -797,17 +821,15 @@ class PlainKernels:
         An infinite count stands for given means and variances, which are constant.
         """
         kept, offset, variance, eps, *fixed = moments
-        inverse = inverse_root(xp, variance, eps)
+        inverse = inverse_root(variance, eps)
         if fixed:
             (factors,) = repeated_in(xp, kept, scale * inverse)
-            return in_blocks(lambda grad: (grad * factors,), grad)[0]
+            return self.rows(_scaled, grad, factors)[0]
         center, slope = (item / count for item in sums)
         slope = slope * inverse
         operands = slope, center - offset * slope, scale * inverse
         slopes, centers, factors = repeated_in(xp, kept, *operands)
-        return in_blocks(
-            lambda kept, grad: ((grad - (kept * slopes + centers)) * factors,), kept, grad
-        )[0]
+        return self.rows(_norm_grad, kept, grad, slopes, centers, factors)[0]
 
     def _sum_blocks(
         self,
@@ -862,7 +884,7 @@ class PlainKernels:
             means = _group_means(xp, _image_sums(xp, images, channels), pixels, count)
             away = images - _wide(xp, means, images)
             squares = _image_sums(xp, away * away, channels)
-            inverse = inverse_root(xp, _group_means(xp, squares, pixels, count), eps)
+            inverse = inverse_root(_group_means(xp, squares, pixels, count), eps)
             inverse = inverse.astype(x.dtype)
             y = away * _wide(xp, inverse * scale, images)
             return y + _wide(xp, shift, images), away, inverse
@@ -926,14 +948,17 @@ def _take(xp: Any, array: Array, indices: Array) -> Array:
     return xp.take(array, indices)
 
 
-def _largest(xp: Any, rows: Array) -> Array:
-    """Return the largest element of each row, NaN if the row has one; rows are C-contiguous.
+def largest(rows: Array) -> Array:
+    """Return the largest element of each row (..., n), as (..., 1); NaN if the row has one.
 
     NumPy's argmax along a contiguous axis is five times as fast as its max.
     """
-    if xp.__name__ != "numpy":
-        return xp.max(rows, axis=1)
-    return _take(xp, rows, xp.add(steps(xp, *rows.shape), xp.argmax(rows, axis=1)))
+    if not isinstance(rows, np.ndarray):
+        return rows.max(axis=-1, keepdims=True)
+    (*lead, n), xp = rows.shape, namespace(rows)
+    rows = rows.reshape(rows.size // n, n)
+    top = _take(xp, rows, steps(xp, *rows.shape) + xp.argmax(rows, axis=1))
+    return top.reshape(*lead, 1)
 
 
 def _count(y: Array, over: Any) -> int:
@@ -958,10 +983,11 @@ def _stacked(planes: Array) -> Array:
     return planes.reshape(prod(planes.shape[:2]), prod(planes.shape[2:]))
 
 
-def inverse_root(xp: Any, variance: Array, eps: float) -> Array:
+def inverse_root(variance: Array, eps: Any) -> Array:
     """Return 1 / sqrt(variance + eps); NaN for infinity, which 1 / sqrt would hide as 0."""
     steady = variance + eps
-    return xp.sqrt(steady) / steady
+    result: Array = np.sqrt(steady) / steady
+    return result
 
 
 def widened(xp: Any, x: Array, channels: int, width: int) -> Array:
@@ -1009,7 +1035,7 @@ def _group_means(xp: Any, sums: Array, pixels: int, count: int) -> Array:
     groups = sums.reshape(n, channels // count, count)
     totals = xp.add.reduce(groups, axis=2, keepdims=True)
     result = xp.empty(groups.shape, np.float64)
-    xp.copyto(result, xp.divide(totals, pixels * count))
+    xp.copyto(result, totals / (pixels * count))
     return result.reshape(n, channels)
 
 
@@ -1022,53 +1048,128 @@ def _wide(xp: Any, values: Array, images: Array) -> Array:
     return result.reshape(len(rows), 1, images.shape[2])
 
 
-def _squared(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+# ---- row formulas, see `PlainKernels.rows`
+
+
+def _biased(x: Array, compute: Any, keep: bool, *bias: Array) -> tuple[Array, ...]:
+    """An activation of x plus the bias, if there is one."""
+    found: tuple[Array, ...] = compute(x + bias[0] if bias else x, keep)
+    return found
+
+
+def _summed(grad: Array, saved: Array, slope: Any, sums: int) -> tuple[Array, ...]:
+    """The gradient of an activation's argument, and the same for the bias."""
+    return (slope(grad, saved),) * (1 + sums)
+
+
+def _relu_grad(grad: Array, y: Array) -> Array:
+    """The gradient of x for y = max(x, 0), which is 0 at 0."""
+    return masked(namespace(grad), y > 0, grad)
+
+
+def _softmax(x: Array) -> tuple[Array]:
+    y = np.exp(x - largest(x))
+    y /= row_totals(y)
+    return (y,)
+
+
+def _softmax_grad(grad: Array, y: Array) -> tuple[Array]:
+    weighted = grad * y
+    return (weighted - y * row_totals(weighted),)
+
+
+def _powers(logits: Array, smooth: bool) -> tuple[Array, ...]:
+    """e^(logit - largest), their sum and the largest; and the mean of the differences."""
+    top = largest(logits)
+    below = logits - top
+    powers = np.exp(below)
+    sums = row_totals(powers)
+    return (powers, sums, top, *([below.mean(axis=-1, keepdims=True)] if smooth else []))
+
+
+def _layer_norm(x: Array, eps: float, scale: Array, *shift: Array) -> tuple[Array, ...]:
+    n = x.shape[-1]
+    # not a product with 1 / n: the mean of equal numbers must be that number exactly
+    away = x - x.sum(axis=-1, keepdims=True) / n if shift else x
+    inverse = inverse_root(row_dots(away, away) / n, eps)
+    normal = away * inverse
+    y = normal * scale
+    return y + shift[0] if shift else y, normal, inverse
+
+
+def _layer_norm_grad(
+    grad: Array, normal: Array, inverse: Array, scale: Array, is_centered: bool, learns: bool
+) -> tuple[Array, ...]:
+    n, h, products = grad.shape[-1], grad * scale, grad * normal
+    if is_centered:
+        h = h - row_dots(grad, scale) / n
+    to_x = (h - normal * (row_dots(products, scale) / n)) * inverse
+    return (to_x, products, grad)[: 1 + learns * (1 + is_centered)]
+
+
+def _affine(x: Array, factors: Array, shifts: Array) -> tuple[Array]:
+    return (x * factors + shifts,)
+
+
+def _scaled(x: Array, factors: Array) -> tuple[Array]:
+    return (x * factors,)
+
+
+def _norm_grad(
+    kept: Array, grad: Array, slopes: Array, centers: Array, factors: Array
+) -> tuple[Array]:
+    return ((grad - (kept * slopes + centers)) * factors,)
+
+
+def _squared(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     """(x - target)^2"""
-    difference = xp.subtract(x, target)
-    return xp.multiply(difference, difference), xp.multiply(difference, 2)
+    difference = x - target
+    return difference * difference, difference * 2
 
 
-def _absolute(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+def _absolute(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     """|x - target|, with gradient 0 at equality."""
-    difference = xp.subtract(x, target)
-    return xp.absolute(difference), xp.sign(difference)
+    difference = x - target
+    return abs(difference), np.sign(difference)
 
 
-def _huber(xp: Any, x: Array, target: Array, delta: float) -> tuple[Array, ...]:
+def _huber(x: Array, target: Array, delta: float) -> tuple[Array, ...]:
     """Huber's error c (d - c / 2), for d = x - target and c = d clipped to [-delta, delta]."""
-    difference = xp.subtract(x, target)
-    slope = xp.clip(difference, -delta, delta)
-    return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
+    difference = x - target
+    slope = np.clip(difference, -delta, delta)
+    return slope * (difference - slope * 0.5), slope
 
 
-def _from_logits(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+def _from_logits(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
-    small = xp.exp(xp.negative(xp.absolute(x)))
-    above = xp.divide(1, xp.add(small, 1))
+    small = np.exp(-abs(x))
+    losses = np.maximum(x, 0) - x * target + np.log1p(small)
+    return losses, _logistic(x, small) - target, -x
+
+
+def _logistic(x: Array, small: Array) -> Array:
+    """The sigmoid of x, by e^-|x|."""
     # as a maximum, since `where` mispredicts branches of random signs
-    probability = xp.multiply(xp.maximum(small, xp.greater_equal(x, 0)), above)
-    losses = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
-    return losses, xp.subtract(probability, target), xp.negative(x)
+    result: Array = np.maximum(small, x >= 0) / (small + 1)
+    return result
 
 
-def _from_probabilities(xp: Any, x: Array, target: Array, _: float) -> tuple[Array, ...]:
+def _from_probabilities(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     """-t log(x) - (1 - t) log(1 - x), with logarithms of at least -100, as PyTorch's."""
-    yes, no = (
-        xp.where(xp.equal(p, 0), -100, xp.log(xp.where(xp.equal(p, 0), 1, p))) for p in (x, 1 - x)
-    )
+    yes, no = (np.where(p == 0, -100, np.log(np.where(p == 0, 1, p))) for p in (x, 1 - x))
     losses = -(target * yes + (1 - target) * no)
-    return losses, (x - target) / xp.maximum(x * (1 - x), 1e-12), no - yes
+    return losses, (x - target) / np.maximum(x * (1 - x), 1e-12), no - yes
 
 
-def _relative_entropy(xp: Any, x: Array, target: Array, log_target: float) -> tuple[Array, ...]:
+def _relative_entropy(x: Array, target: Array, log_target: float) -> tuple[Array, ...]:
     """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
-    logs = target if log_target else xp.log(xp.where(xp.equal(target, 0), 1, target))
-    share = xp.exp(target) if log_target else target
+    logs = target if log_target else np.log(np.where(target == 0, 1, target))
+    share = np.exp(target) if log_target else target
     losses = share * (logs - x)
     return losses, -share, losses + share if log_target else logs - x + 1
 
 
-# (xp, x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
+# (x, target, delta) -> the losses, their derivatives in x, and the derivatives in the target,
 # which are left out if they are the negative of those in x.
 LOSSES = MappingProxyType(
     {
@@ -1082,57 +1183,56 @@ LOSSES = MappingProxyType(
 )
 
 
-def _relu(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
+def _relu(x: Array, _: float) -> tuple[Array]:
     """max(x, 0); the derivative at 0 is 0."""
-    y = xp.maximum(x, constant(xp, 0, x.dtype))
-    return y, y
+    return (np.maximum(x, 0),)
 
 
-def _relu_grad(xp: Any, grad: Array, y: Array, _: float) -> Array:
-    to_x: Array = xp.empty(y.shape, y.dtype)
-    rectify_grad(xp, xp.ascontiguousarray(grad), y, to_x)
-    return to_x
+def _leaky(x: Array, slope: float) -> tuple[Array]:
+    return _leaky_grad(x, x, slope)
 
 
-def _leaky(xp: Any, x: Array, slope: float) -> tuple[Array, Array]:
-    above = xp.greater(x, 0)
-    return _leaky_grad(xp, x, above, slope), above
-
-
-def _leaky_grad(xp: Any, x: Array, above: Array, slope: float) -> Array:
-    """Return x times 1 or the slope: NumPy's `where` takes four times as long on random signs,
+def _leaky_grad(grad: Array, x: Array, slope: float) -> tuple[Array]:
+    """The gradient times 1 or the slope: NumPy's `where` takes four times as long on random signs,
     which mislead the processor's branch prediction.
     """
-    return (xp.logical_not(above) * x.dtype.type(slope) + above) * x
+    above = x > 0
+    return ((np.logical_not(above) * (slope * x.dtype.type(1)) + above) * grad,)
 
 
-def _sigmoid(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
-    """1 / (1 + e^-x), as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
-    y: Array = xp.exp(xp.minimum(x, 0)) / (xp.exp(-xp.absolute(x)) + 1)
-    return y, y
+def _sigmoid(x: Array, _: float) -> tuple[Array]:
+    return (_logistic(x, np.exp(-abs(x))),)
 
 
-def _tanh(xp: Any, x: Array, _: float) -> tuple[Array, Array]:
-    y = xp.tanh(x)
-    return y, y
+def _tanh(x: Array, _: float) -> tuple[Array]:
+    return (np.tanh(x),)
 
 
-# {form: (xp, x, number) -> the activation and the array that is saved, and
-#        (xp, gradient, saved, number) -> the gradient of x}
+def _relu_slope(grad: Array, y: Array, _: float) -> tuple[Array]:
+    return (_relu_grad(grad, y),)
+
+
+def _sigmoid_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
+    return ((1 - y) * y * grad,)
+
+
+def _tanh_grad(grad: Array, y: Array, _: float) -> tuple[Array]:
+    return (grad * (1 - y * y),)
+
+
+# {form: (x, number) -> the activation, and
+#        (gradient, saved, number) -> the gradient of x; the result is saved, of a leaky ReLU x}
 ACTIVATIONS = MappingProxyType(
     {
-        Activation.RELU: (_relu, _relu_grad),
+        Activation.RELU: (_relu, _relu_slope),
         Activation.LEAKY_RELU: (_leaky, _leaky_grad),
-        Activation.SIGMOID: (_sigmoid, lambda xp, grad, y, _: (1 - y) * y * grad),
-        Activation.TANH: (
-            _tanh,
-            lambda xp, grad, y, _: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),
-        ),
+        Activation.SIGMOID: (_sigmoid, _sigmoid_grad),
+        Activation.TANH: (_tanh, _tanh_grad),
     }
 )
 
 
-def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+def _gelu(x: Array, keep: bool) -> tuple[Array, ...]:
     """Return x Phi(x), and Phi(x) + x density(x) if that is to be kept.
 
     Phi is the normal distribution's cumulative function. With s = |x| and the tail q = 1 - Phi(s),
@@ -1140,10 +1240,10 @@ def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
     sign(x) (1/2 - q + s density(s)).
     """
     # the tail is 0 long before 100; infinity would become NaN, as infinity * 0
-    size = xp.minimum(xp.absolute(x), 100)
+    size = np.minimum(abs(x), 100)
     power = size * size
     power *= -0.5
-    power = xp.exp(power)
+    power = np.exp(power)
     u = 10 / (size + 5)
     u -= 1.25
     terms = TAIL_DOUBLE if x.dtype.itemsize > 4 else TAIL_SINGLE
@@ -1153,7 +1253,7 @@ def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
         tail *= u
     tail += terms[0]
     tail *= power
-    y = xp.maximum(x, 0)
+    y = np.maximum(x, 0)
     y -= size * tail
     if not keep:
         return (y,)
@@ -1161,10 +1261,20 @@ def _gelu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
     power *= 1 / sqrt(2 * pi)
     power -= tail
     power += 0.5
-    return y, xp.copysign(power, x) + 0.5
+    return y, np.copysign(power, x) + 0.5
 
 
-def _gelu_tanh(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+def _rise(x: Array) -> Array:
+    """(1 + tanh(x)) / 2, which a loop computes by an exponential in fewer steps."""
+    if isinstance(x, Symbol):
+        return 1 / (np.exp(-2 * x) + 1)
+    y = np.tanh(x)
+    y *= 0.5
+    y += 0.5
+    return y
+
+
+def _gelu_tanh(x: Array, keep: bool) -> tuple[Array, ...]:
     """Return GPT-2's approximation of GELU, and its derivative if that is to be kept.
 
         y = x s     s = (1 + tanh(x p)) / 2     p = c (1 + 0.044715 x^2)     c = sqrt(2 / pi)
@@ -1177,9 +1287,7 @@ def _gelu_tanh(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
     p = x * x
     p *= 0.044715 * c
     p += c
-    s = xp.tanh(p * x)
-    s *= 0.5
-    s += 0.5
+    s = _rise(p * x)
     y = x * s
     if not keep:
         return (y,)
@@ -1192,11 +1300,11 @@ def _gelu_tanh(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
     return y, p
 
 
-def _silu(xp: Any, x: Array, keep: bool) -> tuple[Array, ...]:
+def _silu(x: Array, keep: bool) -> tuple[Array, ...]:
     """Return y = x s, s = 1 / (1 + e^-x), and s + y (1 - s) if that is to be kept."""
     # e^-x of a smaller x would be infinite; there |x s| is below 1e-36 anyway
-    x = xp.maximum(x, -708 if x.dtype.itemsize > 4 else -88)
-    s = 1 / (xp.exp(-x) + 1)
+    x = np.maximum(x, -708 if x.dtype.itemsize > 4 else -88)
+    s = 1 / (np.exp(-x) + 1)
     y = x * s
     return (y, (1 - s) * y + s) if keep else (y,)
 

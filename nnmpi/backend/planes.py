@@ -102,12 +102,6 @@ def flattened(array: Array) -> Array:
     return array.reshape(array.size)
 
 
-def rectify_grad(xp: Any, grad: Array, y: Array, out: Array) -> None:
-    """Write the gradient of x for y = max(x, 0) to `out`; all contiguous, of one shape."""
-    grads, values, result = map(flattened, (grad, y, out))
-    _select(xp, xp.greater(values, constant(xp, 0, y.dtype)), grads, result)
-
-
 def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:
     """Write the values where the mask holds, 0 elsewhere; all contiguous.
 

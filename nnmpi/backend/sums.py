@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, empty, ones
+from nnmpi.backend.array import Array, empty, namespace, ones
 from nnmpi.backend.program.record import active_calls, record_launch
 from nnmpi.backend.program.tile import ELEMENTS
 
@@ -57,12 +57,19 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     return sums
 
 
-def row_dots(xp: Any, a: Array, b: Array) -> Array:
-    """Return the products of the rows of a (rows, n) with b's, or with b (n,), as (rows, 1)."""
-    if xp.__name__ == "numpy":
-        return np.vecdot(a, b)[:, None]  # by BLAS, twice as fast as NumPy's sums
-    result: Array = xp.add.reduce(a * b, axis=1, keepdims=True)
+def row_dots(a: Array, b: Array) -> Array:
+    """Return the products of the rows of a (..., n) with b's, or with b (n,), as (..., 1)."""
+    if isinstance(a, np.ndarray):
+        return np.vecdot(a, b)[..., None]  # by BLAS, twice as fast as NumPy's sums
+    result: Array = (a * b).sum(axis=-1, keepdims=True)
     return result
+
+
+def row_totals(x: Array) -> Array:
+    """Return the sums of rows (..., n), as (..., 1)."""
+    if isinstance(x, np.ndarray):
+        return row_dots(x, ones(namespace(x), x.shape[-1], x.dtype))
+    return x.sum(axis=-1, keepdims=True)
 
 
 def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
@@ -93,27 +100,37 @@ def repeated(xp: Any, values: Array, pixels: int) -> Array:
     return result.reshape(result.size)
 
 
-def in_blocks(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
-    """Return function(*arrays), which works row by row, computed while a block is in the cache.
+def in_blocks(function: Callable[..., tuple[Array, ...]], *operands: Any) -> tuple[Array, ...]:
+    """Return function(*operands), which works row by row, computed while a block is in the cache.
 
     A recording notes the calls on all rows; its pass over them makes the blocks (`program.tile`).
 
     Args:
         function: returns arrays with as many rows.
-        arrays: (rows, ...) each.
+        operands: rows first; others (rows, ...), what is repeated for each row, and numbers.
     """
-    rows = arrays[0]
+    rows = operands[0]
     if not isinstance(rows, np.ndarray) or rows.size <= ELEMENTS or active_calls.get() is not None:
-        return function(*arrays)
+        return function(*operands)
     results: tuple[Array, ...] = ()
+    least = min(rows.ndim, 2)
+    are_cut = [getattr(x, "ndim", 0) >= least and len(x) == len(rows) for x in operands]
     for part in row_blocks(rows):
-        blocks = function(*(array[part] for array in arrays))
-        if not results:
-            results = tuple(
-                empty(np, (len(rows), *block.shape[1:]), block.dtype) for block in blocks
-            )
-        for result, block in zip(results, blocks, strict=True):
-            result[part] = block
+        given = [x[part] if is_cut else x for x, is_cut in zip(operands, are_cut, strict=True)]
+        blocks = function(*given)
+        if not results:  # what is returned as it came, or twice, takes no memory
+            known = dict(zip(map(id, given), operands, strict=True))
+            for x in blocks:
+                if id(x) not in known:
+                    known[id(x)] = empty(np, (len(rows), *x.shape[1:]), x.dtype)
+            results = tuple(known[id(x)] for x in blocks)
+            own = [
+                i
+                for i, x in enumerate(results)
+                if not any(x is y for y in (*operands, *results[:i]))
+            ]
+        for i in own:
+            results[i][part] = blocks[i]
     return results
 
 

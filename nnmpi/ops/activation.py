@@ -8,9 +8,11 @@ logarithm are shifted by each row's largest element, so that nothing overflows.
 
 from typing import Any, Never
 
+import numpy as np
+
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.plain import Activation
+from nnmpi.backend.plain import Activation, largest
 from nnmpi.base.errors import ShapeError
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.elementwise import activated, gelu_form
@@ -97,6 +99,15 @@ class SoftmaxFunction(Function):
         return (kernels.softmax_grad(self.xp, grad, y, self.axis),)
 
 
+def _log_softmax(x: Array) -> tuple[Array]:
+    y = x - largest(x)
+    return (y - np.log(np.exp(y).sum(axis=-1, keepdims=True)),)
+
+
+def _log_softmax_grad(grad: Array, y: Array) -> tuple[Array]:
+    return (grad - np.exp(y) * grad.sum(axis=-1, keepdims=True),)
+
+
 class LogSoftmaxFunction(SoftmaxFunction):
     """x - log(sum(e^x)) along an axis."""
 
@@ -105,17 +116,14 @@ class LogSoftmaxFunction(SoftmaxFunction):
     computes = "float32"
 
     def forward(self, x: Array) -> Array:
-        xp, y = self.xp, x - x.max(axis=self.axis, keepdims=True)
-        y -= xp.log(self._sum(xp.exp(y)))
-        self.saved = (y,)
+        kernels = kernels_of(x)
+        y: Array = kernels.along(self.xp, _log_softmax, self.axis, x)
+        self.saved = (y, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        (y,) = self.saved
-        return (grad - self.xp.exp(y) * self._sum(grad),)
-
-    def _sum(self, x: Array) -> Array:
-        return x.sum(axis=self.axis, keepdims=True)
+        y, kernels = self.saved
+        return (kernels.along(self.xp, _log_softmax_grad, self.axis, grad, y),)
 
 
 def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:

@@ -1,11 +1,12 @@
 """ELU and softplus, activations that are linear above 0 and level off below."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Never
 
+import numpy as np
+
 from nnmpi.backend.array import Array
-from nnmpi.backend.sums import in_blocks
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.function import Elementwise, Grads
@@ -19,41 +20,43 @@ class Soft(Elementwise):
     """A function, elementwise, whose derivative is computed with the value, block by block.
 
     Args:
-        evaluate: (xp, x) -> the values and the derivatives.
+        evaluate: (x, *numbers) -> the values and the derivatives, a row formula (see
+            `PlainKernels.rows`).
+        numbers: floats.
     """
 
-    __slots__ = ("evaluate",)
+    __slots__ = ("evaluate", "numbers")
 
     computes = "float32"
 
-    def __init__(self, evaluate: Callable[[Any, Array], tuple[Array, ...]]) -> None:
-        self.evaluate = evaluate
+    def __init__(self, evaluate: Callable[..., tuple[Array, ...]], *numbers: float) -> None:
+        self.evaluate, self.numbers = evaluate, numbers
 
     def forward(self, x: Array) -> Array:
-        y, *self.saved = in_blocks(partial(self.evaluate, self.xp), x)  # type: ignore[assignment]
+        y, *self.saved = kernels_of(x).rows(self.evaluate, x, *self.numbers)
         return y
 
     def backward(self, grad: Array) -> Grads:
-        return (self.xp.multiply(grad, self.saved[0]),)
+        return (grad * self.saved[0],)
 
 
-def _elu(alpha: float, xp: Any, x: Array) -> tuple[Array, ...]:
-    below, above = xp.minimum(x, 0), xp.greater(x, 0)
-    return xp.maximum(x, 0) + alpha * xp.expm1(below), xp.where(above, 1, alpha * xp.exp(below))
+def _elu(x: Array, alpha: float) -> tuple[Array, ...]:
+    below = np.minimum(x, 0)
+    return np.maximum(x, 0) + alpha * np.expm1(below), np.where(x > 0, 1, alpha * np.exp(below))
 
 
-def _softplus(beta: float, threshold: float, xp: Any, x: Array) -> tuple[Array, ...]:
+def _softplus(x: Array, beta: float, threshold: float) -> tuple[Array, ...]:
     scaled = x * beta
-    small, linear = xp.exp(-xp.absolute(scaled)), xp.greater(scaled, threshold)
-    y = (xp.maximum(scaled, 0) + xp.log1p(small)) / beta
-    slope = xp.where(xp.greater(x, 0), 1, small) / (1 + small)
-    return xp.where(linear, x, y), xp.where(linear, 1, slope)
+    small, linear = np.exp(-abs(scaled)), scaled > threshold
+    y = (np.maximum(scaled, 0) + np.log1p(small)) / beta
+    slope = np.where(x > 0, 1, small) / (1 + small)
+    return np.where(linear, x, y), np.where(linear, 1, slope)
 
 
 def elu(x: Tensor, alpha: float = 1.0, **words: Never) -> Tensor:
     """Return x where positive, alpha (e^x - 1) elsewhere (Clevert et al., 2016), elementwise."""
     refuse_words("elu", words)
-    return _soft("elu", partial(_elu, number("elu's alpha", alpha)), x)
+    return _soft("elu", x, _elu, number("elu's alpha", alpha))
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Never) -> Tensor:
@@ -65,9 +68,9 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, **words: Nev
     refuse_words("softplus", words)
     if not number("softplus's beta", beta):
         raise UsageError(f"softplus's beta is {beta}; give a number above 0")
-    return _soft("softplus", partial(_softplus, float(beta), number("threshold", threshold)), x)
+    return _soft("softplus", x, _softplus, beta, number("threshold", threshold))
 
 
-def _soft(name: str, evaluate: Callable[..., tuple[Array, ...]], x: Tensor) -> Tensor:
-    result: Tensor = Soft(evaluate)(require_floating(name, x))
+def _soft(name: str, x: Tensor, *formula: Any) -> Tensor:
+    result: Tensor = Soft(formula[0], *map(float, formula[1:]))(require_floating(name, x))
     return result

@@ -92,7 +92,7 @@ def test_the_next_process_finds_the_machine_code(tmp_path):
     program = """
 import numba
 from nnmpi.backend.jit import kernels as k
-found = [k.loop("bias_relu"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
+found = [k.loop("softmax_loss"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
 print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cache_misses.values()) for f in found))
 """
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 5"
@@ -109,7 +109,7 @@ def test_a_changed_helper_is_noticed(tmp_path):
 import sys
 from nnmpi.backend.jit import build, loops
 build.sources = lambda: sys.argv[0] + "{}"
-found = build.build(loops.bias_relu, build.write(2), build.read(1))
+found = build.build(loops.planes_grad, *[build.read(1), build.read(1, build.types.uint8), build.write(2)])
 print(sum(found.stats.cache_hits.values()), sum(found.stats.cache_misses.values()))
 """
     result = [

@@ -64,7 +64,8 @@ def test_linear_and_relu(shape, out, compiled_calls):
         rng.standard_normal(size, dtype=np.float32) for size in (shape, (shape[-1], out), out)
     ]
     compare(linear_relu, arrays)
-    assert compiled_calls == ["bias_relu", "relu_grad_bias"]
+    if shape[0]:  # NumPy does nothing as well
+        assert compiled_calls == ["bias_relu", "summed_relu_grad"]
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -77,8 +78,9 @@ def test_gelu_and_silu(shape, form, compiled_calls):
     compare(lambda x: gelu(x, form), arrays[:1])
     compare(lambda *args: linear_gelu(*args, form), arrays)
     compare(silu, arrays[:1])
-    name = "bias_gelu" if form == "none" else "bias_gelu_tanh"
-    assert compiled_calls == [name, name, "slope_grad_bias", "bias_silu"]
+    name = "biased_gelu" if form == "none" else "biased_gelu_tanh"
+    if shape[0]:  # NumPy does nothing as well
+        assert compiled_calls == [name, name, "summed_multiply", "biased_silu"]
 
 
 def test_bias_gradients_of_many_rows():
@@ -123,9 +125,9 @@ def test_other_losses_are_plain(settings, compiled_calls):
     logits = np.random.default_rng(0).standard_normal((5, 3), dtype=np.float32)
     labels = np.array([0, 2, 1, 2, 0])
     compare(lambda x: cross_entropy(x, labels, **settings), [logits])
-    assert compiled_calls == []
+    assert compiled_calls == ["powers"]
     compare(lambda x: cross_entropy(x, labels.astype(np.uint8)), [logits])
-    assert compiled_calls == ["softmax_loss"]
+    assert compiled_calls == ["powers", "softmax_loss"]
 
 
 @pytest.mark.parametrize("lengths", [None, [1, 4, 3]])
@@ -175,7 +177,7 @@ def test_batch_normalization_and_relu(shape, compiled_calls):
         *rng.standard_normal((2, shape[-1]), dtype=np.float32),
     ]
     compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
-    assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
+    assert compiled_calls == ["squares", "affine", "relu", "relu_slope", "products", "norm_grad"]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (0, 3), (70, 2, 33), (3, 200)])
@@ -186,7 +188,8 @@ def test_layer_normalization(shape, compiled_calls):
     arrays = [1 + rng.standard_normal(size, dtype=np.float32) for size in sizes]
     compare(layer_norm, arrays, 1e-5)
     compare(rms_norm, arrays[:2], 1e-5)
-    assert compiled_calls == ["layer_norm", "layer_norm_grad"] * 2
+    if shape[0]:
+        assert compiled_calls == ["layer_norm", "layer_norm_grad"] * 2
 
 
 def test_equal_numbers_are_normalized_to_nothing():
@@ -206,7 +209,7 @@ def test_relu_and_pooling_have_the_plain_bits(function, compiled_calls):
     plain, compiled = (run(function, [x], np.float32, compiled) for compiled in (False, True))
     for mine, theirs in zip(compiled, plain, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert {"relu_grad", "planes_grad"} & {*compiled_calls}
+    assert {"relu_slope", "planes_grad"} & {*compiled_calls}
 
 
 @pytest.mark.parametrize("pool", [1, 2, 3])

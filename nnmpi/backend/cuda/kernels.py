@@ -303,7 +303,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
 
     def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
+        self,
+        xp: Any,
+        y: Array,
+        bias: Array | None,
+        form: Activation,
+        keep: bool,
+        reuse: bool = True,
     ) -> tuple[Array, Array | None]:
         shift = xp.zeros(y.shape[-1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
         if form is Activation.RELU:

@@ -5,48 +5,35 @@ dtype stands here, and C-contiguous. It returns nothing: it writes to arrays, wh
 the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numba import boolean, float64, types
+from numba import float64, types
 
-from nnmpi.backend.array import Array, Residuals
+from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
+from nnmpi.backend.jit.rows import RowLoop
 from nnmpi.backend.plain import (
-    Activation,
     PlainKernels,
     fold,
     inverse_root,
     repeated_in,
     widened,
 )
-from nnmpi.backend.planes import Planes, flattened
+from nnmpi.backend.planes import Planes
+from nnmpi.backend.precision import FLOAT32
 from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.sums import WIDE
+from nnmpi.backend.trace import key_of, kinds_of
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
 SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
-ACTIVATION = write(2), read(1), write(2)  # y, bias, slope
-ACTIVATION_GRAD = read(2), read(2), write(2), write(1)  # grad, kept, result, gradient of the bias
-
 LOOPS = {
-    "bias_relu": (write(2), read(1)),
-    "bias_gelu": ACTIVATION,
-    "bias_gelu_tanh": ACTIVATION,
-    "bias_silu": ACTIVATION,
-    "relu_grad_bias": ACTIVATION_GRAD,
-    "slope_grad_bias": ACTIVATION_GRAD,
-    "norm": (read(2), *(read(1),) * 3, write(2)),
-    "norm_products": (read(2), read(1), read(2), read(1), write(1)),
-    "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
-    "layer_norm": (read(2), read(1), read(1), write(2), write(2), write(1), float64, boolean),
-    "layer_norm_grad": (read(2), read(2), read(1), read(1), write(2), write(1), write(1), boolean),
-    "relu_grad": (read(1), read(1), write(1)),
     "planes_largest": (read(2), write(1), write(1, types.uint8)),
     "planes_bias_relu": (read(1), write(1), write(1, types.uint8)),
     "planes_grad": (read(1), read(1, types.uint8), write(2)),
@@ -153,44 +140,45 @@ class NumbaKernels(PlainKernels):
 
     planes = CompiledPlanes
 
+    def __init__(self) -> None:
+        self._loops: dict[Any, Any] = {}
+
+    # ---- row formulas
+
+    def rows(
+        self,
+        formula: Callable[..., tuple[Array, ...]],
+        *operands: Any,
+        sums: Sequence[Array] = (),
+        reuse: bool = False,
+        blocks: bool = True,
+    ) -> tuple[Array, ...]:
+        """See `PlainKernels.rows`; by a loop that is printed at the first call."""
+        loop = None
+        if operands[0].size and (kinds := kinds_of(operands)):
+            try:  # TypeError: a formula that is left to NumPy
+                key = key_of(formula), kinds, len(sums), reuse
+                loop = self._loops.get(key, self)
+                if loop is self:
+                    self._loops[key] = loop = None
+                    self._loops[key] = loop = RowLoop(formula, kinds, len(sums), reuse)
+            except TypeError:
+                pass
+        if loop is None:
+            return super().rows(formula, *operands, sums=sums, blocks=blocks)
+        return loop(operands, sums)
+
     # ---- optimizers
 
     def adam(self, block: Any, *numbers: Any) -> None:
         record_launch(loop("adam"), block.data, block.grad, *block.slots, *numbers[:-1])
 
-    # ---- activations and dense layers
+    # ---- activations
 
-    def _own(self, rows: Array) -> Array:
-        return rows.copy()
-
-    def activate_grad(
-        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
-    ) -> Array:
-        if form is not Activation.RELU:
-            return super().activate_grad(xp, form, grad, saved, number)
-        grad, result = xp.ascontiguousarray(grad), xp.empty(saved.shape, saved.dtype)
-        record_launch(loop("relu_grad"), *map(flattened, (grad, saved, result)))
-        return result
-
-    def bias_activate(
-        self, xp: Any, y: Array, bias: Array | None, form: Activation, keep: bool
-    ) -> tuple[Array, Array | None]:
-        shift = xp.zeros(y.shape[1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form is Activation.RELU:
-            record_launch(loop("bias_relu"), y, shift)
-            return y, y
-        slope = xp.empty(y.shape, y.dtype)
-        record_launch(loop(f"bias_{form}"), y, shift, slope)
-        return y, slope
-
-    def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
-    ) -> Array:
-        result: Array = xp.empty(grad.shape, grad.dtype)
-        sums = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
-        record_launch(loop(name), xp.ascontiguousarray(grad), saved, result, sums)
-        return result
+    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
+        if bias is None:
+            return super().bias_relu(xp, y, bias)
+        return self.rows(_bias_relu, y, bias, reuse=True)[0]
 
     # ---- recurrent layers
 
@@ -200,7 +188,7 @@ class NumbaKernels(PlainKernels):
     def lstm_step_grad(self, *arrays: Array) -> None:
         record_launch(loop("lstm_step_grad"), *arrays)
 
-    # ---- rows
+    # ---- cross-entropy, with a loop of its own: a row's label is one of its elements
 
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, *settings: Any
@@ -220,36 +208,7 @@ class NumbaKernels(PlainKernels):
     def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:
         if settings != (None, 0):
             return super().softmax_loss_grad(xp, grad, saved, *settings)
-        return xp.multiply(saved[0], xp.reshape(grad, (grad.size, 1)))
-
-    def layer_norm(
-        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
-    ) -> tuple[Array, Residuals]:
-        n = scale.size
-        rows = xp.ascontiguousarray(xp.reshape(x, (x.size // n, n)))
-        scale, shifts = (
-            xp.zeros((n,), x.dtype) if item is None else xp.ascontiguousarray(item.reshape(n))
-            for item in (scale, shift)
-        )
-        y, normal = (xp.empty(rows.shape, x.dtype) for _ in range(2))
-        inverse = xp.empty((len(rows),), x.dtype)
-        numbers = scale, shifts, y, normal, inverse, eps, shift is not None
-        record_launch(loop("layer_norm"), rows, *numbers)
-        return y, (normal, inverse, scale)
-
-    def layer_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
-    ) -> Array | None:
-        normal, inverse, scale = saved
-        grad = xp.ascontiguousarray(xp.reshape(grad, normal.shape))
-        sums = [xp.empty(scale.shape, grad.dtype) for _ in range(2)]
-        for i, target in enumerate(targets):
-            if needs[i + 1]:
-                sums[i] = target.reshape(scale.shape)
-        to_x = xp.empty(grad.shape, grad.dtype)
-        last = to_x, *sums, len(targets) == 2
-        record_launch(loop("layer_norm_grad"), grad, normal, inverse, scale, *last)
-        return to_x if needs[0] else None
+        return saved[0] * xp.reshape(grad, (grad.size, 1))
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 
@@ -263,44 +222,34 @@ class NumbaKernels(PlainKernels):
         self._sum_blocks(xp, kept, lambda part, _: (kept[part],), mean)
         mean /= max(x.size // channels, 1)
         (means,) = repeated_in(xp, kept, mean)
-        _sum_products(xp, kept, means, kept, means, variance)
+        self._sums(_squares, (kept, means), variance)
         variance /= max(x.size // channels, 1)
         return kept, mean.copy(), variance, mean
-
-    def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
-        kept, offset, variance, eps, *_ = moments
-        factor, y = inverse_root(xp, variance, eps) * scale, xp.empty(kept.shape, kept.dtype)
-        record_launch(loop("norm"), kept, *repeated_in(xp, kept, offset, factor, shift), y)
-        return y
 
     def norm_sums(
         self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
     ) -> None:
-        (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
-        (offsets,) = repeated_in(xp, kept, offset)
-        _sum_products(xp, kept, offsets, grad, xp.zeros_like(offsets), to_scale)
-        self._sum_blocks(xp, grad, lambda part, _: (grad[part],), to_shift)
-        xp.multiply(to_scale, inverse_root(xp, variance, eps), out=to_scale)
+        (kept, offset, variance, eps, *_), to_scale = moments, targets[1]
+        self._sums(_products, (kept, grad, *repeated_in(xp, kept, offset)), *targets)
+        xp.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
 
-    def norm_grad(
-        self,
-        xp: Any,
-        grad: Array,
-        moments: Residuals,
-        scale: Array,
-        sums: tuple[Array, Array],
-        count: float,
-    ) -> Array:
-        kept, offset, variance, eps, *_ = moments
-        inverse, to_x = inverse_root(xp, variance, eps), xp.empty(kept.shape, kept.dtype)
-        center, slope = (item / count for item in sums)
-        numbers = repeated_in(xp, kept, offset, slope * inverse, center, scale * inverse)
-        record_launch(loop("norm_grad"), kept, numbers[0], grad, *numbers[1:], to_x)
-        return to_x
+    def _sums(self, formula: Any, operands: tuple[Array, ...], *outs: Array) -> None:
+        """Write each channel's sums of some terms."""
+        xp, width = namespace(operands[0]), operands[0].shape[1]
+        parts = xp.empty((len(outs), width), FLOAT32)
+        self.rows(formula, *operands, sums=[*parts])
+        for part, out in zip(parts, outs, strict=True):
+            fold(xp, part, out)
 
 
-def _sum_products(xp: Any, x: Array, means: Array, grad: Array, less: Array, out: Array) -> None:
-    """Write each channel's sum of (x - means) * (grad - less)."""
-    parts = xp.empty((1, x.shape[1]), x.dtype)
-    record_launch(loop("norm_products"), x, means, grad, less, parts[0])
-    fold(xp, parts, out)
+def _bias_relu(y: Array, bias: Array) -> tuple[Array]:
+    return (np.maximum(y + bias, 0),)
+
+
+def _squares(x: Array, means: Array) -> tuple[Array]:
+    away = x - means
+    return (away * away,)
+
+
+def _products(x: Array, grad: Array, means: Array) -> tuple[Array, ...]:
+    return grad, (x - means) * grad

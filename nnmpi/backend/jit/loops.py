@@ -1,11 +1,12 @@
 """Kernels that are plain loops, with few passes over the data.
 
 NumPy passes over memory once per operation, and its calls take a microsecond each. These loops pay
-neither, so they win in small or long chains of operations: around the products of dense layers, in
-the loss, in a step of LSTM, in Adam's update. Without Adam's, a step of iris takes 1.13 times as
-long, and one of a small MLP 1.19 times; SGD's would save under 3 %, and is left to NumPy.
+neither, so they win in small or long chains of operations: in the loss, whose labels choose elements
+of rows, in a step of LSTM, whose gates lie side by side, in Adam's update, which writes in place.
+Without Adam's, a step of iris takes 1.13 times as long, and one of a small MLP 1.19 times; SGD's would
+save under 3 %, and is left to NumPy. Other chains are row formulas, whose loops `rows` prints.
 
-exp, tanh and maxima are written without calls and branches, because only then are the loops
+exp, tanh, log and maxima are written without calls and branches, because only then are the loops
 around them vectorized.
 """
 
@@ -17,7 +18,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from nnmpi.backend.jit.build import inlined
-from nnmpi.backend.normal import TAIL_SINGLE
 
 _unsigned = np.uint64
 BLOCK = 2048  # numbers of each plane
@@ -40,16 +40,15 @@ _P0, _P1, _P2, _P3, _P4, _P5 = map(
         5.0000001201e-1,
     ),
 )
+# log: 2 / 3, 2 / 5 ... of its series; the numbers below which floats are not normal; sqrt(1 / 2)
+_L1, _L2, _L3, _L4 = map(np.float32, (2 / 3, 2 / 5, 2 / 7, 2 / 9))
+_NORMAL, _SCALE, _ROOT_HALF = np.float32(2.0**-126), np.float32(2.0**23), np.int32(0x3F3504F3)
+_QUARTER, _LOG_NEAR = np.float32(0.25), np.float32(0.41)
 # tanh: x P(x^2) / Q(x^2), of the least relative error on 0 to 9.02 (fitted for this file)
 _T0, _T1, _T2, _T3, _T4 = map(
     np.float32, (1.332006357e-8, 2.058427321e-5, 3.494085756e-3, 0.1337976199, 0.999999979)
 )
 _Q0, _Q1, _Q2, _Q3 = map(np.float32, (7.762448214e-7, 3.283174456e-4, 2.587127094e-2, 0.4671307726))
-# GELU: the normal distribution's tail and density, and GPT-2's form
-_G0, _G1, _G2, _G3, _G4, _G5, _G6 = map(np.float32, TAIL_SINGLE)
-_FOUR, _FIVE, _SIX, _TEN, _HUNDRED, _SHIFT = map(np.float32, (4, 5, 6, 10, 100, 1.25))
-_DENSITY, _C = np.float32(1 / math.sqrt(2 * math.pi)), np.float32(math.sqrt(2 / math.pi))
-_C3 = np.float32(0.044715 * math.sqrt(2 / math.pi))
 
 
 def _reinterpret(source: Any, target: Any) -> Any:
@@ -69,14 +68,11 @@ _as_int = _reinterpret(types.float32, types.int32)
 
 
 @inlined
-def exp(x):
-    """Return e^x in float32, within 2 units of the last place; NaN stays, e^-inf is 1e-38.
+def _power(x):
+    """Return e^r - 1 and 2^n in float32, for x = n ln 2 + r with a whole n.
 
-    Above 88.37 the result is infinity, since the exponent bits of 2^128 are those of infinity. Then
-    1 / e^x is exactly 0.
-
-    x = n ln 2 + r with a whole n; e^r by the polynomial of the Cephes library's expf (Moshier,
-    1989), and 2^n by writing n into the exponent's bits.
+    e^r by the polynomial of the Cephes library's expf (Moshier, 1989), and 2^n by writing n into
+    the exponent's bits.
     """
     x = _LEAST if x < _LEAST else x  # in this order NaN stays
     x = _MOST if x > _MOST else x
@@ -85,7 +81,54 @@ def exp(x):
     full = np.float32(n)
     r = x - full * _LN2_HIGH - full * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    return (p * r * r + r + _ONE) * _as_float((n + np.int32(127)) << np.int32(23))
+    return p * r * r + r, _as_float((n + np.int32(127)) << np.int32(23))
+
+
+@inlined
+def exp(x):
+    """Return e^x in float32, within 2 units of the last place; NaN stays, e^-inf is 1e-38.
+
+    Above 88.37 the result is infinity, since the exponent bits of 2^128 are those of infinity. Then
+    1 / e^x is exactly 0.
+    """
+    more, power = _power(x)
+    return (more + _ONE) * power
+
+
+@inlined
+def expm1(x):
+    """Return e^x - 1 in float32, near 0 to the last places, too."""
+    more, power = _power(x)
+    return more * power + (power - _ONE)
+
+
+@inlined
+def _log1p(s):
+    """Return log((1 + s) / (1 - s)) for |s| below 0.18, by its series."""
+    z = s * s
+    return (((_L4 * z + _L3) * z + _L2) * z + _L1) * z * s + (s + s)
+
+
+@inlined
+def log(x):
+    """Return the logarithm of a float32; -infinity of 0, NaN below it."""
+    tiny = x < _NORMAL
+    bits = _as_int(x * _SCALE if tiny else x)
+    # x = 2^n m with m between sqrt(1 / 2) and sqrt(2)
+    n = (bits - _ROOT_HALF) >> np.int32(23)
+    m = _as_float(bits - (n << np.int32(23)))
+    y = np.float32(n - np.int32(23) if tiny else n)
+    y = y * _LN2_HIGH + (_log1p((m - _ONE) / (m + _ONE)) + y * _LN2_LOW)
+    y = y if x < _INFINITY else x
+    return y if x > _ZERO else (-_INFINITY if x == _ZERO else _NAN)
+
+
+@inlined
+def log1p(x):
+    """Return log(1 + x) in float32, near 0 to the last places, too."""
+    near = _log1p(x / (x + _ONE + _ONE))
+    far = log(x + _ONE)
+    return near if (x > -_QUARTER) & (x < _LOG_NEAR) else far
 
 
 @inlined
@@ -104,9 +147,12 @@ def tanh(x):
 
 @inlined
 def order(x):
-    """Return an int32 that orders as the float32: loops for integer maxima are vectorized."""
+    """Return an int32 that orders as the float32, NaN above all: loops for integer maxima are
+    vectorized.
+    """
     bits = _as_int(x)
-    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+    key = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+    return key if x == x else np.int32(0x7FFFFFFF)
 
 
 @inlined
@@ -117,7 +163,7 @@ def ordered(key):
 
 @inlined
 def largest(row):
-    """Return the largest of at least one number; any of them if there is a NaN."""
+    """Return the largest of at least one number, NaN if there is one."""
     top = order(row[0])
     for i in range(1, row.size):
         key = order(row[i])
@@ -131,172 +177,6 @@ def empty_into(part, total):
     for i in range(part.size):
         total[i] += part[i]
         part[i] = _ZERO
-
-
-def bias_relu(y, bias):
-    """y = max(y + bias, 0), in place."""
-    for r in range(y.shape[0]):
-        row = y[r]
-        for i in range(row.size):
-            value = row[i] + bias[i]
-            row[i] = _ZERO if value < _ZERO else value  # NaN stays
-
-
-def bias_gelu(y, bias, slope):
-    """y = GELU(y + bias), in place; slope = its derivative, as in `plain`."""
-    for r in range(y.shape[0]):
-        row, steep = y[r], slope[r]
-        for i in range(row.size):
-            x = row[i] + bias[i]
-            size = -x if x < _ZERO else x
-            size = _HUNDRED if size > _HUNDRED else size  # in this order NaN stays
-            power, u = exp(-_HALF * size * size), _TEN / (size + _FIVE) - _SHIFT
-            tail = (((((_G6 * u + _G5) * u + _G4) * u + _G3) * u + _G2) * u + _G1) * u + _G0
-            tail *= power
-            rise = _HALF - tail + size * power * _DENSITY
-            steep[i] = _HALF - rise if x < _ZERO else _HALF + rise
-            row[i] = (_ZERO if x < _ZERO else x) - size * tail
-
-
-def bias_gelu_tanh(y, bias, slope):
-    """y = GELU(y + bias) in GPT-2's tanh form, in place; slope = its derivative."""
-    for r in range(y.shape[0]):
-        row, steep = y[r], slope[r]
-        for i in range(row.size):
-            x = row[i] + bias[i]
-            p = _C + _C3 * x * x
-            s = _ONE / (_ONE + exp(-(p + p) * x))
-            value = x * s
-            row[i] = value
-            steep[i] = s + (_ONE - s) * (_SIX * p - _FOUR * _C) * value
-
-
-def bias_silu(y, bias, slope):
-    """y = SiLU(y + bias), in place; slope = its derivative."""
-    for r in range(y.shape[0]):
-        row, steep = y[r], slope[r]
-        for i in range(row.size):
-            x = row[i] + bias[i]
-            s = _ONE / (_ONE + exp(-x))
-            value = x * s
-            row[i] = value
-            steep[i] = s + (_ONE - s) * value
-
-
-@inlined
-def _times(grad, y, out, to_bias, relu):
-    """out = grad where y > 0, else 0, or grad * y; to_bias = its sum over the rows."""
-    to_bias[:] = _ZERO
-    part = np.zeros(to_bias.size, np.float32)
-    for r in range(grad.shape[0]):
-        above, below, row = grad[r], y[r], out[r]
-        for i in range(row.size):
-            value = (above[i] if below[i] > _ZERO else _ZERO) if relu else above[i] * below[i]
-            row[i] = value
-            part[i] += value
-        if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
-            empty_into(part, to_bias)
-
-
-def relu_grad_bias(grad, y, out, to_bias):
-    """out = grad where y > 0, else 0; to_bias = its sum over the rows."""
-    _times(grad, y, out, to_bias, True)
-
-
-def slope_grad_bias(grad, slope, out, to_bias):
-    """out = grad * slope; to_bias = its sum over the rows."""
-    _times(grad, slope, out, to_bias, False)
-
-
-# Batch normalization, see `PlainKernels.batch_moments`: rows (count, n), and n statistics.
-
-
-def norm(x, means, factors, shifts, y):
-    """y = (x - means) * factors + shifts."""
-    for r in range(x.shape[0]):
-        row, out = x[r], y[r]
-        for i in range(row.size):
-            out[i] = (row[i] - means[i]) * factors[i] + shifts[i]
-
-
-def norm_products(x, means, g, less, total):
-    """total = the sum of (x - means) * (g - less) over the rows."""
-    total[:] = _ZERO
-    part = np.zeros(total.size, np.float32)
-    for r in range(x.shape[0]):
-        row, other = x[r], g[r]
-        for i in range(row.size):
-            part[i] += (row[i] - means[i]) * (other[i] - less[i])
-        if r % ROWS == ROWS - 1 or r == x.shape[0] - 1:
-            empty_into(part, total)
-
-
-def norm_grad(x, means, grad, slopes, shifts, factors, out):
-    """out = (grad - (x - means) * slopes - shifts) * factors."""
-    for r in range(x.shape[0]):
-        row, above, result = x[r], grad[r], out[r]
-        for i in range(row.size):
-            result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
-
-
-# Layer normalization, `PlainKernels.layer_norm`: rows (count, n), and n scales and shifts. Without `centered`
-# the mean counts as 0.
-
-
-def layer_norm(x, scale, shift, y, normal, inverse, eps, centered):
-    """inverse = 1 / sqrt(variance + eps), normal = (x - mean) * inverse, y = normal * scale +
-    shift.
-    """
-    n = scale.size
-    for r in range(x.shape[0]):
-        row, result, kept = x[r], y[r], normal[r]
-        total, squares = 0.0, _ZERO
-        if centered:  # in float64: the mean of equal numbers must be that number
-            for i in range(n):
-                total += row[i]
-        mean = np.float32(total / n)
-        for i in range(n):
-            away = row[i] - mean
-            squares += away * away
-        factor = np.float32(1 / math.sqrt(np.float64(squares) / n + eps))
-        factor = factor if squares < _INFINITY else _NAN  # 1 / infinity would hide the overflow
-        inverse[r] = factor
-        for i in range(n):
-            value = (row[i] - mean) * factor
-            kept[i] = value
-            result[i] = value * scale[i] + shift[i]
-
-
-def layer_norm_grad(grad, normal, inverse, scale, out, to_scale, to_shift, centered):
-    """out = (h - mean(h) - normal * mean(h * normal)) * inverse, h = grad * scale; to_scale = the
-    sum of grad * normal over the rows, to_shift = that of grad.
-    """
-    n = scale.size
-    share = np.float32(1 / n)
-    to_scale[:] = _ZERO
-    to_shift[:] = _ZERO
-    scales, shifts = np.zeros(n, np.float32), np.zeros(n, np.float32)
-    for r in range(grad.shape[0]):
-        above, row, result = grad[r], normal[r], out[r]
-        total, products = _ZERO, _ZERO
-        for i in range(n):
-            g, product = above[i], above[i] * row[i]
-            shifts[i] += g
-            scales[i] += product
-            total += g * scale[i]
-            products += product * scale[i]
-        mean, slope = total * share if centered else _ZERO, products * share
-        for i in range(n):
-            result[i] = (above[i] * scale[i] - mean - row[i] * slope) * inverse[r]
-        if r % ROWS == ROWS - 1 or r == grad.shape[0] - 1:
-            empty_into(scales, to_scale)
-            empty_into(shifts, to_shift)
-
-
-def relu_grad(grad, y, out):
-    """out = grad where y > 0, else 0."""
-    for i in range(y.size):
-        out[i] = grad[i] if y[i] > _ZERO else _ZERO
 
 
 # Max-pooling, see `backend.planes`: planes (positions, size), in blocks that stay in the cache.

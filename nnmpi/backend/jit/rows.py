@@ -1,0 +1,213 @@
+"""Row formulas as compiled loops, printed from their traces (see `backend.trace`).
+
+    def powers(x):                                  for r in range(rows):
+        below = x - x.max(axis=-1, keepdims=True)       for i in range(n): a1 = max(a1, x0[r, i])
+        return (np.exp(below),)                         for i in range(n): y0[r, i] = exp(x0[r, i] - a1)
+
+A row is read once before each sum or maximum that later lines need, while it is in the cache. What
+is dear to compute again is kept until then.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import float64
+
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.jit import loops
+from nnmpi.backend.jit.build import build, read, write
+from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR, Trace
+
+_CHOICE = "(ONE if {{}} {} {{}} else ZERO)"
+FORMS = {
+    "add": "({} + {})",
+    "subtract": "({} - {})",
+    "multiply": "({} * {})",
+    "divide": "({} / {})",
+    "negative": "(-{})",
+    "maximum": "({0} if ({0} >= {1}) | ({0} != {0}) else {1})",  # either NaN stays
+    "minimum": "({0} if ({0} <= {1}) | ({0} != {0}) else {1})",
+    "absolute": "abs({})",
+    "sign": "(ONE if {0} > ZERO else -ONE if {0} < ZERO else {0})",
+    "where": "({1} if {0} != ZERO else {2})",
+    "logical_not": "(ONE if {} == ZERO else ZERO)",
+    "sqrt": "math.sqrt({})",
+    "copysign": "math.copysign({}, {})",
+    "sum": "{} + {}",
+    "max": "max({}, order({}))",
+    "greater of a number": "({1} if {0} < {1} else {0})",  # NaN stays
+    "less of a number": "({1} if {0} > {1} else {0})",
+    "greater": _CHOICE.format(">"),
+    "greater_equal": _CHOICE.format(">="),
+    "less": _CHOICE.format("<"),
+    "less_equal": _CHOICE.format("<="),
+    "equal": _CHOICE.format("=="),
+    "not_equal": _CHOICE.format("!="),
+}
+TALL = 16  # times as many rows as elements of one: then elements are one row
+DEAR = {"exp", "expm1", "log", "log1p", "tanh"}
+SIMPLE = {"maximum": "greater of a number", "minimum": "less of a number"}
+VALUES = {"max": "ordered(a{})", "sum": "a{}", "width": "n"}
+STARTS = {"sum": "0.0", "max": "LEAST"}
+SCOPE = {"F": np.float32, "ZERO": np.float32(0), "ONE": np.float32(1), "float64": np.float64}
+SCOPE |= {
+    "launch": record_launch,
+    "LEAST": np.int32(-(2**31)),
+    "inf": np.inf,
+    "nan": np.nan,
+    "__name__": __name__,
+}
+
+
+class RowLoop:
+    """The compiled loop of a row formula, see `PlainKernels.rows`.
+
+    Args:
+        formula, kinds: as for `Trace`.
+        sums: how many of its results, the last ones, are added up over the rows.
+        reuse: whether the first result takes the first operand's memory.
+
+    Raises:
+        TypeError: when it is no formula of rows, or a row would be read after it was overwritten.
+    """
+
+    def __init__(self, formula: Any, kinds: Sequence[Any], sums: int, reuse: bool) -> None:
+        self.trace = trace = Trace(formula, kinds)
+        self.kinds, self.kept = kinds, dict[int, str]()  # kept: rows in memory, of earlier loops
+        count = len(trace.results) - sums
+        self.results, self.terms = trace.results[:count], trace.results[count:]
+        self.forms = [trace.kinds[i] for i in self.results]
+        if {NUMBER, VECTOR} & {*self.forms}:
+            raise TypeError("a row formula returns rows, or a number for each row")
+        self.is_flat = not sums and {*trace.kinds} <= {NUMBER, ROW}
+        self.outs = ["x0" if reuse and not k else f"y{k}" for k in range(count)]
+        self._compile(formula, reuse)
+
+    def text(self, i: int, wide: bool = False) -> str:
+        """Return a line's value: in a loop over elements, or `wide`, in float64, outside of it."""
+        name, *args = self.trace.lines[i]
+        if name == "constant":
+            return repr(args[0]) if wide else f"F({args[0]!r})"
+        if self.trace.kinds[i] <= CELL:
+            return f"{'c' if wide else 'f'}{i}"
+        return self.kept.get(i, f"e{i}")
+
+    def value(self, i: int, wide: bool = False) -> str:
+        """Return the expression that computes a line."""
+        name, *args = self.trace.lines[i]
+        if name == "operand":
+            return f"x{args[0]}{('', '[r, 0]', '[i]', 'r[i]')[self.trace.kinds[i]]}"
+        if name in VALUES:
+            return VALUES[name].format(i)
+        if name in SIMPLE and self.trace.lines[args[1]][0] == "constant":
+            name = SIMPLE[name]
+        form = FORMS.get(name) or f"{'math.' if wide else ''}{name}({{}})"
+        return form.format(*(self.text(arg, wide) for arg in args))
+
+    def body(self) -> list[str]:
+        """Return the lines for a row."""
+        trace, texts = self.trace, list[str]()
+        lines, levels, kinds = trace.lines, trace.levels, trace.kinds
+        needed = trace.needed(trace.results)
+        ends = [i for i in needed if lines[i][0] in STARTS]
+        cells = [i for i in needed if kinds[i] <= CELL]
+        rows = [(out, i) for out, i in zip(self.outs, self.results, strict=True) if kinds[i] == ROW]
+
+        def wanted(start: int, stop: int) -> list[int]:
+            """Return what loops of these levels compute for sums, results, and sums of rows."""
+            some = [lines[i][1] for i in ends if start < levels[i] <= stop]
+            whole = [*(i for _, i in rows), *self.terms]
+            return some + [i for i in whole if start <= levels[i] < stop]
+
+        most = 1 + max(levels[i] for i in needed)
+        for level in range(most):
+            for i in cells:
+                if levels[i] == level and lines[i][0] != "constant":
+                    texts += [f"c{i} = float64({self.value(i, True)})", f"f{i} = F(c{i})"]
+            known = {*cells, *self.kept}
+            body = trace.needed(wanted(level, level + 1), known)
+            later = trace.needed(wanted(level + 1, most), known)
+            inner, kept = [f"e{i} = {self.value(i)}" for i in body], dict[int, str]()
+            for i in ends:
+                if levels[i] == level + 1:
+                    name, arg = lines[i]
+                    texts.append(f"a{i} = {STARTS[name]}")
+                    inner.append(f"a{i} = {FORMS[name].format(f'a{i}', self.text(arg))}")
+            for out, i in rows:
+                if levels[i] == level:
+                    inner.append(f"{out}r[i] = {self.text(i)}")
+                    kept[i] = f"{out}r[i]"
+                    if out == "x0" and any(lines[j] == ("operand", 0) for j in later):
+                        raise TypeError("a row is read after it was overwritten")
+            for k, i in enumerate(self.terms):
+                if levels[i] == level:
+                    inner.append(f"p{k}[i] += {self.text(i)}")
+            for i in body:
+                if lines[i][0] in DEAR and i in later and i not in kept:
+                    kept[i] = f"s{i}[i]"
+                    inner.append(f"s{i}[i] = e{i}")
+            self.kept |= kept
+            if inner:
+                texts += ["for i in range(n):", *(f"    {line}" for line in inner)]
+        pairs = zip(self.outs, self.results, strict=True)
+        return texts + [f"{out}[r, 0] = f{i}" for out, i in pairs if kinds[i] == CELL]
+
+    def _compile(self, formula: Any, reuse: bool) -> None:
+        given = [(f"x{i}", kind) for i, kind in enumerate(self.kinds) if type(kind) is int]
+        news = [*zip(self.outs, self.forms, strict=True)][reuse:]
+        sums = range(len(self.terms))
+        body = self.body()
+        lines = ["rows, n = x0.shape"]
+        lines += [f"{text[:-3]} = np.empty(n, F)" for text in self.kept.values() if text[0] == "s"]
+        lines += [f"p{k}, t{k}[:] = np.zeros(n, F), ZERO" for k in sums]
+        lines += ["for r in range(rows):"]
+        lines += [f"    {name}r = {name}[r]" for name, kind in given + news if kind == ROW]
+        lines += [f"    {line}" for line in body]
+        if sums:
+            lines.append(f"    if r % {loops.ROWS} == {loops.ROWS - 1} or r == rows - 1:")
+            lines += [f"        empty_into(p{k}, t{k})" for k in sums]
+        parts = (formula.func, *formula.args) if isinstance(formula, partial) else (formula,)
+        parts += (*(kind[0] for kind in self.kinds if type(kind) is tuple),)
+        text = "\n    ".join(lines)
+        # it tells formulas apart in numba's cache on disk, where this file outdates them
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        name = "_".join([*(x.__name__.strip("_<>") for x in parts if callable(x)), digest])
+        names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
+        arrays = [x if kind == NUMBER else f"array({x})" for x, kind in given]
+        lines = [
+            f"def {name}({', '.join(names)}):\n    {text}",
+            f"def call(xp, sums, {', '.join(f'x{i}' for i in range(len(self.kinds)))}):",
+            "    array, empty = xp.ascontiguousarray, xp.empty",
+            *(
+                f"    {y} = empty({'x0.shape' if kind == ROW else '(len(x0), 1)'}, F)"
+                for y, kind in news
+            ),
+            f"    launch({', '.join(['kernel', *arrays, *(y for y, _ in news)])}, *sums)",
+            f"    return [{', '.join(self.outs)}]",
+        ]
+        scope: dict[str, Any] = {**vars(loops), **SCOPE}
+        exec(compile("\n".join(lines), __file__, "exec"), scope)
+        types: list[Any] = [(float64, read(2), read(1), read(2))[kind] for _, kind in given]
+        types += [write(2)] * len(news) + [write(1)] * len(sums)
+        if reuse:
+            types[0] = write(2)
+        self.kernel = scope["kernel"] = build(scope[name], *types)
+        self._call = scope["call"]
+
+    def __call__(self, operands: Sequence[Any], sums: Sequence[Array]) -> Any:
+        """Return the results, and write the sums."""
+        first = operands[0]
+        xp, shape = namespace(first), first.shape
+        if len(shape) == 2 and not (self.is_flat and shape[0] > TALL * shape[1]):
+            return self._call(xp, sums, *operands)
+        n = first.size if self.is_flat else shape[-1]
+        count = first.size // n
+        forms = {CELL: (count, 1), VECTOR: (n,), ROW: (count, n)}
+        pairs = zip(operands, self.kinds, strict=True)
+        given = [x.reshape(forms[kind]) if kind in forms else x for x, kind in pairs]
+        results = zip(self._call(xp, sums, *given), self.forms, strict=True)
+        return [x.reshape(shape if kind == ROW else (*shape[:-1], 1)) for x, kind in results]

@@ -1,0 +1,220 @@
+"""A row formula's arithmetic as numbered lines, from which loops and kernels are printed.
+
+    def powers(x):                                  0  operand(0)      an element of a row
+        below = x - x.max(axis=-1, keepdims=True)   1  max(0)          a number of each row
+        return (np.exp(below),)                     2  subtract(0, 1)
+                                                    3  exp(2)
+
+A formula is written as one writes NumPy: rows (..., n), what is repeated for each row or column and
+numbers go in, rows and numbers of rows come out. It is called once with symbols. What it does to
+them becomes lines; what is no arithmetic on whole rows raises TypeError, and then it is not printed.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache, partial
+from types import FunctionType, ModuleType, NoneType
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.precision import FLOAT32
+
+# What a line has: a number for all rows, for each row, for each column, for each element
+NUMBER, CELL, VECTOR, ROW = range(4)
+
+_CALLABLE = {FunctionType, partial}
+STATIC = {bool, int, FunctionType, np.ufunc}  # operands that are no arrays and no numbers
+_SETTINGS = {int, float, bool, str, type, NoneType, ModuleType, np.ufunc}
+_FUNCTIONS = (
+    "greater less greater_equal less_equal equal not_equal logical_not add subtract multiply divide"
+    " negative maximum minimum absolute sign copysign sqrt exp expm1 log log1p tanh"
+)
+_COMPOSED: dict[str, Callable[..., Any]] = {
+    "logaddexp": lambda a, b: np.maximum(a, b) + np.log1p(np.exp(-abs(a - b))),
+}
+
+
+class Trace:
+    """The lines of a formula.
+
+    Args:
+        formula: the function.
+        kinds: of its operands.
+
+    Attributes:
+        lines: a name and the numbers of earlier lines each; or the value of a constant, or the
+            number of an operand.
+        kinds: of each line.
+        levels: of each line: how many sums or maxima along the rows come before it.
+        results: the lines that the formula returns.
+
+    Raises:
+        TypeError: when it is no formula of rows.
+    """
+
+    def __init__(self, formula: Callable[..., Any], kinds: Iterable[Any]) -> None:
+        self.lines: list[tuple[Any, ...]] = []
+        self.kinds: list[int] = []
+        self.levels: list[int] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        results = formula(
+            *(
+                self.add(("operand", i), kind) if type(kind) is int else kind[0]
+                for i, kind in enumerate(kinds)
+            )
+        )
+        self.results = [x.number for x in results if isinstance(x, Symbol)]
+        if len(self.results) < len(results):
+            raise TypeError("a row formula returns what it computes of its rows")
+
+    def add(self, line: tuple[Any, ...], kind: int | None = None, level: int = 0) -> "Symbol":
+        """Return the symbol of a line; equal lines are one."""
+        if line not in self._numbers:
+            if kind is None:
+                kinds = {self.kinds[i] for i in line[1:]}
+                kind = ROW if kinds >= {CELL, VECTOR} else max(kinds)
+            self._numbers[line] = len(self.lines)
+            self.levels.append(level + max((self.levels[i] for i in self.read(line)), default=0))
+            self.lines.append(line)
+            self.kinds.append(kind)
+        return Symbol(self, self._numbers[line])
+
+    def number_of(self, x: Any) -> int:
+        """Return the number of a symbol's line, or of a constant's."""
+        return (x if isinstance(x, Symbol) else self.add(("constant", float(x)), NUMBER)).number
+
+    def read(self, line: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the lines that a line reads."""
+        return () if line[0] in ("constant", "operand", "width") else line[1:]
+
+    def needed(self, targets: Iterable[int], known: Collection[int] = ()) -> list[int]:
+        """Return the lines from which others follow, and these, in order, but for the known."""
+        found: set[int] = set()
+        left = [*targets]
+        while left:
+            number = left.pop()
+            if number not in found and number not in known:
+                found.add(number)
+                left += self.read(self.lines[number])
+        return sorted(found)
+
+
+class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
+    """A line of a formula, in place of an array."""
+
+    __slots__ = ("number", "trace")
+    __hash__ = None  # type: ignore[assignment]
+    dtype = FLOAT32
+
+    def __init__(self, trace: Trace, number: int) -> None:
+        self.trace, self.number = trace, number
+
+    @property
+    def shape(self) -> tuple[Any, Any]:
+        """The length of a row is known; the number of rows is none of a formula's business."""
+        return None, self.trace.add(("width",), NUMBER)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None) -> Any:
+        name = ufunc.__name__
+        if name in _COMPOSED:
+            return _COMPOSED[name](*inputs)
+        if method != "__call__" or name not in _FUNCTIONS.split():
+            raise TypeError(f"a row formula has no {name}")
+        result = self.trace.add((name, *map(self.trace.number_of, inputs)))
+        if out is None:
+            return result
+        out[0].number = result.number  # in place
+        return out[0]
+
+    def __array_function__(self, function: Any, types: Any, args: Any, words: Any) -> Any:
+        if function is np.where:
+            return self.trace.add(("where", *map(self.trace.number_of, args)))
+        compute = _COMPOSED.get(function.__name__) or getattr(Symbol, function.__name__, None)
+        if compute is None:
+            raise TypeError(f"a row formula has no {function.__name__}")
+        return compute(*args, **words)
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return np
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise TypeError("a row formula is traced before there are values")
+
+    def __bool__(self) -> bool:
+        raise TypeError("a row formula does not decide by values")
+
+    def __pow__(self, exponent: Any) -> Any:
+        if exponent != 2:
+            raise TypeError("a row formula has no power but the square")
+        return self * self
+
+    def _along(self, name: str, axis: Any, keepdims: bool) -> "Symbol":
+        if axis != -1 or not keepdims or self.trace.kinds[self.number] < VECTOR:
+            raise TypeError("a row formula's sums have axis=-1 and keepdims=True")
+        return self.trace.add((name, self.number), CELL, 1)
+
+    def clip(self, low: Any, high: Any) -> Any:
+        """Return the elements within these bounds."""
+        return np.minimum(np.maximum(self, low), high)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """Return each row's sum."""
+        return self._along("sum", axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """Return each row's largest element."""
+        return self._along("max", axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """Return each row's mean."""
+        return self.sum(axis, keepdims) / self.shape[1]
+
+
+def key_of(x: Any) -> Any:
+    """Return what is equal for formulas of equal text and settings.
+
+    Raises:
+        TypeError: when it depends on what may change unseen, such as an object's attributes.
+    """
+    if type(x) in _CALLABLE:
+        text, names = _text(x)
+        if names is None:
+            return text
+        seen = [cell.cell_contents for cell in x.__closure__ or ()]
+        seen += [x.__globals__[name] for name in names]
+        return text, *map(key_of, (*seen, x.__defaults__, x.__kwdefaults__))
+    if type(x) is tuple:
+        return tuple([key_of(item) for item in x])
+    if type(x) not in _SETTINGS:
+        raise TypeError(f"a row formula depends on {type(x).__name__}")
+    return type(x), x
+
+
+@lru_cache(1024)
+def _text(x: Any) -> tuple[Any, tuple[str, ...] | None]:
+    """Return a function's text, and the globals that are settings; None where nothing can change."""
+    if isinstance(x, partial):
+        return key_of((x.func, *x.args, *x.keywords.items())), None
+    seen = ((name, x.__globals__.get(name)) for name in x.__code__.co_names)
+    names = tuple(name for name, item in seen if isinstance(item, int | float | str))
+    is_fixed = not (names or x.__closure__ or x.__defaults__ or x.__kwdefaults__)
+    return x.__code__, None if is_fixed else names
+
+
+def kinds_of(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what the operands of a row formula are, the first rows; nothing if they are others.
+
+    A setting's kind has itself: it is a part of the formula.
+    """
+    shape, found = operands[0].shape, list[Any]()
+    column, row = shape[-1:], (*shape[:-1], 1)
+    for x in operands:
+        if type(x) is float:
+            found.append(NUMBER)
+        elif type(x) in STATIC:
+            found.append((x,))
+        elif x.dtype != FLOAT32 or (form := x.shape) not in (shape, column, row):
+            return ()
+        else:
+            found.append(ROW if form == shape else VECTOR if form == column else CELL)
+    return tuple(found)

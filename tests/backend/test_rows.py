@@ -1,0 +1,239 @@
+"""Row formulas: the loops that are printed of them compute what NumPy does, and what is no formula of
+rows is left to NumPy.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.kernels import PLAIN, load
+from nnmpi.backend.trace import key_of
+from tests.harness.slow import KERNELS
+
+pytest.importorskip("numba")
+
+pytestmark = pytest.mark.host_only("loops that numba compiles for NumPy's arrays")
+
+SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1e-7, -1e-7, 0.5, -0.5, 87, -87]
+
+
+def rows(*shape, seed=0):
+    """Return random rows, among them what functions treat apart."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape, dtype=np.float32) * np.float32(3)
+    x.reshape(-1)[: len(SPECIAL)] = SPECIAL[: x.size]
+    return x
+
+
+def loops_of(formula):
+    """Return the loops of a formula; None where it is left to NumPy."""
+    key = key_of(formula)
+    return [loop for known, loop in load()._loops.items() if known[0] == key]
+
+
+def compare(formula, *operands, share=4e-7, **words):
+    """Compare a printed loop with the formula in float64, within a share of the largest."""
+    given, wide = [], []
+    for x in operands:
+        is_array = isinstance(x, np.ndarray)
+        given.append(x.copy() if is_array else x)
+        wide.append(x.astype(float) if is_array else x)
+    with np.errstate(all="ignore"):
+        expected = formula(*wide)
+        found = load().rows(formula, *given, **words)
+    assert loops_of(formula)[-1]
+    for mine, theirs in zip(found, expected, strict=False):
+        assert mine.dtype == np.float32 and mine.shape == theirs.shape
+        most = abs(theirs[np.isfinite(theirs)]).max(initial=1e-3)
+        np.testing.assert_allclose(mine, theirs, rtol=share, atol=share * most)
+    return found, expected
+
+
+ONE = {
+    "exp": lambda x: (np.exp(np.minimum(x, 80)), np.expm1(np.minimum(x, 80)), np.tanh(x)),
+    "log": lambda x: (np.log(abs(x)), np.log(x), np.log1p(np.maximum(x, -0.9)), np.sqrt(x)),
+    "choices": lambda x: (
+        *(np.maximum(x, -x * 0.5), np.maximum(0.25, x), np.minimum(x, 1 - x), np.clip(x, -1, 2)),
+        *(np.where(x > 0, x / 3, x * 2), np.where(np.logical_not(x <= 1), 0, x), np.sign(x)),
+        *((x == 0) * 2.0 + (x != x) * 3.0 + (x >= 0.5), -x + (x < 0), np.copysign(2, x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_functions_of_an_element(name):
+    """Infinities, NaN and zeros as in NumPy, others within a few units of the last place."""
+    with np.errstate(all="ignore"):
+        compare(ONE[name], rows(9, 70), share=7e-7)
+
+
+def mish(x):
+    """A user's activation, and its derivative."""
+    t = np.tanh(np.logaddexp(x, 0))
+    return x * t, t + x * (1 - t * t) / (1 + np.exp(-x))
+
+
+def own_norm(x, eps, scale):
+    """A norm by the largest and the mean."""
+    away = x - x.mean(axis=-1, keepdims=True)
+    size = abs(away).max(axis=-1, keepdims=True) + eps
+    away /= size  # in place
+    return away * scale, size
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 33), (300, 5), (2, 3, 40), (40,)])
+def test_shapes(shape):
+    """Of elements alone, and with sums along rows, which need two axes."""
+    x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    compare(mish, x, share=3e-6)
+    if len(shape) > 1:
+        scale = np.arange(1, shape[-1] + 1, dtype=np.float32)
+        compare(own_norm, x, 0.5, scale, share=3e-6)
+
+
+def test_numbers_of_rows_and_columns():
+    """Read and returned; a sum of many rows, whose last part is not full."""
+
+    def formula(x, each, column, number):
+        y = x * each + column * number
+        total = y.sum(axis=-1, keepdims=True)
+        return y / (abs(total) + 1), total, y, each * column
+
+    rng = np.random.default_rng(0)
+    x, each, column = (
+        rng.standard_normal(shape, dtype=np.float32) for shape in ((131, 7), (131, 1), 7)
+    )
+    sums = np.full((2, 7), 9, np.float32)
+    found, expected = compare(formula, x, each, column, 0.5, sums=[*sums], share=1e-4)
+    assert len(found) == 2
+    for mine, term in zip(sums, expected[2:], strict=True):
+        np.testing.assert_allclose(mine, term.sum(axis=0), rtol=2e-5, atol=1e-5)
+    plain = np.empty_like(sums)
+    PLAIN.rows(formula, x, each, column, 0.5, sums=[*plain])
+    np.testing.assert_allclose(plain, sums, rtol=2e-5, atol=1e-5)
+
+
+def test_a_nan_is_the_largest():
+    """In whatever place, and with either sign."""
+    x = np.random.default_rng(0).standard_normal((20, 20), dtype=np.float32)
+    np.fill_diagonal(x, np.copysign(np.nan, np.resize([1, -1], 20)))
+    (y,) = load().rows(lambda x: (x.max(axis=-1, keepdims=True),), x)
+    assert np.isnan(y).all()
+
+
+def test_memory_is_used_again():
+    """But not where a row is read after it was overwritten."""
+    x = rows(5, 40, seed=1)
+    found, expected = compare(lambda x, b: (np.maximum(x + b, 0),), x, x[1], reuse=True)
+    given = abs(x[1:].copy())
+    (y,) = load().rows(lambda x: (x * 2,), given, reuse=True)
+    assert y is given
+
+    def late(x):
+        y = x * 2
+        return y, x - y.sum(axis=-1, keepdims=True)
+
+    x = np.ones((3, 4), np.float32)
+    for y, other in zip(load().rows(late, x, reuse=True), late(np.ones((3, 4))), strict=True):
+        np.testing.assert_array_equal(y, other)
+
+
+def scaled_by(factor):
+    """Return a formula that closes over a number."""
+    return lambda x: (x * factor,)
+
+
+class Scaled:
+    """Has a formula that reads an attribute."""
+
+    factor = 2.0
+
+    def formula(self, x):
+        """See the class."""
+        return (x * self.factor,)
+
+
+def test_settings_are_seen(monkeypatch):
+    """Of closures, partial calls, defaults and globals; what has attributes is left to NumPy."""
+    x, kernels = np.ones((3, 40), np.float32), load()
+    for factor in (2.0, 3.0, 2.0):
+        scope = {"FACTOR": factor}
+        exec("def formula(x):\n    return (x * FACTOR,)", scope)
+        for formula in (
+            scaled_by(factor),
+            partial(lambda f, x: (x * f,), factor),
+            lambda x, f=factor: (x * f,),
+            scope["formula"],
+        ):
+            assert kernels.rows(formula, x)[0][0, 0] == factor
+        scope["FACTOR"] = 5.0
+        assert kernels.rows(scope["formula"], x)[0][0, 0] == 5
+        monkeypatch.setattr(Scaled, "factor", factor)
+        assert kernels.rows(Scaled().formula, x)[0][0, 0] == factor
+    with pytest.raises(TypeError, match="method"):
+        loops_of(Scaled().formula)
+
+
+SPECIAL_ROW = np.ones(40, np.float32)
+LEFT = {
+    "values decide": lambda x: (x if x.max() > 0 else -x,),
+    "other axes": lambda x: (x - x.mean(axis=0, keepdims=True),),
+    "parts of rows": lambda x: (x[:, ::-1] * 1,),
+    "other functions": lambda x: (np.sort(x, axis=-1),),
+    "powers": lambda x: (x**3,),
+    "axes that go": lambda x: (x.sum(axis=-1),),
+    "arrays around": lambda x, table=SPECIAL_ROW: (x * table,),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_functions_are_left_to_numpy(name):
+    """And their results are its."""
+    x = np.random.default_rng(0).standard_normal((6, 40), dtype=np.float32)
+    for result, other in zip(load().rows(LEFT[name], x), LEFT[name](x), strict=True):
+        np.testing.assert_array_equal(result, other)
+    if name != "arrays around":  # of which there is no key
+        assert loops_of(LEFT[name]) == [None]
+
+
+def test_other_dtypes_and_operands_are_left_to_numpy():
+    """Integers, float64, and what is neither a row nor repeated for one."""
+    x = np.ones((6, 40), np.float32)
+    for other in (np.ones((6, 40)), np.ones((6, 40), int), np.ones((1, 40), np.float32)):
+        (y,) = load().rows(lambda x, y: (x + y,), x, other)
+        np.testing.assert_array_equal(y, x + other)
+        assert y.dtype == (x + other).dtype
+
+
+STEPS = [
+    lambda a, b, total, scale: a / total + b,
+    lambda a, b, total, scale: np.tanh(a) * b,
+    lambda a, b, total, scale: np.exp(-abs(a)) + b * 0.5,
+    lambda a, b, total, scale: np.maximum(a, b) - total,
+    lambda a, b, total, scale: np.where(a > b, a, b * scale),
+    lambda a, b, total, scale: np.log1p(abs(a)) - b / (abs(a).max(axis=-1, keepdims=True) + 1),
+    lambda a, b, total, scale: np.sqrt(a * a + 1) - total,
+    lambda a, b, total, scale: np.clip(a, -1, 1) * total,
+]
+
+
+def chain(steps, x, scale, each):
+    """Return what some steps make of rows."""
+    values = [x, x * scale, x * 0.5 + each]
+    for i, step in enumerate(steps):
+        a = values[-1]
+        total = abs(a).mean(axis=-1, keepdims=True) + 1
+        values.append(step(a, values[i % len(values)], total, scale))
+    return (*values[-2:], total)
+
+
+@pytest.mark.slow(KERNELS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_formulas(seed):
+    """Chains of functions, sums and choices."""
+    rng = np.random.default_rng(seed)
+    steps = tuple(STEPS[i] for i in rng.integers(0, len(STEPS), 12))
+    shapes = (23, 37), (37,), (23, 1)
+    operands = [rng.standard_normal(s, dtype=np.float32) for s in shapes]
+    compare(partial(chain, steps), *operands, share=3e-5)
