@@ -123,7 +123,7 @@ def test_mistakes_are_told_in_a_sentence(words: str, sentence: str) -> None:
 
 def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
     code = (
-        "import sys, runpy; sys.modules['mpi4py'] = None; runpy.run_module('nnmpi.comm',"
+        "import sys, runpy; sys.modules['mpi4py'] = None; runpy.run_module('nnmpi.lab.comm',"
         " run_name='__main__')"
     )
     done = subprocess.run(
