@@ -131,7 +131,7 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
     LabelLoss: (lambda kind: kind(ops.cross_entropy), ""),
     LossScale: made(may="value good skipped"),
     memory.RecomputedModel: (lambda kind: kind(small(), None), "plan bandwidth"),
-    type(nnmpi.compile(abs)): (lambda kind: kind(abs), "calls"),
+    type(nnmpi.compile(abs)): (lambda kind: kind(abs), ""),
     **dict.fromkeys(
         (
             nn.GlobalAvgPool2d,

@@ -54,7 +54,12 @@ def masked(xp: Any, keep: Array, x: Array) -> Array:
         # CuPy makes bfloat16 float32
         return chosen if chosen.dtype == x.dtype else chosen.astype(x.dtype)
     kind = f"i{x.itemsize}"
-    return (keep.astype(kind) * x.view(kind)).view(x.dtype)
+    bits, result = x.view(kind), keep.astype(kind)
+    if result.shape == bits.shape:
+        result *= bits  # without a third array
+    else:
+        result = result * bits
+    return result.view(x.dtype)
 
 
 def is_array(x: Any) -> bool:

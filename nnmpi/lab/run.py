@@ -249,7 +249,7 @@ class Supervisor:
         command = [*launcher.command(ranks, hosts), sys.executable, "-m", "nnmpi.train", *words]
         without = f" without {', '.join(lost)}" if lost else ""
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
-        begin_s, step = time.monotonic(), self._step()
+        begin_s, step, starts = time.monotonic(), self._step(), count_lines(self._files.starts)
         with raised_as(LaunchError, f"{command[0]} cannot be started"):
             job = subprocess.Popen(
                 command,
@@ -258,7 +258,7 @@ class Supervisor:
                 preexec_fn=_end_with_parent,
             )
         try:
-            status, fault = self._watch(job, launcher, begin_s)
+            status, fault = self._watch(job, launcher, begin_s, starts)
         finally:
             # ranks outlive a killed launcher; and an error here must not leave the job running
             kill(job.pid)
@@ -283,11 +283,16 @@ class Supervisor:
         return [*given, f"{'--resume' if resumes else '--out'}={folder}", *layout]
 
     def _watch(
-        self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float
+        self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float, starts: int
     ) -> tuple[int, str]:
-        """Wait for a job's end; return its status and the cause in words."""
-        starts, is_passed_on = count_lines(self._files.starts), False
-        limit_s, is_up = self._plan.start_limit_s, False
+        """Wait for a job's end; return its status and the cause in words.
+
+        Args:
+            job, launcher: the started job.
+            begin_s: when it was started.
+            starts: lines of starts.jsonl before it was.
+        """
+        limit_s, is_up, is_passed_on = self._plan.start_limit_s, False, False
         looked_s, gone_s, had_ranks = begin_s, 0.0, False
         while job.poll() is None:
             if is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:

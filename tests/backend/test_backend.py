@@ -34,11 +34,12 @@ def test_the_hosts_memory() -> None:
     backend = numpy_backend()
     assert (backend.is_device, backend.card, backend.reason) == (False, "", "")
     before = backend.memory()
-    array = np.ones(64 * MIB, np.uint8)
+    array = np.ones(256 * MIB, np.uint8)
     during = backend.memory()
     del array
     after = backend.memory()
-    assert during.used_bytes >= before.used_bytes + 60 * MIB
+    # meanwhile other tests' memory may be given back
+    assert during.used_bytes >= before.used_bytes + 150 * MIB
     # the system counts them at different moments
     assert after.peak_bytes >= during.used_bytes - 4 * MIB
     assert (after.limit_bytes, after.pool_bytes) == (None, 0)
