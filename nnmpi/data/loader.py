@@ -205,7 +205,7 @@ def checksum(*arrays: Array) -> int:
 
 @answering
 @dataclass(eq=False, repr=False)
-class Loader(Settled, fixed="group"):
+class Loader(Settled, fixed="group source"):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:

@@ -100,7 +100,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
     [
         ("--learning-rate 2", "--learning-rate is not an option; did you mean --lr?"),
         ("--device 2", "--device is not an option; did you mean --backend?"),
-        ("--betas 1", "--betas is not an option; options begin"),
+        ("--xyz 1", "--xyz is not an option; options begin"),
         ("--help betchsize", "--help betchsize: there is no such option; did you mean batch-size?"),
         ("--epochs 1.5", "--epochs is 1.5; it must be a whole number"),
         ("--lr", "--lr has no value; it must be a number"),
