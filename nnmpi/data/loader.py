@@ -205,7 +205,7 @@ def checksum(*arrays: Array) -> int:
 
 @answering
 @dataclass(eq=False, repr=False)
-class Loader(Settled, fixed="group source"):
+class Loader(Settled, fixed="group"):
     """Yield a rank's part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
@@ -294,7 +294,7 @@ class Loader(Settled, fixed="group source"):
                 [row_owners(row, self.world, self.microbatches) for row in rows]
             )
             self._shards = partition_samples(self._classes(), partition, self.seed, self._owners)
-        self.source = Order(self)
+        self._source = Order(self)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -330,18 +330,23 @@ class Loader(Settled, fixed="group source"):
             yield from self._batches(epoch, range(start), follows=True, again=True)
 
     @property
+    def source(self) -> Order:
+        """What decides which samples the batches hold."""
+        return self._source
+
+    @property
     def place(self) -> At:
         """The epoch and the batch with which the next `for batch in loader` begins."""
         (epoch, batch), source = self._place.next, self._place.source
         # with other settings the rest of an epoch is lost: its batches were others
-        is_lost = batch and source and source.of_epochs != self.source.of_epochs
+        is_lost = batch and source and source.of_epochs != self._source.of_epochs
         return (epoch + 1, 0) if is_lost else (epoch, batch)
 
     def state(self) -> dict[str, int]:
         """Return the place of the training for a checkpoint, as JSON values."""
         epoch, batch = self.place
         at = {"epoch": epoch, "batch": batch, "is_trained": self._place.is_trained}
-        return at | self.source.of_epochs
+        return at | self._source.of_epochs
 
     def load(self, state: Mapping[str, int]) -> None:
         """Let the next `for batch in loader` begin at a place that `state` returned.
@@ -349,7 +354,7 @@ class Loader(Settled, fixed="group source"):
         Raises:
             UsageError: for a place within an epoch whose batches were others.
         """
-        for name, now in self.source.of_epochs.items():
+        for name, now in self._source.of_epochs.items():
             before = state.get(name, now)
             if state["batch"] and before != now:
                 raise UsageError(
@@ -360,7 +365,7 @@ class Loader(Settled, fixed="group source"):
         place = self._place
         place.trained, place.read = (state["epoch"], state["batch"]), None
         place.is_trained, place.is_restored = bool(state.get("is_trained", True)), True
-        place.source = self.source
+        place.source = self._source
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -529,7 +534,7 @@ class Loader(Settled, fixed="group source"):
             microbatches=min(self.microbatches, global_rows),
             targets=targets,
             first=epoch_order[start],
-            source=self.source,
+            source=self._source,
         )
         return make, indices, length
 
