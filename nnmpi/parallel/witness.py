@@ -430,7 +430,8 @@ class UpdateWitness:
             window.counts = [*map(add, window.counts, losses.counts)]
         for loop, _ in last_read():
             taken = loop.taken
-            if taken is not None and taken.source is not None and taken.source.world > 1:
+            # a loop that was left may have been one rank's look at the first batch
+            if loop.is_open and taken and taken.source is not None and taken.source.world > 1:
                 window.batches[id(taken.source), taken.epoch, taken.number] = taken
 
     def numbers(self) -> list[int]:

@@ -279,6 +279,20 @@ def test_models_with_other_settings(group: Group, way: str) -> None:
 
 
 @pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_one_ranks_look_at_the_first_batch_is_no_difference(group: Group) -> None:
+    model = nn.Linear(4, 3).initialize(seed=0, dtype="float64")
+    parallel, sgd = DataParallel(model, group), optim.SGD(model.storage, lr=0.1)
+    loader = data.Loader(TRAIN, 10, group)
+    if group.is_root:
+        next(iter(loader))
+    for _ in range(2):
+        model.zero_grad()
+        loss = ops.cross_entropy(model(X[:4]), Y[:4], reduction="sum")
+        parallel.backward(loss, 4 * group.size)
+        sgd.step()
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_all_ranks_scale(group: Group, stage: int) -> None:
     """As the one rank does it, or refused; with shared memory it depended on timing."""
