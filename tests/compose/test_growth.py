@@ -54,7 +54,7 @@ def held() -> tuple[int, int]:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, Any]) -> None:
     """What a step leaves grows in each of six windows; a cache, or Python's store of tuples, grows
-    in some.
+    in some. Passes are replayed from the fourth on.
     """
     keep_freed_memory()
     model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
