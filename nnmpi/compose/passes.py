@@ -233,11 +233,11 @@ class BatchPass(Pass):
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         logits = self.executor.whole(logits, self.length)
         owner, again = self._owner, current().again
-        if not again and owner.backend.is_device:
-            # before the loss: a device would read out of range silently
-            self.do(record_note, BatchPass._check_labels, microbatch, logits.shape)
         labels = self.do(recorded_input, BatchPass._labels, microbatch)
         try:
+            if not again and owner.backend.is_device:
+                # before the loss: a device would read out of range silently
+                self.do(record_note, BatchPass._check_labels, microbatch, logits.shape)
             loss = sum_of(self._loss, logits, labels)
         except NnmpiError as error:
             # in a pipeline the other stages already compute, and would wait for this gradient

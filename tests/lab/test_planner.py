@@ -418,14 +418,14 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPat
 
     def slower(*args: Any, **options: Any) -> list[LayerCost]:
         costs = measure_layers(*args, **options)
-        return [replace(cost, forward_s=float(next(times))) for cost in costs]
+        return [replace(cost, keep_s=1e3 * next(times)) for cost in costs]
 
     monkeypatch.setattr(profile, "measure_layers", slower)
     first, *others = simulate(
         lambda group: profile.measure(work, group, 3, [], numpy_backend()).to_json(), 3
     )
     assert all(other == first for other in others)
-    assert first["layers"][0]["forward_s"] > 4  # of the rank that was last
+    assert first["layers"][0]["keep_s"] > 8e3  # of the rank that was last
 
 
 # ---- --layout auto, and the command ----
