@@ -363,7 +363,7 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     measured: list[int] = []
     made = [replace(result, busy=0.0)]
     monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or made[0])
-    took = [result.steps[1].seconds + result.steps[1].update_s]
+    took = [result.steps[16].seconds + result.steps[16].update_s]
     monkeypatch.setattr(profile, "typical_s", lambda *_: took[0])
     said: list[str] = []
 

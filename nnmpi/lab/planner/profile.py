@@ -78,10 +78,10 @@ QUARTILE = 0.25  # other programs disturb the steps above it
 # The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
 # longer.
 SETTLED = 3
-# Shares of a kept profile's step by which one may differ that is measured now. Alone on two cores
-# of an AMD EPYC forty of them differed by 9 % at most; with other BLAS kernels, or beside another
-# program, by 40 % and more.
-STALE, CHECK_S = 0.25, 0.1
+# The share by which the time of a kept profile's longest short step may differ now. Alone on two
+# cores 14 of 14 were within it, of an MLP's 64 rows (of 4 rows, timed for 0.1 s, 9 of 14 were);
+# beside two other programs 1 of 4.
+STALE, SHORT_S = 0.25, 0.05  # seconds of a short step
 BUSY = 0.15  # of the processor time, taken by other programs
 
 
@@ -214,10 +214,11 @@ def find_profile(
 
 def _why_stale(kept: Profile, workload: Workload, group: Group, backend: Backend) -> str:
     """Return the sentence of a step that does not take what a profile says; else nothing."""
-    rows, cost = min(kept.steps.items())
+    short = {rows: cost for rows, cost in kept.steps.items() if cost.seconds < SHORT_S}
+    rows, cost = max(short.items()) if short else min(kept.steps.items())
     alone = group.split(group.rank)
     with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
-        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, CHECK_S)
+        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
     alone.free()
     expected_s = cost.seconds + cost.update_s
     if abs(step_s / max(expected_s, 1e-12) - 1) <= STALE:
