@@ -11,8 +11,6 @@ Task                     one part of one batch: a worker's computation in one st
 WorkQueue                assigns the tasks of a segment in order
 WorkerClocks             the steps that each worker has done, and its lead over the slowest
 ConsistencyController    both together, and the end of a segment
-Staleness                counts the staleness of gradients: updates of the weights between their
-                         reading and their use
 """
 
 from __future__ import annotations

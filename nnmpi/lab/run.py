@@ -293,14 +293,13 @@ class Supervisor:
             starts: lines of starts.jsonl before it was.
         """
         limit_s, is_up, is_passed_on = self._plan.start_limit_s, False, False
-        looked_s, gone_s, had_ranks = begin_s, 0.0, False
+        looked_s, seen_s = begin_s, None
         while job.poll() is None:
             if is_up and (now_s := time.monotonic()) - looked_s > LOOK_S:
-                here = bool(ranks_of(job.pid))
-                had_ranks |= here
-                gone_s = 0.0 if here or not had_ranks else gone_s + now_s - looked_s
                 looked_s = now_s
-                if gone_s > LAUNCHER_S:
+                if ranks_of(job.pid):
+                    seen_s = now_s
+                elif seen_s is not None and now_s - seen_s > LAUNCHER_S:
                     kill(job.pid)
                     job.wait()
                     return 1, "its ranks on this host had gone, and its launcher did not end"
