@@ -46,8 +46,8 @@ def namespace(array: Array) -> ModuleType:
 def masked(xp: Any, keep: Array, x: Array) -> Array:
     """Return x where `keep` is True and 0 elsewhere, with broadcasting; unlike a product, drop NaN.
 
-    On the host as integers: on random masks NumPy's `where` mispredicts branches, and takes six times
-    as long.
+    On the host as integers: on random masks NumPy's `where` mispredicts branches, and takes six
+    times as long.
     """
     if not isinstance(x, np.ndarray) or not x.ndim:
         chosen = xp.where(keep, x, 0)

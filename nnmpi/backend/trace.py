@@ -7,7 +7,8 @@
 
 A formula is written as one writes NumPy: rows (..., n), what is repeated for each row or column and
 numbers go in, rows and numbers of rows come out. It is called once with symbols. What it does to
-them becomes lines; what is no arithmetic on whole rows raises TypeError, and then it is not printed.
+them becomes lines; what is no arithmetic on whole rows raises TypeError, and then it is not
+printed.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -192,7 +193,7 @@ def key_of(x: Any) -> Any:
 
 @lru_cache(1024)
 def _text(x: Any) -> tuple[Any, tuple[str, ...] | None]:
-    """Return a function's text, and the globals that are settings; None where nothing can change."""
+    """Return a function's text and the globals that are settings; None if nothing can change."""
     if isinstance(x, partial):
         return key_of((x.func, *x.args, *x.keywords.items())), None
     seen = ((name, x.__globals__.get(name)) for name in x.__code__.co_names)

@@ -451,7 +451,7 @@ class Pass:
         self._inbox.post(op.kind, op.stage, op.microbatch)
 
     def _take(self, op: _Op) -> None:
-        """Wait for the arrays that an instruction uses, unless they come from a stage of this rank."""
+        """Wait for the arrays that an instruction uses, if another rank's stage sends them."""
         kind, where = USES[op.kind], (op.stage, op.microbatch)
         if (kind, op.stage) not in self._program.receives:
             return

@@ -233,7 +233,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         On a device the host waits once per step: it reads loss, score and gradient norm
         in one copy after the gradients are summed. So a gradient that is not finite is found
         before the update, and clipping needs no second wait. The update and the next batch's copy
-        overlap with the host's preparation of the next step. `run` reads a step late, see `run_segment`.
+        overlap with the host's preparation of the next step. `run` reads a step late, see
+        `run_segment`.
 
         A batch of several microbatches (see `data.Loader`) is one update: their gradients are
         accumulated. With schedule pipedream each microbatch is an update; the gradient norm is

@@ -1,7 +1,8 @@
 """Makes a fit: measures links, addition and library all-reduces, in under a minute.
 
-Three parts, from the top: `measure` makes a fit; `measure_curves` measures seconds over bytes with the
-code that later runs the collectives; `time_calls` times calls. A saved fit is `comm.saved_fit`'s.
+Three parts, from the top: `measure` makes a fit; `measure_curves` measures seconds over bytes with
+the code that later runs the collectives; `time_calls` times calls. A saved fit is
+`comm.saved_fit`'s.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,8 +51,8 @@ from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, handling
 
 POLL_S = 0.05
-# A launcher whose ranks on this host have gone ends at once, but for Open MPI's after a link was cut:
-# it waits for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM.
+# A launcher whose ranks on this host have gone ends at once, but for Open MPI's after a link was
+# cut: it waits for the other host's daemon, 95 to 195 s and longer, also after a SIGTERM.
 LAUNCHER_S, LOOK_S = 10.0, 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 # Status of errors that a restart does not cure. One exception: a killed job may still hold the
@@ -218,7 +218,8 @@ class Supervisor:
             f". nnmpi doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
         )
         return (
-            f"gave up: {counted(in_vain, 'start')}{' in a row' * (in_vain > 1)} brought no checkpoint {since}; the last"
+            f"gave up: {counted(in_vain, 'start')}{' in a row' * (in_vain > 1)}"
+            f" brought no checkpoint {since}; the last"
             f" one ended after {outcome.seconds:.0f} s:"
             f" {outcome.fault}{more if self._files.config.exists() else ''}"
         )

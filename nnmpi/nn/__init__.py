@@ -10,9 +10,9 @@ Reading order:
     chain                   a model as a list of layers to cut into stages
     compiled                recorded steps
 
-A module's `__all__` is what it offers here. To add a layer, write a `Module` in its family's file, or
-in its own. One that mixes features also needs a rule in `parallel/sharded`; an activation, a row of
-`ACTIVATIONS`.
+A module's `__all__` is what it offers here. To add a layer, write a `Module` in its family's file,
+or in its own. One that mixes features also needs a rule in `parallel/sharded`; an activation, a row
+of `ACTIVATIONS`.
 """
 
 from nnmpi.base.words import offer

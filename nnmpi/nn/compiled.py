@@ -325,9 +325,10 @@ class Recording:
         return self.recorder.is_valid() and (self._watch is None or self._watch.is_unchanged())
 
     def is_due(self) -> bool:
-        """True if this call, which is counted, is to be compared: the second, fourth, eighth ..., and
-        those before the sixteenth and so on, since what changes in every third call would meet no
-        power of two; and one before which an array has changed.
+        """Return whether this call, which is counted, is to be compared.
+
+        It is the second, fourth, eighth ..., and those before the sixteenth and so on, since what
+        changes in every third call would meet no power of two; or an array has changed before it.
         """
         self.count = count = self.count + 1
         self.moved = self._watch is not None and bool(self._watch.moved())
@@ -450,7 +451,9 @@ class Watch:
         self.xp: Any = np
         self._looks: list[Callable[[], Iterable[object]]] = []  # each returns what is there now
         self._held: list[object] = []  # whose referents are compared
-        self._generators: list[Any] = [random.random.__self__, np.random.get_bit_generator()]  # type: ignore[attr-defined]
+        of_python: Any = random.random
+        of_numpy: Any = np.random
+        self._generators: list[Any] = [of_python.__self__, of_numpy.get_bit_generator()]
         self._values: list[tuple[Array, bytes]] = []
         self._copied = {id(leaf) for leaf in _leaves(inputs)}  # to a recording's buffers
         if memory is not None:
@@ -567,7 +570,7 @@ _CACHING = type(lru_cache(len))
 
 @lru_cache(1024)
 def _is_ours(kind: Any) -> bool:
-    """Whether the objects of a class are nnmpi's own, but no modules: these hold a user's things."""
+    """Whether a class's objects are nnmpi's own, but no modules: these hold a user's things."""
     return any(map(is_own, kind.__mro__)) and not issubclass(kind, Module)
 
 

@@ -484,7 +484,7 @@ class RunConfig:
 
 
 def having(section: T, values: Mapping[str, Any]) -> T:
-    """Return a section with its options among the values; itself, checked already, if it has them."""
+    """Return a section with its options among the values: itself, already checked, if so."""
     new = {name: value for name, value in values.items() if vars(section).get(name, value) != value}
     return replace(section, **new) if new else section  # type: ignore[type-var]
 

@@ -109,7 +109,8 @@ def test_a_changed_helper_is_noticed(tmp_path):
 import sys
 from nnmpi.backend.jit import build, loops
 build.sources = lambda: sys.argv[0] + "{}"
-found = build.build(loops.planes_grad, *[build.read(1), build.read(1, build.types.uint8), build.write(2)])
+kinds = build.read(1), build.read(1, build.types.uint8), build.write(2)
+found = build.build(loops.planes_grad, *kinds)
 print(sum(found.stats.cache_hits.values()), sum(found.stats.cache_misses.values()))
 """
     result = [

@@ -1,5 +1,5 @@
-"""Row formulas: the loops that are printed of them compute what NumPy does, and what is no formula of
-rows is left to NumPy.
+"""Row formulas: the loops that are printed of them compute what NumPy does, and what is no formula
+of rows is left to NumPy.
 """
 
 from functools import partial

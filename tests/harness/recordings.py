@@ -1,5 +1,5 @@
-"""In which tests a Worker records its passes: in all of a file that speaks of replays, and in one of
-three others, told by its name.
+"""In which tests a Worker records its passes: in all of a file that speaks of replays, and in one
+of three others, told by its name.
 
 A recording takes several times as long as the pass, and most trainings of tests end where replays
 would begin. That replays are the passes as they stand is what `compose/test_replayed.py`,

@@ -11,6 +11,7 @@ Read in this order:
                others wait
 
 A new compiled function that is no row formula: write the loop in the file of its family, without
-types, give it a name and its arguments' types in `kernels`, and call it in a method of `NumbaKernels`.
-Only `backend.kernels` imports that, and only once `jit()` is entered: numba is needed.
+types, give it a name and its arguments' types in `kernels`, and call it in a method of
+`NumbaKernels`. Only `backend.kernels` imports that, and only once `jit()` is entered: numba is
+needed.
 """

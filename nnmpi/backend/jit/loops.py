@@ -1,10 +1,11 @@
 """Kernels that are plain loops, with few passes over the data.
 
 NumPy passes over memory once per operation, and its calls take a microsecond each. These loops pay
-neither, so they win in small or long chains of operations: in the loss, whose labels choose elements
-of rows, in a step of LSTM, whose gates lie side by side, in Adam's update, which writes in place.
-Without Adam's, a step of iris takes 1.13 times as long, and one of a small MLP 1.19 times; SGD's would
-save under 3 %, and is left to NumPy. Other chains are row formulas, whose loops `rows` prints.
+neither, so they win in small or long chains of operations: in the loss, whose labels choose
+elements of rows, in a step of LSTM, whose gates lie side by side, in Adam's update, which writes in
+place. Without Adam's, a step of iris takes 1.13 times as long, and one of a small MLP 1.19 times;
+SGD's would save under 3 %, and is left to NumPy. Other chains are row formulas, whose loops `rows`
+prints.
 
 exp, tanh, log and maxima are written without calls and branches, because only then are the loops
 around them vectorized.

@@ -2,7 +2,7 @@
 
     def powers(x):                                  for r in range(rows):
         below = x - x.max(axis=-1, keepdims=True)       for i in range(n): a1 = max(a1, x0[r, i])
-        return (np.exp(below),)                         for i in range(n): y0[r, i] = exp(x0[r, i] - a1)
+        return (np.exp(below),)                     for i in range(n): y0[r, i] = exp(x0[r, i] - a1)
 
 A row is read once before each sum or maximum that later lines need, while it is in the cache. What
 is dear to compute again is kept until then.

@@ -85,7 +85,7 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
     def target(self) -> Any:
-        """Return the array, or tuple, that a function of NumPy's writes to besides its result, or None."""
+        """Return what a NumPy function writes to besides its result: an array, a tuple or None."""
         is_writer = getattr(self.function, "__name__", "") in _WRITERS
         return self.args[0] if is_writer else self.kwargs.get("out")
 

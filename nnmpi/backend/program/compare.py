@@ -33,8 +33,6 @@ from nnmpi.base.lines import shown
 
 # compared by their text: 0.0 is not -0.0, and NaN is NaN
 _VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, np.dtype, np.generic)
-
-
 _ROWS = tuple, list, deque
 
 

@@ -442,7 +442,8 @@ class Scheduler:
                 return
             if self._over.is_set():
                 raise CommError(
-                    f"rank {rank.number} waits for others when all have ended{describe_at(self.find_lines())}"
+                    f"rank {rank.number} waits for others when all have ended"
+                    f"{describe_at(self.find_lines())}"
                 )
             rank._gate.acquire()
         self._running = rank
@@ -508,7 +509,8 @@ class Scheduler:
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.halted]
         lines = [
-            f"  rank {item.number} waits for {item.waits_for}, {_since(item)}{describe_at(item.lines)}"
+            f"  rank {item.number} waits for {item.waits_for}, {_since(item)}"
+            f"{describe_at(item.lines)}"
             for item in waiting
         ]
         if self.halted:

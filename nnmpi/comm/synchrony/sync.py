@@ -1,7 +1,7 @@
 """The mode of synchrony of a run, with its settings.
 
-To add a mode, write its row in `MODES`: option, help, checks and header follow from it. What it does
-is a coupling's business, or for one that averages weights a row of AVERAGES in the wing.
+To add a mode, write its row in `MODES`: option, help, checks and header follow from it. What it
+does is a coupling's business, or for one that averages weights a row of AVERAGES in the wing.
 """
 
 from dataclasses import dataclass

@@ -162,7 +162,8 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
             for measured_s, i in order
         ),
         (
-            f"chosen: {name}; a step is predicted to take {format_seconds(price.seconds, 3)} (found in "
+            f"chosen: {name}; a step is predicted to take"
+            f" {format_seconds(price.seconds, 3)} (found in "
             f"{format_seconds(clock.now() - begin, 2)})"
         ),
     ]

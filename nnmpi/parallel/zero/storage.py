@@ -232,8 +232,8 @@ class NodeTransport:
         """Wait for the other ranks before the next read or write.
 
         Each rank says where it is, and all compare: of two that meet in different places, one would
-        read what the other still writes. They write by turns in two rows, since a rank that is ahead
-        may say where it is next while another still reads.
+        read what the other still writes. They write by turns in two rows, since a rank that is
+        ahead may say where it is next while another still reads.
 
         Args:
             place: in PLACES.
