@@ -515,6 +515,7 @@ def test_a_step_is_compared_with_its_prediction() -> None:
     chosen: Any = ChosenLayout(assemble({}), (), LayoutPrice(0.06, 0.02, 0.01, 0.01))
     assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
     assert "too few steps" in chosen.compare(20, [])[0]
+    assert ["most of it" in chosen.compare(size, records)[0] for size in (23, 24)] == [False, True]
     slow = {"compute_s": 0.08, "wait_s": 0.02, "sync_s": 0.1, "input_s": 0.0}
     assert chosen.compare(40, [record | slow for record in records]) == [
         "step predicted 100 ms, measured 200 ms (-50 %); most of it in synchronization, predicted"

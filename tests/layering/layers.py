@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"teaching"}),
     frozenset({"__main__"}),
 )
-WINGS = frozenset().union(*LAYERS[LAYERS.index(frozenset({"commands"})) + 1 : -1])
+WINGS = frozenset().union(*LAYERS[-4:-1])
 # What reaches them by name: the tables, and the front door, for types.
 DOORS = frozenset({"nnmpi/__init__.py", "nnmpi/base/wings.py", "nnmpi/commands/table.py"})
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
