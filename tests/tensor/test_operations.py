@@ -17,7 +17,7 @@ from nnmpi import NnmpiError, Tensor, tensor
 from nnmpi.base.errors import DtypeError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.depthwise import Depthwise
-from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
+from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.tensor import Function, check_gradients
 from nnmpi.tensor.elementwise import RULES, Pointwise
 from nnmpi.tensor.function import kind_of
@@ -236,7 +236,7 @@ def test_every_function_class_is_run_by_the_table():
         for kind in mine
         if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere
     }
-    assert public | {Im2col, Im2colReluPool, Depthwise} == seen
+    assert public | {Im2col, Depthwise} == seen
     assert rules == RULES.keys()
 
 

@@ -5,7 +5,6 @@
 
                       library          method
     Im2col            any              columns (pixels, kh kw c) @ kernels (kh kw c, o)
-    Im2colReluPool    NumPy            the same, then ReLU and pooling of a block in the cache
     Depthwise         any              each channel alone: shifted images times numbers, added up
     ByCudnn           CuPy, cuDNN      what cuDNN's heuristics choose
     WinogradNumpy     NumPy            16 or 36 products (tiles, c) @ (c, o), 3 x 3 kernels

@@ -18,7 +18,6 @@ NumPy                       3 x 3, many channels or groups, size   WinogradNumpy
                             a multiple of 4, no or 2 x 2 pooling   with pooling: None
                             3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
                             groups, even size, no or 2 x 2 pooling
-                            ReLU, one group                        Im2colReluPool
                             no ReLU                                Im2col
 CuPy                        no ReLU                                by `on_device`
 any library                 otherwise                              None: conv2d, max_pool2d and
@@ -40,7 +39,7 @@ from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.depthwise import CompiledDepthwise, Depthwise
-from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
+from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.on_device import on_device
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, places_per_image
 from nnmpi.ops.linear import place_for
@@ -160,9 +159,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
                 return CompiledWinograd(spec)
         if tiled:  # with a pooling of its own, tiles of 4 take 0.7 of the time of fused tiles of 2
             return None if side == 4 and spec.pool != NO_POOL else WinogradNumpy(spec, side)
-    if not spec.relu:
-        return Im2col(spec)
-    return Im2colReluPool(spec) if spec.groups == 1 else None
+    return None if spec.relu else Im2col(spec)
 
 
 def conv2d(

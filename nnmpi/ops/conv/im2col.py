@@ -10,24 +10,10 @@
                                                 elements of the kernels (see `Phase`)
 
 A block is a few images, or some rows of a large one, so that on the host the columns stay in the
-processor's cache between the copy and the product. Rows are ordered by their corner of the pooling
-window that follows. So the product has one contiguous plane per corner, and pooling is arithmetic
-on whole planes:
-
-    | corner 0: all pixels of the block | corner 1 | corner 2 | corner 3 |      of a 2 x 2 pooling
+processor's cache between the copy and the product.
 
 If a window's rows are short (few channels), the matrix is stored transposed, and the copy runs along
 the images' rows instead.
-
-`Im2col` computes any convolution, one group after another. `Im2colReluPool` fuses bias, ReLU and
-max-pooling: it pools each block at once and never stores the convolution's whole result. Backward
-needs only the positions of the largest elements.
-
-    forward     columns @ W = | y0 | y1 | y2 | y3 |       one plane per corner of the window
-                h = relu(max(y0 .. y3) + b)               winner = the first corner with the
-                                                          largest value, if h > 0
-    backward    dyk = dh where the winner is k            dW = columns^T dy, block by block
-                dx = conv(dy with a border, W flipped)    db = sum of dy
 
 A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradient in float32.
 """
@@ -39,11 +25,11 @@ from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, kernels_of
+from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
 from nnmpi.backend.planes import flattened
 from nnmpi.backend.sums import repeated, row_sum
-from nnmpi.backend.windows import corners, windows
-from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
+from nnmpi.backend.windows import windows
+from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients
 
 # Bytes of a block's columns and result: about half of a usual second-level cache. With larger
 # kernels a block has the size of the kernels.
@@ -57,8 +43,8 @@ class Columns:
 
         for pixels, matrix in columns:      a block of images, or some rows of one of them
 
-        pixels: an index of the result, after pooling: (images, rows)
-        matrix: their windows (corners images rows columns, kh kw c)
+        pixels: an index of the result: (images, rows)
+        matrix: their windows (images rows columns, kh kw c)
 
     Args:
         xp: the array library.
@@ -75,10 +61,10 @@ class Columns:
         (n, h, w, c), (top, left) = x.shape, spec.padding
         self._height, width = spec.pooled_size(h, w)
         # each window is one pixel: the images are the columns
-        alone = spec[:3] == ((1, 1), (1, 1), (0, 0)) and spec.pool == NO_POOL
+        alone = spec[:3] == ((1, 1), (1, 1), (0, 0))
         self._is_pixels = alone and x.flags.c_contiguous
         self._short, host = spec.kernel[1] * c < SHORT_RUN, xp.__name__ == "numpy"
-        terms, row = prod(spec.kernel) * c, width * prod(spec.pool)
+        terms, row = prod(spec.kernel) * c, width
         room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self._count = max(1, min(n, most // max(1, self._height)))
@@ -104,15 +90,14 @@ class Columns:
             if self._inner is not None:
                 images = self._bordered[: block.stop - block.start]
                 copy(self._xp, self._inner[: len(images)], self._x[block])
-            # (n, out_h, out_w, kh, kw, c), then (pool_h, pool_w, n, rows, columns, kh, kw, c)
+            # (n, out_h, out_w, kh, kw, c)
             seen = windows(images, spec.kernel, spec.stride, spec.dilation)
-            seen = corners(seen, spec.pool)
             for rows in steps(height, self._rows):
-                part = seen[:, :, :, rows]
-                pixels, terms = prod(part.shape[:5]), prod(part.shape[5:])
+                part = seen[:, rows]
+                pixels, terms = prod(part.shape[:3]), prod(part.shape[3:])
                 memory = self._memory[: pixels * terms]
                 if self._short:
-                    part = part.transpose(5, 6, 7, 0, 1, 2, 3, 4)
+                    part = part.transpose(3, 4, 5, 0, 1, 2)
                 copy(self._xp, memory.reshape(part.shape), part)
                 matrix = (
                     memory.reshape(terms, pixels).T
@@ -245,12 +230,20 @@ class Im2col(ConvAlgorithm):
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> None:
+        biases: Array | None = None  # added while a block is in the cache
+        in_blocks = self.spec.groups == 1 and xp.__name__ == "numpy"
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
-            for pixels, columns in Columns(xp, x[..., inputs], self.spec, kernel.shape[1]):
+            blocks = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
+            if bias is not None and in_blocks:
+                biases = repeated(xp, bias, blocks.length)
+            for pixels, columns in blocks:
                 gemm(xp, columns, kernel, pixel_rows(result[pixels]))
-        if bias is not None:
+                if biases is not None:
+                    part = flattened(y[pixels])
+                    xp.add(part, biases[: len(part)], out=part)
+        if bias is not None and biases is None:
             add_bias(xp, y, bias)
 
     def backward(
@@ -278,66 +271,6 @@ class Im2col(ConvAlgorithm):
             total.finish()
             if spec.groups > 1:
                 xp.copyto(place, summed.reshape(place.shape))
-
-
-class Im2colReluPool(ConvAlgorithm):
-    """A convolution in one group with ReLU, and with max-pooling if there is some."""
-
-    def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
-    ) -> Array | None:
-        o, places = weight.shape[3], prod(self.spec.pool)
-        columns = Columns(xp, x, self.spec, o)
-        planes = kernels_of(x).planes(xp, places, columns.length // places * o)
-        winner: Array | None = xp.empty(y.shape, planes.dtype) if keep else None
-        kernel = _matrix(xp, weight)
-        # without a pooling the product goes straight to y
-        memory = xp.empty((columns.length * o,), x.dtype) if places > 1 else None
-        biases = None if bias is None else repeated(xp, bias, columns.length // places)
-        for pixels, matrix in columns:
-            h = flattened(y[pixels])
-            z = h if memory is None else memory[: places * h.size]
-            gemm(xp, matrix, kernel, z.reshape(len(matrix), o))
-            won = None if winner is None else flattened(winner[pixels])
-            if won is not None:
-                xp.copyto(won, 0)
-            if places > 1:
-                planes.largest(z.reshape(places, h.size), h, won)
-            planes.bias_relu(biases, h, won)
-        return winner
-
-    def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients
-    ) -> None:
-        spec, o, dtype = self.spec, weight.shape[3], x.dtype
-        grad, places = xp.ascontiguousarray(grad), prod(spec.pool)
-        columns = Columns(xp, x, spec, o)
-        memory = xp.empty((columns.length * o,), dtype)
-        planes = kernels_of(x).planes(xp, places, columns.length // places * o)
-        to_weight = None if out.weight is None else ProductSum(xp, _matrix(xp, out.weight))
-        to_bias = None if out.bias is None else ProductSum(xp, out.bias)
-        ones = xp.ones(columns.length, dtype)
-        spread = None  # dy of all images, for that of x
-        if out.x is not None:
-            size = spec._replace(pool=NO_POOL).pooled_size(*x.shape[1:3])
-            spread = xp.zeros((len(x), *size, o), dtype)
-        for pixels, matrix in columns:
-            dh = flattened(grad[pixels])
-            dy = memory[: places * dh.size].reshape(places, dh.size)
-            planes.gradient(dh, flattened(kept[pixels]), dy)
-            local = dy.reshape(len(matrix), o)  # in the order of the columns
-            if to_weight is not None:
-                to_weight.add(matrix.T, local)
-            if to_bias is not None:
-                to_bias.add(ones[: len(local)], local)
-            if spread is not None:
-                target = corners(spread, spec.pool)[(slice(None), slice(None), *pixels)]
-                copy(xp, target, dy.reshape(target.shape))
-        for item in (to_weight, to_bias):
-            if item is not None:
-                item.finish()
-        if out.x is not None and spread is not None:
-            input_gradient(xp, spread, weight, spec, out.x, Im2col)
 
 
 def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
