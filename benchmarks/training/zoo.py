@@ -3,11 +3,12 @@
     python benchmarks/training/zoo.py                                   # all models, 3 rounds
     python benchmarks/training/zoo.py --models resnet20,vgg11 --rounds 1
     python benchmarks/training/zoo.py --ranks 2                         # DataParallel, and DDP over gloo
+    python benchmarks/training/zoo.py --threads 2                       # of one rank
     python benchmarks/training/zoo.py --peers-python VENV/bin/python    # has PyTorch and JAX
 
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
 A step takes AdamW, as a user writes it who changes nothing. On one rank its time is processor time
-with one thread; on several it is the wall's on rank 0. Times are medians over all rounds.
+with one thread; on several ranks or threads it is the wall's on rank 0. Times are medians over all rounds.
 `OPENBLAS_CORETYPE` and `OPENBLAS_L2_SIZE` are removed: a machine that sets them slows NumPy alone.
 
     nnmpi       `nnmpi.compile`, with the NumPy wheel alone and within `nnmpi.jit`
@@ -106,7 +107,7 @@ def their_step(name: str, who: str, ranks: int) -> Callable[[], object]:
     import torch
     from torch import nn
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks > 1:
         torch.distributed.init_process_group("gloo")
     x, y = map(
@@ -147,7 +148,8 @@ def take(name: str, who: str, steps: int, ranks: int) -> dict[str, Any]:
     """Return the seconds of some steps, after four that count for nothing, and the peak memory."""
     make = our_step if who in OURS else jax_step if who == JAX else their_step
     run = make(name, who, ranks)
-    clock, seconds = time.process_time if ranks == 1 else time.perf_counter, []
+    alone = ranks == 1 and os.environ["OMP_NUM_THREADS"] == "1"
+    clock, seconds = time.process_time if alone else time.perf_counter, []
     for _ in range(steps + 4):
         begin = clock()
         run()
@@ -167,7 +169,7 @@ def start(name: str, who: str, options: argparse.Namespace) -> dict[str, Any] | 
     elif options.ranks > 1:
         command = [python, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", ranks, *words]
-    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    threads = {f"{library}_NUM_THREADS": options.threads for library in ("OMP", "OPENBLAS", "MKL")}
     # XLA's pool and gloo's device
     threads |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "GLOO_SOCKET_IFNAME": "lo"}
     env = {name: value for name, value in os.environ.items() if name not in PINS} | threads
@@ -195,6 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each turn (10)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel (1)")
+    parser.add_argument("--threads", default="1", metavar="N", help="of each rank (1)")
     parser.add_argument(
         "--peers-python", default=sys.executable, help="the Python that has the peers (this one)"
     )

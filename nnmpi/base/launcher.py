@@ -11,10 +11,13 @@ imported: `nnmpi/__init__` does that under a launcher. If NumPy is loaded alread
 launcher, `nnmpi.comm.mpi.start` sets the number of threads of the loaded BLAS.
 """
 
+import math
 import os
 import re
 import sys
+import time
 from collections.abc import Container, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,13 +117,65 @@ def usable_cores() -> tuple[int, int]:
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS has no affinity
         return (count := os.cpu_count() or 1), count
-    local = len(os.sched_getaffinity(0))
-    try:
-        node = max(local, len(os.sched_getaffinity(os.getppid())))
-    except OSError:  # the parent has ended or belongs to another user
-        node = local
     limit = _quota()
-    return min(local, limit), min(node, limit)
+    return min(len(os.sched_getaffinity(0)), limit), min(len(_processors()), limit)
+
+
+def _processors() -> set[int]:
+    """Return the numbers of the processors that this process or its launcher may use."""
+    result = os.sched_getaffinity(0)
+    with suppress(OSError):  # the parent has ended or belongs to another user
+        result |= os.sched_getaffinity(os.getppid())
+    return result
+
+
+TICKS_PER_S = 100  # of /proc/stat
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def idle_cores(pause_s: float = 0.05) -> int:
+    """Return the number of usable cores on which nothing computes while this process sleeps.
+
+    A core's hardware threads count as one, as a launcher counts: their ranks would share its units
+    for products. Where the system has no /proc, all are taken for idle.
+    """
+    try:
+        before = _idle_ticks()
+        time.sleep(pause_s)
+        ticks = _idle_ticks()
+        is_idle = dict[str, bool]()
+        for number in _processors():
+            name = f"cpu{number}"
+            file = TOPOLOGY / name / "topology/thread_siblings_list"
+            core = file.read_text() if file.exists() else name
+            idle = ticks[name] - before[name] > pause_s * TICKS_PER_S / 2
+            is_idle[core] = idle and is_idle.get(core, True)
+    except OSError:
+        return usable_cores()[1]
+    return min(sum(is_idle.values()), _quota())
+
+
+def _idle_ticks() -> dict[str, int]:
+    rows = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+    return {row[0]: int(row[4]) + int(row[5]) for row in rows if row[0].startswith("cpu")}
+
+
+def describe_idle(command: str, ranks: int = 1, replica: int = 1, most: float = math.inf) -> str:
+    """Return which cores stand idle beside ranks that all sleep, and what would use them, or "".
+
+    Args:
+        command: with {} for the number of ranks.
+        ranks: of this job, all on this node.
+        replica: ranks per replica of the model.
+        most: replicas.
+    """
+    threads = max([1, *(_number(os.environ, name) or 1 for name in VARIABLES)])
+    cores = idle_cores()
+    more, idle = min(cores // threads // replica, most) * replica, cores - ranks * threads
+    if more <= ranks:
+        return ""
+    are = f"core{' is' if idle == 1 else 's are'} idle"
+    return f"{idle} {are}; to use {'it' if idle == 1 else 'them'}: {command.format(more)}"
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -24,6 +24,7 @@ OFFERS = {
     "AsynchronousWorker": "asynchronous.worker:AsynchronousWorker",
     "choose_layout": "lab.planner.auto_layout:choose",
     "exercise": "teaching.exercise",
+    "find_launcher": "lab.launching:find_launcher",
 }
 
 

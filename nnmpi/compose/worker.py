@@ -34,11 +34,12 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.base.command import as_given, spelled
 from nnmpi.base.errors import NnmpiError, ShapeError, UsageError, expect
+from nnmpi.base.launcher import describe_idle
 from nnmpi.base.loop import Reached, last_read
 from nnmpi.base.timeline import COUNTER, current
 from nnmpi.base.units import format_bytes
 from nnmpi.comm.agreement import PeriodicCheck, agreed
-from nnmpi.comm.group import Group
+from nnmpi.comm.group import Group, simulated_ranks
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.comm.world import Traffic
 from nnmpi.compose.arrange import Arrangement
@@ -139,7 +140,8 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         scaling: the loss scale of fp16; None otherwise.
         exchange: sums gradients and updates weights; see `compose.exchange`.
         parallel: the strategy that the exchange uses.
-        notice: the options that could not be honored, and why; empty if there are none.
+        notice: the options that could not be honored, and why; and of one rank alone, which cores
+            stand idle, and the command that uses them. Empty if there are none.
 
     Raises:
         UsageError: for an optimizer over arrays of another model, a loss that is a mean, and
@@ -193,7 +195,7 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         # before the exchange moves parameters into its own storage
         check_free(model, group, bool(self.arrangement.layout.zero))
         self.exchange = make_exchange(self, exchange)
-        self.parallel, self.notice = self.exchange.strategy, self.exchange.notice
+        self.parallel = self.exchange.strategy
         try:
             self.passes = Passes(self, self.exchange, synchronous_sends)
         except NnmpiError:  # on all ranks
@@ -214,6 +216,13 @@ class Worker(Trainer, fixed="scaling exchange parallel notice passes ledger"):
         self._repeated = 0  # steps that were done again, to find out why they diverge
         # Drawing initial values left free blocks in the heap. A step's arrays would fragment them.
         return_freed_memory()
+
+    @property
+    def notice(self) -> str:
+        """See the class; this is found out each time that it is read."""
+        alone = self.group.size == 1 and not (self.backend.is_device or simulated_ranks.get())
+        idle = describe_idle("mpirun -n {} python ...") if alone else ""
+        return "; ".join(filter(None, [self.exchange.notice, idle]))
 
     def release(self) -> None:
         """Detach from the model: every rank has a plain copy again. Collective.

@@ -45,7 +45,7 @@ from nnmpi.lab.launching import (
     remove_segments,
 )
 from nnmpi.train.checkpoint import STATE_FILE, steps
-from nnmpi.train.cli import parse
+from nnmpi.train.cli import RANKS, parse, without
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, handling
@@ -410,17 +410,6 @@ def describe_status(status: int, launcher: Launcher) -> str:
     return f"a rank or its launcher failed (status {status})"
 
 
-def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the words without these options and their values."""
-    result, drops = [], False
-    for word in words:
-        if word.startswith("-") and not word[1:2].isdigit():
-            drops = word.partition("=")[0] in names
-        if not drops:
-            result.append(word)
-    return result
-
-
 def _identity(file: Path) -> tuple[int, int] | None:
     """Return inode and time of a file, which change when it is replaced; None without a file."""
     with suppress(OSError):
@@ -479,7 +468,7 @@ def main(words: Sequence[str]) -> str:
     """
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
-    if misplaced := {*words[:at]} & {item.flag for item in all_options().values()}:
+    if misplaced := {*words[:at]} & {item.flag for item in all_options().values()} - {*RANKS}:
         raise UsageError(
             f"{min(misplaced)} is an option of the train command; write it after --, as in"
             f" {PROGRAM} -n 2 -- ..."
@@ -490,6 +479,8 @@ def main(words: Sequence[str]) -> str:
         raise UsageError(
             "--simulate trains in one process, which needs no supervisor; leave it out"
         )
+    if config.run.ranks is not None:
+        raise UsageError(f"{PROGRAM} starts the ranks; write -n 4 before --")
     layout = config.parallel
     folder = config.run.resume or config.run.out or default_folder(config)
     replica = prod(layout.shape[1:])

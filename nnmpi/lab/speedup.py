@@ -119,7 +119,7 @@ def main(words: Sequence[str]) -> str:
     given: dict[str, Any] = {}
     with suppress(UsageError):  # the first run prints the error
         given = read_words(train_words, list(all_options().values()), PROGRAM, DESCRIPTION)
-    if taken := given.keys() & {"out", "resume", "simulate"}:
+    if taken := given.keys() & {"out", "resume", "ranks", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out after --")
     # a step of --slow ms= takes as long on any number of ranks, whatever its share of the batch
     fixed = "ms=" in str(given.get("slow", "")).replace(" ", "")

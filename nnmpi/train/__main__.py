@@ -1,15 +1,19 @@
-"""`nnmpi train`: see `--help`. It begins on MPI's ranks, or with --simulate on simulated ranks."""
+"""`nnmpi train`: see `--help`. It begins on MPI's ranks, which --ranks starts, or on simulated ones."""
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 if __name__ == "__main__":
     gc.disable()  # imports leave no cycles to collect
 
+from nnmpi.base.command import watch_alone  # noqa: E402
+from nnmpi.base.errors import HelpAsked  # noqa: E402
 from nnmpi.comm.ranks import run_on_ranks  # noqa: E402
-from nnmpi.train.cli import main, parse  # noqa: E402
+from nnmpi.train.cli import RANKS, main, parse, rank_command  # noqa: E402
 from nnmpi.train.loop import StopSignals  # noqa: E402
 
 
@@ -30,6 +34,11 @@ def launch(words: Sequence[str]) -> None:
             "cpu_factor": 0.0 if sync.slowness(0).minimum_s else 1.0,
         }
 
+    if any(word.partition("=")[0] in RANKS for word in words):
+        watch_alone()
+        with suppress(HelpAsked):  # `run_on_ranks` prints it
+            if command := rank_command(words):
+                os.execv(command[0], command)
     run_on_ranks(words, main, simulation, StopSignals)
 
 

@@ -8,15 +8,21 @@ that `comm.mpi.start` installs prints an error that all ranks raise once, and en
 its status.
 """
 
+import os
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from nnmpi.base.command import Console, as_words, read_words
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import read_text
+from nnmpi.base.launcher import idle_cores, read_launch
+from nnmpi.base.wings import offered
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.sync import NEEDS
 from nnmpi.data.catalogue import NAMES
@@ -33,16 +39,17 @@ from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import begin
 
 PROGRAM = "nnmpi train"
-DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train [options].
+DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 nnmpi train, or nnmpi train --ranks 4.
 
 Without options: a small convolutional network on the bundled digits."""
 
 # Options that --help prints without `all`: those a newcomer needs.
 FIRST = """
 model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay
-lr_schedule clip dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out
+lr_schedule clip ranks dp pp tp pipeline microbatches zero allreduce sync network simulate seed out
 resume verbose
 """
+RANKS = ("--ranks", "-n")
 # Options that cannot change on resume: weights, data and sample order depend on them.
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context
@@ -121,6 +128,41 @@ def parse(words: Sequence[str]) -> Config:
     return config
 
 
+def rank_command(words: Sequence[str]) -> list[str]:
+    """Return the command by which --ranks are started; empty for a single one.
+
+    Raises:
+        UsageError: under a launcher, and for wrong options.
+        LaunchError: without mpirun.
+    """
+    config, launch = parse(words), read_launch(os.environ)
+    if launch is not None:
+        raise UsageError(
+            f"--ranks starts the ranks, and {launch.name} has started {launch.size}; leave one of"
+            " them out"
+        )
+    ranks, layout, batch = config.run.ranks, config.parallel, config.optimization.batch_size
+    if ranks == AUTO:
+        replica, most = prod(layout.shape[1:]), inf if batch == "full" else batch
+        copies = min(idle_cores() // replica, most) if layout.dp == AUTO else layout.dp
+        ranks = replica * max(1, int(copies))
+    if ranks is None or ranks == 1:
+        return []
+    start = offered("find_launcher")(ranks, ()).command(ranks, {})
+    return [*start, sys.executable, "-m", "nnmpi.train", *without(RANKS, words)]
+
+
+def without(names: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the words without these options and their values."""
+    result, drops = [], False
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            drops = word.partition("=")[0] in names
+        if not drops:
+            result.append(word)
+    return result
+
+
 def read_file(file: Path) -> dict[str, Any]:
     """Return the options in a TOML file.
 
@@ -136,7 +178,7 @@ def read_file(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # ValueError: bad TOML, or a number of too many digits; RecursionError: deeply nested lists
         raise UsageError(f"--config {file} is not valid TOML: {error}") from None
-    for name in ("config", "resume", "trust", "simulate"):
+    for name in ("config", "resume", "trust", "ranks", "simulate"):
         if name in flat:
             raise UsageError(f"{file}: {name} belongs on the command line, not in a file")
     return check(flat, str(file))

@@ -423,6 +423,10 @@ class NumericsConfig(Numerics):
 class RunConfig:
     """The run: where it computes and what it saves."""
 
+    ranks: int | Literal["auto"] | None = None
+    """Start so many ranks, as mpirun -n does; also -n. auto: one for each idle core (default: those
+    that a launcher has started, or one).
+    """
     backend: Literal["auto", "numpy", "cupy"] = "auto"
     """Array library. auto: CuPy if a CUDA device is usable, else NumPy."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -471,7 +475,7 @@ class RunConfig:
     """
 
     def __post_init__(self) -> None:
-        check_numbers(self, "log_every", 1)
+        check_numbers(self, "ranks log_every", 1)
         check_numbers(self, "stall_limit seed", 0)
         require(
             not self.stall_limit or self.stall_limit >= WARNING_S,
@@ -537,6 +541,10 @@ class Config:
         )
         check_positions(self.model, self.parallel.sp)
         run, precision = self.run, self.numerics.precision
+        require(
+            run.ranks is None or not self.sync.simulate,
+            "--ranks starts processes, and --simulate has its ranks in one; leave one of them out",
+        )
         require(
             run.dtype != "float64" or precision == "float32",
             f"--precision {precision} rounds float32, and --dtype is float64; leave one of them"

@@ -8,7 +8,8 @@ from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.backend.cuda import cudnn
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import counted
-from nnmpi.base.launcher import start_words
+from nnmpi.base.launcher import describe_idle, start_words
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.fit import describe_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import Slow
@@ -55,6 +56,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
             f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{kernels}; "
             f"{f'kernels of its own, {cudnn.describe()}' if backend.is_device else blas()}"
         ),
+        f"cores: {_idle(run, len(nodes))}",
         run.kernels,
         *describe_device(backend, group, config.run.verbose),
         (
@@ -78,7 +80,19 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         *([f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []),
         f"run folder: {config.run.out}",
     ]
-    return [(name, text) for name, _, text in (line.partition(": ") for line in named if line)]
+    return [
+        (name, text) for name, _, text in (line.partition(": ") for line in named if line) if text
+    ]
+
+
+def _idle(run: TrainingRun, nodes: int) -> str:
+    """Return which cores stand idle, and how to use them. Collective: all ranks sleep meanwhile."""
+    config, mesh = run.config, run.arrangement.mesh.sizes
+    if config.sync.simulate or run.backend.is_device or nodes > 1:
+        return ""
+    layout = "" if config.parallel.dp == AUTO else " --dp auto"
+    command = f"nnmpi train --ranks {{}}{layout} ... (nnmpi speedup measures what it gains)"
+    return describe_idle(command, mesh.size, mesh.size // mesh.dp, run.inputs.batch_size)
 
 
 def _samples(samples: Samples, signature: ModelSignature) -> str:

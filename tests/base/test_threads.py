@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Container
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,6 +40,43 @@ def test_nothing_is_set(environ: dict[str, str], loaded: Container[str]) -> None
 def test_the_cores_of_this_machine() -> None:
     local, node = usable_cores()
     assert 1 <= local <= node <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("idle", "quota", "threads", "expected"),
+    [
+        ([0, 5, 5, 5, 5], 9, "1", "2 cores are idle; to use them: go -n 3"),
+        ([0, 5, 0, 5, 5], 9, "1", "1 core is idle; to use it: go -n 2"),
+        ([0, 5, 0, 0, 5], 9, "1", ""),
+        ([5, 5, 5, 5, 5], 2, "1", "1 core is idle; to use it: go -n 2"),
+        ([5, 5, 5, 5, 5], 9, "3", ""),
+    ],
+)
+def test_idle_cores_and_how_to_use_them(
+    idle: list[int],
+    quota: int,
+    threads: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of five processors two are one core's. This rank sleeps, and so its own core is idle."""
+    ticks = [dict.fromkeys((f"cpu{number}" for number in range(5)), 10)]
+    ticks.append({name: 10 + more for (name, _), more in zip(ticks[0].items(), idle, strict=True)})
+    for number in (3, 4):
+        (tmp_path / f"cpu{number}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{number}/topology/thread_siblings_list").write_text("3-4\n")
+    monkeypatch.setattr(launcher, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(launcher, "_idle_ticks", partial(next, iter(ticks)))
+    monkeypatch.setattr(launcher, "_processors", lambda: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(launcher, "_quota", lambda: quota)
+    monkeypatch.setenv("MKL_NUM_THREADS", threads)
+    assert launcher.describe_idle("go -n {}") == expected
+
+
+def test_where_nothing_tells_of_cores_all_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_idle_ticks", Mock(side_effect=FileNotFoundError))
+    assert launcher.idle_cores() == usable_cores()[1]
 
 
 @pytest.mark.parametrize(

@@ -434,3 +434,12 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout: Layout, again: bool) 
     else:
         with pytest.raises(UsageError, match="is sharded over ranks|only some of the model's"):
             nnmpi.simulate(lambda group: program(group, layout), 2)
+
+
+def test_a_lone_workers_notice_names_idle_cores(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nnmpi.base.launcher.idle_cores", lambda: 4)
+    model = models.mlp((4,), 3).initialize(seed=0)
+    expected = "3 cores are idle; to use them: mpirun -n 4 python ..." * (group.size == 1)
+    assert Worker(model, optim.SGD(model.storage, lr=0.1), group).notice == expected

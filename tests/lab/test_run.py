@@ -24,8 +24,9 @@ from nnmpi.base.errors import UsageError
 from nnmpi.lab import launching
 from nnmpi.lab import run as supervisor
 from nnmpi.lab.launching import Launcher, find_launcher, given_hosts
-from nnmpi.lab.run import USAGE, GaveUp, SupervisedRun, Supervisor, main, without
+from nnmpi.lab.run import USAGE, GaveUp, SupervisedRun, Supervisor, main
 from nnmpi.train.cli import main as train_command
+from nnmpi.train.cli import without
 from tests.harness.job import run
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import LIMIT_S, lines, send
@@ -294,6 +295,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
         "-n 3 -- --pp 2": "-n 3 is not a multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "--simulate trains in one process",
+        "-n 2 -- --ranks 2": "nnmpi run starts the ranks; write -n 4 before --",
     }.items():
         with pytest.raises(UsageError) as error:
             main(words.split())

@@ -45,6 +45,13 @@ def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile()
     assert result == ["collects: False", "collects: True", "too many: []"]
 
 
+def test_the_command_starts_its_ranks_as_the_launcher_does(tmp_path: Path) -> None:
+    words = "--ranks 2 --model mlp --dataset iris --epochs 1 --out run"
+    ending = train(tmp_path, words)
+    assert ending.status == 0 and "dp 2, 2 ranks on 1 node" in ending.output
+    assert json.loads((tmp_path / "run/finished.json").read_text())["ranks"] == 2
+
+
 def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     """Which sentence to which words is in test_ranks and test_parse."""
     ending = train(tmp_path, "--lr -1", ranks=2)

@@ -11,9 +11,11 @@ import pytest
 
 from nnmpi import Layout
 from nnmpi.base.errors import DataError, HelpAsked, UsageError
+from nnmpi.base.launcher import Launch
 from nnmpi.base.lines import lines_of
 from nnmpi.data import load
-from nnmpi.train.cli import parse
+from nnmpi.train import cli
+from nnmpi.train.cli import parse, rank_command
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
 
@@ -30,13 +32,51 @@ def test_flat_names_reach_their_sections() -> None:
     assert (config.run.jit, config.parallel.dp, config.data.data_dir) == ("off", 2, Path("d"))
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--ranks 3 --epochs 2", 3),
+        ("-n auto", 6),
+        ("--ranks=auto --pp 2 --tp 2", 4),
+        ("-n auto --pp 4 --dp 3", 12),
+        ("--batch-size 2 --ranks auto --tp 2", 4),
+        ("--ranks auto --batch-size full --tp 8", 8),
+        ("-n 1", 0),
+    ],
+)
+def test_ranks_are_started_by_the_launcher(
+    words: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "idle_cores", lambda: 6)
+    monkeypatch.setattr(cli, "read_launch", lambda _: None)
+    start, _, left = " ".join(rank_command(words.split())).partition(" -m nnmpi.train")
+    assert (f" -n {ranks} " in start) == (ranks > 0) == ("--" in left or words == "-n auto")
+    assert "-n" not in left and "--ranks" not in left and "auto" not in left
+
+
+def test_ranks_are_started_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says otherwise twice is refused; a file, which any number of ranks may read, cannot."""
+    file = tmp_path / "run.toml"
+    file.write_text("ranks = 2\n")
+    monkeypatch.setattr(cli, "read_launch", lambda _: Launch("srun", 4, 0, None))
+    for words, text in (
+        ("--ranks 2", "--ranks starts the ranks, and srun has started 4; leave one of them out"),
+        ("-n 2 --simulate 2", "--ranks starts processes, and --simulate has its ranks in one"),
+        ("-n 0", "--ranks is 0; give a whole number, 1 or more"),
+        (f"--config {file}", "ranks belongs on the command line, not in a file"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            rank_command(words.split())
+        assert text in str(caught.value)
+
+
 def test_help_lists_every_option_once_with_help() -> None:
     with pytest.raises(HelpAsked) as caught:
         parse(["--lr", "wrong", "--config", "absent.toml", "--help", "all"])
     text = str(caught.value)
     for option in all_options().values():
         assert len(re.findall(rf"(?m)^ {{1,3}}{option.flag}[ ,]", text)) == 1, option.name
-    assert "mpirun -n 4 nnmpi train" in text
+    assert "mpirun -n 4 nnmpi train, or nnmpi train --ranks 4" in text
     assert "\x1b" not in text
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from nnmpi import Group
 from nnmpi.backend.device import expects_device
+from nnmpi.base import launcher
 from nnmpi.base.errors import DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.base.files import read_json, sha256
 from nnmpi.comm.mpi.mpi_world import MpiWorld
@@ -143,18 +144,20 @@ def test_the_last_line_is_a_command_for_a_shell(
 
 
 def test_the_header_says_what_runs_on_what(
-    train: Train, capsys: pytest.CaptureFixture[str]
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launcher, "idle_cores", lambda: 4)
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
     train("--epochs 1 --verbose --no-jit")  # without a word on numba, which may be there
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
-    names = [line.split(":")[0] for line in printed.splitlines()[:10]]
+    names = [line.split(":")[0] for line in printed.splitlines()[:11]]
     message = [
         "layout",
         "MPI",
         "backend",
+        "cores",
         "chosen",
         "data",
         "batches",
@@ -170,6 +173,7 @@ def test_the_header_says_what_runs_on_what(
         "numpy on CPU, float32",
         "120 training and 30 test samples",
         "9,091 parameters",
+        "3 cores are idle; to use them: nnmpi train --ranks 4 ... (nnmpi speedup",
     ):
         assert text in printed
     assert "ms = compute" in printed
