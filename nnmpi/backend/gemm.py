@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array, Matrices, Shape, empty
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError
 
 SMALL = 10**6  # multiplications of a product that OpenBLAS computes without copies
@@ -69,7 +69,7 @@ def gemm(
         products = products_of(sys.modules[library])  # xp may be a stand-in for the module
         # In bf16 and fp16, too: operands could be rounded to these, which have no more bits. Only
         # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
-        record_launch(products.multiply, a, b, out, add, precision() != "float32")
+        call(products.multiply, (a, b), (out, add, precision() != "float32"))
         return out
     single = b.dtype == np.float32 == a.dtype and a.ndim == b.ndim == 2
     if single and a.size * b.shape[1] > SMALL and a.shape[1] == b.shape[0]:
@@ -81,13 +81,13 @@ def gemm(
                 return xp.add(out, gemm(xp, a, b), out=out)
             if out is None:
                 out = xp.empty(shape, a.dtype)
-            record_launch(_by_strips, a, b, out, width)
+            call(_by_strips, (a, b), (out, width))
             return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
             out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
-        record_launch(mkl.multiply, a, b, out, add)
+        call(mkl.multiply, (a, b), (out, add))
         return out
     # dot, not matmul: it is faster. Also, OpenBLAS computes on garbage in unused vector lanes, and
     # matmul reports their floating-point exceptions as warnings.

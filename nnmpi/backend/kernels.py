@@ -15,7 +15,7 @@ what they can do: a convolution (`convolves`), to choose its algorithm, and `Fun
     y, residuals = kernels.layer_norm(xp, x, scale, shift, eps)
 
 Backward uses the forward pass's kernels: only they know what they saved. Compiled functions run
-through `program.record.record_launch`, which records each as one call.
+through `recording.call`, which records each as one call.
 """
 
 from collections.abc import Iterator

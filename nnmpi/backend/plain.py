@@ -31,10 +31,9 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.normal import TAIL_DOUBLE, TAIL_SINGLE
 from nnmpi.backend.planes import Planes, flattened
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
 from nnmpi.backend.random import least_kept, random_bits
-from nnmpi.backend.recording import record_call, to_library
+from nnmpi.backend.recording import call, to_library
 from nnmpi.backend.sums import (
     LONG,
     WIDE,
@@ -647,7 +646,7 @@ class PlainKernels:
         It is not called for those on a device, since the host would have to wait for them: there
         the results are NaN.
         """
-        record_call(function, integers, *args)
+        call(function, (integers, *args))
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Return rows of a table in this dtype."""
@@ -759,7 +758,7 @@ class PlainKernels:
         rows = self.channel_rows(xp, x, channels)
         kept = xp.empty(rows.shape, x.dtype)
         results = [xp.empty((channels,), x.dtype) for _ in range(3)]
-        record_launch(self._moments, rows, kept, *results)
+        call(self._moments, (rows,), (kept, *results))
         return kept, *results
 
     def _moments(

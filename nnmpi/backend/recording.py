@@ -4,8 +4,8 @@
     later         for call in calls: call()
 
 What operations do to arrays is noted by itself. Work outside the array library (an optimizer's
-step, an exchange between ranks) is recorded as one call by `record_call`, a compiled kernel by
-`program.record.record_launch`. Both get their arrays as arguments: a replay has others in their place.
+step, an exchange between ranks, a compiled kernel) is recorded as one call by `call`.
+It gets its arrays as arguments: a replay has others in their place.
 """
 
 from __future__ import annotations
@@ -33,68 +33,33 @@ def active() -> Recorder | None:
     return recorder
 
 
-def record_call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function and return its result; a recording repeats it as one call."""
-    recorder = active_calls.get()
-    return function(*args) if recorder is None else recorder.record_call(function, *args)
+def call(function: Any, reads: Any = (), writes: Any = None, when: str = "each") -> Any:
+    """Call a function, and return its result; a recording notes the call.
 
-
-def record_note(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that computes on no array: no graph of a device needs to end before it."""
-    recorder = active_calls.get()
-    return function(*args) if recorder is None else recorder.note(function, *args)
-
-
-def recorded_input(function: Callable[..., Array], *args: Any) -> Array:
-    """Return a function's array; in a recording, a buffer that each replay fills by a call.
-
-    The array comes from outside of the step, or from a recorded call: no graph of a device needs to
-    end before it.
+    Args:
+        reads, writes: its arguments: those that it only reads, and then the arrays that it may
+            write to. It uses no other array of the step, and keeps none, so their memory serves
+            others after their last use: in a graph of a device it is a part of that; without
+            arrays it is the host's work. None, if it may do anything, such as send: a graph ends
+            before it.
+        when: "each" replay repeats it at this place. "before": the same, but what it returns comes
+            from outside of the step, or from such a call, so that no graph ends: its array is a
+            buffer, and its numbers are one on a device. "once": no replay repeats it, such as one
+            that takes memory for later. "if": the recording is replayed only while it is True.
     """
-    recorder = active_calls.get()
-    return function(*args) if recorder is None else recorder.input(partial(function, *args))
-
-
-def recorded_copy(array: Array) -> Array:
-    """Return a copy of an array that each replay makes anew at this place."""
-    recorder = active_calls.get()
-    is_captured = recorder is not None and recorder.captures
-    return array.copy() if is_captured else recorded_input(array.copy)
+    recorder = active()
+    if recorder is None:
+        return function(*reads, *writes) if writes else function(*reads)
+    return recorder.call(function, reads, writes, when)
 
 
 def to_library(xp: Any, values: Any) -> Array:
     """Return values as an array of a library; a recording on a device copies them in each replay."""
     if isinstance(values, np.ndarray):
-        return values if xp.__name__ == "numpy" else recorded_input(xp.asarray, values)
+        here = xp.__name__ == "numpy"
+        return values if here else call(xp.asarray, (values,), when="before")
     result: Array = xp.asarray(asarray(values))
     return result
-
-
-def recorded_numbers(function: Callable[[], Any]) -> Any:
-    """Return a function's numbers; in a graph of a device, an array that each replay fills."""
-    recorder = active_calls.get()
-    return function() if recorder is None else recorder.numbers(function)
-
-
-def run_outside(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function that a replay does not repeat, such as one that takes memory for later."""
-    recorder = active_calls.get()
-    if recorder is None:
-        function(*args)
-    else:
-        recorder.run_eagerly(function, *args)
-
-
-def record_condition(function: Callable[[], bool]) -> None:
-    """Let the active recording be replayed only while a function returns True."""
-    recorder = active_calls.get()
-    if recorder is not None:
-        recorder.conditions.append(function)
-
-
-def fill(buffer: Array, function: Callable[[], Any]) -> None:
-    """Write a function's array to a buffer."""
-    buffer[...] = function()
 
 
 def refuse(
@@ -106,7 +71,7 @@ def refuse(
     Raises:
         UsageError: when a step is being recorded.
     """
-    if active_calls.get() is not None:
+    if active() is not None:
         raise UsageError(
             f"{what} inside a compiled step would always be the first step's; {remedy}"
         )
@@ -118,7 +83,7 @@ def refuse_inside(what: str) -> None:
     Raises:
         UsageError: when a step is being recorded.
     """
-    if active_calls.get() is not None:
+    if active() is not None:
         raise UsageError(
             f"{what} cannot be part of a compiled step, whose replays would leave it out; call it"
             " outside"
@@ -191,7 +156,7 @@ class Recorder(CallList):
 
     def record(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""
-        self.append(function, bare(args, deep=False), keeps=True)
+        self.append(function, bare(args, deep=False), writes=None)
 
     def record_leaf(self, leaf: Any) -> None:
         """Store the state of a leaf of the graph at its first use, see `leaves`."""
@@ -255,31 +220,23 @@ class Recorder(CallList):
         finally:
             active_calls.reset(token)
 
-    def record_call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function, record it as one call, and return its result."""
-        result = self.run_eagerly(function, *args)
-        self.record(function, *args)
-        return result
+    def call(self, function: Any, reads: Any, writes: Any, when: str) -> Any:
+        """See `call`."""
+        args = bare((*reads, *(writes or ())), writes is not None)
+        if when == "if":
+            self.conditions.append(partial(function, *args))
+            return function(*args)
 
-    def note(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same for a function that computes on no array, see `record_note`."""
-        result = Recorder.run_eagerly(self, function, *args)  # no graph ends
-        self.record(function, *args)
-        return result
+        def first() -> Any:
+            value = function(*args)
+            return Recorder._copied(self, value) if when == "before" and is_array(value) else value
 
-    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same for a function that only computes on arrays, see `program.record.record_launch`."""
-        result = self.run_eagerly(function, *args)
-        self.append(function, bare(args))
+        result = self.run_eagerly(first)
+        if when == "each":
+            self.append(function, args, writes=writes)
+        elif when == "before" and is_array(result):  # numbers need it on a device alone
+            self.append(function, args, result=result, writes=None)
         return result
-
-    def input(self, function: Callable[[], Array]) -> Array:
-        """Return a buffer with a function's array, which replays fill anew."""
-        buffer: Array = self.run_eagerly(lambda: function().copy(order="K"))
-        if isinstance(buffer, np.ndarray):
-            self.adopt(buffer)
-        self.append(function, result=buffer, keeps=True)  # it may change a dictionary
-        return buffer
 
     def whole(
         self, compute: Callable[..., Any], inputs: Sequence[Any], buffers: Sequence[Any] = ()
@@ -309,7 +266,7 @@ class Recorder(CallList):
         results, arrays = self.run_eagerly(first)
         if arrays is None:
             return results  # the caller refuses it
-        self.append(compute, inputs, result=arrays, keeps=True)
+        self.append(compute, inputs, result=arrays, writes=None)
         return arrays
 
     def _own(self, result: Any, known: Sequence[Array]) -> Array:
@@ -333,7 +290,3 @@ class Recorder(CallList):
         """Return a copy of a result, as the step's own memory."""
         array = array.copy(order="K")
         return self.adopt(array) if isinstance(array, np.ndarray) else array
-
-    def numbers(self, function: Callable[[], Any]) -> Any:
-        """Return a function's numbers; only operations that are recorded whole need them."""
-        return Recorder.run_eagerly(self, function)  # a replay calls it, too; no graph ends

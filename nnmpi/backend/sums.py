@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, empty, namespace, ones
-from nnmpi.backend.program.record import active_calls, record_launch
+from nnmpi.backend.program.record import active_calls
 from nnmpi.backend.program.tile import ELEMENTS
+from nnmpi.backend.recording import call
 
 ROWS = 512  # in a block
 WIDE = 512  # elements of a row; NumPy is slower on shorter rows
@@ -149,12 +150,12 @@ def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
     NumPy's `add.at` works element by element; for long rows this loop is five times as fast.
     """
     if isinstance(table, np.ndarray) and prod(table.shape[1:]) >= LONG_ROWS:
-        record_launch(_add_long_rows, table, indices, rows)
+        call(_add_long_rows, (indices, rows), (table,))
     else:
         xp.add.at(table, indices, rows)
 
 
-def _add_long_rows(table: Array, indices: Array, rows: Array) -> None:
+def _add_long_rows(indices: Array, rows: Array, table: Array) -> None:
     rows = rows.reshape(indices.size, *table.shape[1:])
     for i, row in zip(indices.reshape(-1).tolist(), rows, strict=True):
         table[i] += row

@@ -24,13 +24,7 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.cuda.kernels import compile_for
-from nnmpi.backend.program.record import record_launch
-from nnmpi.backend.recording import (
-    active,
-    record_call,
-    record_note,
-    recorded_input,
-)
+from nnmpi.backend.recording import active
 from nnmpi.base.custom import name_of
 from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.base.shard import split
@@ -233,11 +227,11 @@ class BatchPass(Pass):
         """Return the loss of a microbatch; add loss and score to the step's scalars."""
         logits = self.executor.whole(logits, self.length)
         owner, again = self._owner, current().again
-        labels = self.do(recorded_input, BatchPass._labels, microbatch)
+        labels = self.do(BatchPass._labels, microbatch, when="before")
         try:
             if not again and owner.backend.is_device:
                 # before the loss: a device would read out of range silently
-                self.do(record_note, BatchPass._check_labels, microbatch, logits.shape)
+                self.do(BatchPass._check_labels, microbatch, logits.shape, writes=())
             loss = sum_of(self._loss, logits, labels)
         except NnmpiError as error:
             # in a pipeline the other stages already compute, and would wait for this gradient
@@ -247,8 +241,8 @@ class BatchPass(Pass):
         owner.classes = logits.shape[-1] if logits.shape else 0
         if not again:
             # with sharded classes ranks exchange their best ones, which no graph contains
-            record = record_call if owner.has_classes else record_launch
-            self.do(record, BatchPass._note_numbers, microbatch, labels, logits._data, loss._data)
+            given = microbatch, labels, logits._data, loss._data
+            self.do(BatchPass._note_numbers, *given, writes=None if owner.has_classes else ())
         return loss
 
     def _labels(self, microbatch: int) -> Array:

@@ -23,7 +23,7 @@ import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.memory import Meter
-from nnmpi.backend.recording import active, record_call, record_note, recorded_input
+from nnmpi.backend.recording import active, call
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.activations import ActivationLimit
 from nnmpi.compose.executor import WEIGHTS, Executor, RankProgram
@@ -195,13 +195,13 @@ class Pass:
 
     # ---- the walk ----
 
-    def do(self, record: Callable[..., Any], method: Callable[..., Any], *args: Any) -> Any:
+    def do(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
         """Call a method of the pass; a recording calls it on the pass that is replayed.
 
         Args:
-            record: says what kind of call it is: `record_call`, `recorded_input` or others.
+            how: as for `recording.call`.
         """
-        return method(self, *args) if active() is None else record(self.late(method), *args)
+        return method(self, *args) if active() is None else call(self.late(method), args, **how)
 
     def late(self, method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Return the call that `do` makes, for others to make it."""
@@ -249,10 +249,10 @@ class Pass:
         calls = made.get(key) or made.setdefault(key, _calls(self))
         for item in self._program.items:
             for op in item:
-                for call in calls[op.kind]:
-                    call(self, op)
+                for act in calls[op.kind]:
+                    act(self, op)
             if self.executor.messages is not None:
-                self.do(record_call, Pass._progress)
+                self.do(Pass._progress)
 
     def _progress(self) -> None:
         # A second thread that calls MPI instead was slower: 0.65 ms against 0.47.
@@ -273,7 +273,7 @@ class Pass:
 
     def _end(self, op: _Op) -> None:
         # the peak is after a forward: backwards only free memory. A replay has no flights to count.
-        self.do(record_call, Pass._note, op, len(self._flights) if op.kind is Kind.F else 0)
+        self.do(Pass._note, op, len(self._flights) if op.kind is Kind.F else 0)
 
     def _note(self, instruction: Instruction, live: int) -> None:
         """Note the time and memory of an instruction."""
@@ -372,7 +372,7 @@ class Pass:
         if stage:
             values = self._values.pop((stage, microbatch))
         else:
-            data = self.do(recorded_input, Pass._input, microbatch)
+            data = self.do(Pass._input, microbatch, when="before")
             values = BoundaryArrays((data,), (False,))
         flight = Flight(self.executor.stages[stage], self.visit(microbatch), self.meter)
         outputs = flight.forward(values)
@@ -391,9 +391,9 @@ class Pass:
         stage, microbatch, halves = op.stage, op.microbatch, op.kind is Kind.I
         if stage == self.executor.count - 1:
             if self.poll is not None:
-                record_call(self.poll)
-            self.do(record_note, type(self).begin_backward, microbatch)
-            grads: Sequence[Array] = [self.do(recorded_input, Pass._seed, microbatch)]
+                call(self.poll)
+            self.do(type(self).begin_backward, microbatch, writes=())
+            grads: Sequence[Array] = [self.do(Pass._seed, microbatch, when="before")]
         else:
             grads = self._grads.pop((stage, microbatch))
         flight = self._flights[stage, microbatch]
@@ -427,7 +427,7 @@ class Pass:
             values = self._values.pop((op.stage + 1, op.microbatch))
         else:
             values = BoundaryArrays(tuple(self._grads.pop((op.stage - 1, op.microbatch))), ())
-        self.do(record_call, Pass._send_over, op, active() is not None, *values)
+        self.do(Pass._send_over, op, active() is not None, *values)
 
     def _send_over(self, op: _Op, copy: bool, *values: Any) -> None:
         """Send arrays over a boundary.
@@ -455,9 +455,9 @@ class Pass:
         kind, where = USES[op.kind], (op.stage, op.microbatch)
         if (kind, op.stage) not in self._program.receives:
             return
-        self.do(record_call, Pass._wait, kind.at(*where))
+        self.do(Pass._wait, kind.at(*where))
         arrays = tuple(
-            self.do(recorded_input, Pass._arrived, i) for i in range(len(self._received.arrays))
+            self.do(Pass._arrived, i, when="before") for i in range(len(self._received.arrays))
         )
         if kind is Kind.RECV_ACT:
             self._values[where] = self._received._replace(arrays=arrays)
@@ -488,12 +488,12 @@ class Pass:
 
 def _recorded(method: Callable[..., None]) -> _Call:
     """Return the call that is one call of a recording."""
-    return lambda now, op: now.do(record_call, method, op)
+    return lambda now, op: now.do(method, op)
 
 
 def _end_backward(now: Pass, op: _Op) -> None:
     if not op.stage:  # by the first stage a microbatch is through
-        now.do(record_call, type(now).end_backward, op.microbatch)
+        now.do(type(now).end_backward, op.microbatch)
 
 
 _ACTIONS: dict[Kind, _Call] = {
@@ -508,7 +508,7 @@ _ACTIONS: dict[Kind, _Call] = {
     Kind.GATHER: _recorded(Pass._gather),
     Kind.FREE: _recorded(Pass._free),
     Kind.REDUCE: _recorded(Pass._reduce),
-    Kind.STEP: lambda now, op: now.do(record_call, type(now).step, op.stage, op.microbatch),
+    Kind.STEP: lambda now, op: now.do(type(now).step, op.stage, op.microbatch),
 }
 
 
@@ -520,7 +520,7 @@ _WAY: tuple[tuple[Callable[[Pass], object], Container[Kind], _Call | None], ...]
     (lambda now: now.executor.zero > 2, COMPUTE, _recorded(Pass._wait_for_weights)),
     (lambda now: now._watched, _ACTIONS, _recorded(Pass._begin)),
     (lambda now: True, _ACTIONS, None),  # its action
-    (lambda now: now._paced, WEIGHTS, lambda now, op: now.do(record_call, Pass.pace_instruction)),
+    (lambda now: now._paced, WEIGHTS, lambda now, op: now.do(Pass.pace_instruction)),
     (lambda now: now._watched, _ACTIONS, Pass._end),
     (lambda now: True, (Kind.B, Kind.I), _end_backward),
 )

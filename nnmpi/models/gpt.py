@@ -4,7 +4,7 @@ from math import sqrt
 from typing import Any
 
 from nnmpi.backend.array import Array, Shape, namespace
-from nnmpi.backend.recording import recorded_input
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
@@ -47,7 +47,8 @@ class GPTEmbedding(Module):
             rows = self.positions.weight[: tokens.shape[1]]
         else:
             xp = namespace(self.positions.weight._data)
-            rows = self.positions(recorded_input(self._continue, memory, tokens.shape, xp))
+            places = call(self._continue, (memory, tokens.shape, xp), when="before")
+            rows = self.positions(places)
         return self.tokens(tokens) + rows
 
     def _continue(self, memory: dict[str, Any], shape: Shape, xp: Any) -> Array:

@@ -2,9 +2,9 @@
 
 from typing import Any, ClassVar
 
-from nnmpi.backend.array import namespace
-from nnmpi.backend.program.record import record_launch
-from nnmpi.backend.recording import active
+import numpy as np
+
+from nnmpi.backend.recording import active, call
 from nnmpi.base.errors import UsageError
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.gru import checked_sizes
@@ -115,7 +115,7 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
             memory[self.path] = ends
         else:  # replays read the state from the recorded arrays: write it back into them
             for state, end in zip(before, ends, strict=True):
-                record_launch(namespace(state._data).copyto, state._data, end._data)
+                call(np.copyto, (), (state._data, end._data))
         return y
 
     def with_state(

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-from nnmpi.backend.recording import active, record_note
+from nnmpi.backend.recording import active, call
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.tensor import Tensor
 
@@ -130,10 +130,10 @@ class within(ContextDecorator, AbstractContextManager[None]):
         return within(self._change)  # threads that call a decorated function share no state
 
     def __enter__(self) -> None:
-        record_note(self._enter)
+        call(self._enter, writes=())
 
     def __exit__(self, *error: object) -> None:
-        record_note(self._leave)
+        call(self._leave, writes=())
 
     def _enter(self) -> None:
         mode = _mode.get()

@@ -34,8 +34,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, Shape, asarray, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.program.record import bare
 from nnmpi.backend.random import stream
-from nnmpi.backend.recording import active, recorded_copy
+from nnmpi.backend.recording import active
 from nnmpi.base.errors import (
     CheckpointError,
     DtypeError,
@@ -150,7 +151,7 @@ def repeatable(model: Module, read: Any, run: Any, x: Any, *key: Any) -> Any:
     """
     now = {buffer: buffer._data for _, buffer in model.named_buffers()}
     if not current().again:
-        read[key] = {buffer: recorded_copy(data) for buffer, data in now.items()}
+        read[key] = {buffer: bare(buffer.data.copy()) for buffer in now}
         return run(x, *key)
     _put(read[key])
     result = run(x, *key)

@@ -17,7 +17,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.attend import AttentionDropout, Heads
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
-from nnmpi.backend.recording import record_call, record_condition, recorded_numbers, run_outside
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.dropout import MaskKey
@@ -210,7 +210,7 @@ class PackedAttention(Function):
             return y
         if self.before is not None and (time > 1 or isinstance(qkv, np.ndarray)):
             # recorded as one call, since the number of tokens grows with each replay
-            record_call(self._continue, self.before, qkv, y)
+            call(self._continue, (self.before, qkv, y))
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
@@ -219,7 +219,7 @@ class PackedAttention(Function):
             return y
         drop: tuple[AttentionDropout, ...] = ()
         if self.mask_key is not None:
-            key = recorded_numbers(lambda: self._mask_place(time))
+            key = call(self._mask_place, (time,), when="before")
             drop = (AttentionDropout(self.rate, key, 0),)
         self.saved = (
             self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
@@ -247,12 +247,10 @@ class PackedAttention(Function):
 
         The calls and the sizes are the same for every token: keys that are still to come are masked.
         """
-        if not before.has_room():
-            run_outside(before.make_room, self.xp, k, v)
-        record_condition(before.has_room)
-        self.kernels.attend_next(
-            self.xp, (q, k, v), before.room, y, recorded_numbers(before.append)
-        )
+        if not call(before.has_room, when="if"):
+            call(before.make_room, (self.xp, k, v), when="once")
+        number = call(before.append, when="before")
+        self.kernels.attend_next(self.xp, (q, k, v), before.room, y, number)
 
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import record_call, refuse
+from nnmpi.backend.recording import call, refuse
 from nnmpi.base.errors import CommError, ShapeError, name_ranks
 from nnmpi.base.shard import Region, split
 from nnmpi.comm.agreement import refuse_different
@@ -363,7 +363,7 @@ def _agreed(
         known.lengths = now
         return now, True in wishes
 
-    by_rank, is_needed = record_call(exchange_lengths)
+    by_rank, is_needed = call(exchange_lengths)
     if is_needed and not x.requires_grad:  # its result needs one, for the other ranks' inputs
         x = Tensor(x._data, requires_grad=True)
     for rank, (full, *parts) in enumerate(by_rank if cut else ()):

@@ -10,7 +10,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.random import place_of
-from nnmpi.backend.recording import recorded_numbers, to_library
+from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.shard import Region
 from nnmpi.base.words import refuse_words
@@ -62,7 +62,7 @@ class DropoutFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
         columns = None if self.columns is None else to_library(xp, self.columns)
-        key, kernels = recorded_numbers(self._place), kernels_of(x)
+        key, kernels = call(self._place, when="before"), kernels_of(x)
         y, saved = kernels.dropout(xp, x, self.rate, key, columns)
         self.saved = (saved, kernels)
         return y

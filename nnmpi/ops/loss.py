@@ -16,7 +16,7 @@ from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels import PLAIN, kernels_of
 from nnmpi.backend.plain import Loss
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.recording import record_call, to_library
+from nnmpi.backend.recording import call, to_library
 from nnmpi.base.errors import DtypeError, ShapeError, UsageError, check_int, number
 from nnmpi.base.words import refuse_words
 from nnmpi.ops.activation import log_softmax
@@ -242,7 +242,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
     """
     refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x)._data, np.ndarray):
-        record_call(_check_probabilities, x._data)
+        call(_check_probabilities, (x._data,), ())
     return _error(Loss.BINARY_NLL, x, target, reduction, make=ProbabilityLoss)
 
 

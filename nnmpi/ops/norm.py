@@ -18,8 +18,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.program.record import record_launch
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import ShapeError, check_int, number
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.dtypes import may_meet
@@ -74,7 +73,7 @@ class Norm(Function):
         y, saved = self.pair(kernels)[0](self.xp, x, *self.settings, *parameters)
         y, self.saved = y.reshape(x.shape), (kernels, parameters[0], saved)
         if isinstance(saved[1], np.ndarray):
-            record_call(self._repeat, y, saved[1], x, *parameters)
+            call(self._repeat, (saved[1], x, *parameters), (y,))
         return y
 
     @_quiet
@@ -84,10 +83,11 @@ class Norm(Function):
         to_x = self.pair(kernels)[1](self.xp, grad, saved, self.needs, *targets)
         grads = (None if to_x is None else to_x.reshape(grad.shape), *targets)
         if isinstance(saved[1], np.ndarray):
-            record_call(self._repeat_backward, grad, *grads)
+            call(self._repeat_backward, (grad,), grads)
         return *grads, *[None] * (len(self.needs) - len(grads))
 
-    def _repeat(self, y: Array, statistic: Array, *inputs: Array) -> None:
+    def _repeat(self, statistic: Array, *arrays: Array) -> None:
+        *inputs, y = arrays
         self.again = None
         if overflows(statistic):
             again = self.again = type(self)(*self.settings)
@@ -131,14 +131,14 @@ class BatchNormFunction(Norm):
         kernels, (eps, all_reduce, observe, scale, shift) = kernels_of(x), values
         kept, offset, variance, mean = kernels.batch_moments(xp, x, scale.size)
         count: Count = x.size // scale.size
-        seen, divisor, record = count, max(count, 1), record_launch
+        seen, divisor = count, max(count, 1)
         if all_reduce is not None:
             # an array: in a replay other ranks may have other numbers of rows
-            seen, record = xp.empty((), np.float64), record_call
-            divisor = seen
-            count = record_call(_over_ranks, all_reduce, count, mean, variance, offset, divisor)
+            seen = divisor = xp.empty((), np.float64)
+            count = call(_over_ranks, (all_reduce, count, mean, variance, offset, divisor))
         if observe is not None:
-            record(_report, observe, mean, variance, seen)
+            given = observe, mean, variance, seen
+            call(_report, given, () if all_reduce is None else None)
         self.statistics = mean, variance, count
         moments = kept, offset, variance, eps
         return kernels.normalize(xp, moments, scale, shift), (moments, variance, divisor)
@@ -151,7 +151,7 @@ class BatchNormFunction(Norm):
             return None
         if is_array(divisor):
             both = xp.concatenate(sums)
-            record_call(_average, self.settings[1], both, divisor)
+            call(_average, (self.settings[1], both, divisor))
             sums, divisor = (both[: scale.size], both[scale.size :]), 1
         return kernels.norm_grad(xp, given, moments, scale, sums, divisor)
 

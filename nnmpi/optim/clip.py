@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 from nnmpi.backend.array import HOST_NUMBERS, Array, is_array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.program.record import bare
-from nnmpi.backend.recording import active, record_call, refuse
+from nnmpi.backend.recording import active, call, refuse
 from nnmpi.base.errors import CheckpointError, Settled, UsageError, number
 from nnmpi.optim.optimizer import block_elements, pieces
 
@@ -168,7 +168,7 @@ def clip_by_global_norm(grads: Sequence[Any], max_norm: float) -> float:
         add_squares(found, squares)
         scale(found, device_coefficient(squares, max_norm))
         return math.nan
-    return record_call(_clip, found, max_norm)
+    return call(_clip, (found, max_norm))
 
 
 def _by_ranks(grads: Sequence[Array]) -> dict[tuple[Any, ...], Sequence[Array]]:

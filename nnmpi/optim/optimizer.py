@@ -28,7 +28,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.backend.recording import record_call, refuse
+from nnmpi.backend.recording import call, refuse
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
     DtypeError,
@@ -196,7 +196,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 were replaced, the model was initialized again, or the parameters are in memory
                 shared with other ranks (see `parallel.fused`).
         """
-        record_call(self._step)  # recorded as one call, since `lr` may change between replays
+        call(self._step)  # recorded as one call, since `lr` may change between replays
 
     def _step(self) -> None:
         batches = last_read()

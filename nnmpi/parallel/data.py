@@ -21,7 +21,7 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.recording import record_call, record_note
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import (
     CommError,
     DeviceError,
@@ -156,22 +156,22 @@ class Replicas(
         samples = check_int("samples", samples, 0)
         seed = namespace(loss_sum._data).full(loss_sum.shape, 1 / max(samples, 1))
         # recorded, so that a compiled step repeats it each time
-        record_note(self.begin_pass, last)
+        call(self.begin_pass, (last,), ())
         if self.group.size > 1:
             losses = Losses.of(loss_sum, not self._is_checked)
-            record_note(self._witness.note, samples, losses)
+            call(self._witness.note, (samples, losses), ())
             if last and not self._is_checked:
                 self._is_checked = True
                 self._check_samples(losses, samples)
             if last:
-                record_call(self.send_witness)  # on a device it writes to an array
+                call(self.send_witness)  # on a device it writes to an array
         try:
             loss_sum.backward(seed)
-            record_call(self.finish_pass)
+            call(self.finish_pass)
         finally:
-            record_note(self.end_pass)
+            call(self.end_pass, writes=())
         if last:
-            record_call(self.finish)
+            call(self.finish)
 
     def send_witness(self) -> None:
         """Add what this rank says of an update to what the ranks sum."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.program.record import bare
-from nnmpi.backend.recording import Recorder, active, record_call
+from nnmpi.backend.recording import Recorder, active, call
 from nnmpi.base.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import (
     Function,
@@ -138,7 +138,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     if start is None or root.tape is None:  # a leaf: no operations to walk back along
         root.add_grad(seed if recorder is None else recorder.wrap(seed), xp)
         if root.hook is not None:
-            record_call(root.hook, root)
+            call(root.hook, (root,))
         tape, nodes, last = Tape(), list[Function](), -1
     else:
         tape = root.tape.find()
@@ -192,7 +192,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     # outside the `if` above: the hook is due even if no gradient reached this node
                     for leaf in finals.get(node, ()):
                         if leaf.hook is not None and leaf._grad is not None:
-                            record_call(leaf.hook, leaf)
+                            call(leaf.hook, (leaf,))
             last = -1
             while missed is None and turns:
                 missed, _ = Turn(turns[0]).agree(False)

@@ -207,11 +207,9 @@ class Variable:
         target = xp.empty_like(grad) if self.buffer is None else self.buffer
         if bare(grad) is not target:
             xp.copyto(writable(target), grad)
-        recorder = active()
-        if recorder is None:
-            self._grad = target
-        else:
-            recorder.note(setattr, self, "_grad", bare(target))
+        self._grad, recorder = bare(target), active()
+        if recorder is not None:
+            recorder.record(setattr, self, "_grad", self._grad)
             if self.buffer is None:
                 recorder.loose.append((self, bare(target)))
 

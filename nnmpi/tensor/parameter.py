@@ -22,7 +22,7 @@ from weakref import ref
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace, zeros
-from nnmpi.backend.recording import active, record_call, record_note
+from nnmpi.backend.recording import active, call
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
     GraphError,
@@ -532,7 +532,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
     def zero_grad(self) -> None:
         """Clear all gradients: the next backward pass overwrites them."""
         self.check_tree()
-        record_note(self._clear_grads)
+        call(self._clear_grads, writes=())
         recorder = active()
         if recorder is not None:
             recorder.cleared.update(map(id, self._parameters))
@@ -551,7 +551,7 @@ class FlatStorage(Storage, fixed="spans groups rank_local dtype version"):
         Raises:
             UsageError: when a parameter was bound to other arrays, which updates would not reach.
         """
-        record_call(self._finish)
+        call(self._finish)
 
     def _finish(self) -> None:
         self.check_tree()

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from nnmpi.backend.recording import active, record_note
+from nnmpi.backend.recording import active, call
 from nnmpi.base.errors import CommError, GraphError
 from nnmpi.tensor.function import Function
 
@@ -170,7 +170,7 @@ def in_turn(turns: Turns | None, function: Function, *inputs: Any) -> Any:
     if turns is None:
         return function(*inputs)
     turn = Turn(turns)
-    record_note(turn.take)
+    call(turn.take, writes=())
     result = function(*inputs)
     if hasattr(function, "edges"):  # it is recorded
         turns.of[function] = turn

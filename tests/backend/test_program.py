@@ -11,12 +11,11 @@ import pytest
 from nnmpi.backend.program import tile
 from nnmpi.backend.program.call import Call
 from nnmpi.backend.program.plan import plan
-from nnmpi.backend.program.record import RecordedArray, bare, record_launch
+from nnmpi.backend.program.record import RecordedArray, bare
 from nnmpi.backend.program.replay import Arena, StepProgram
 from nnmpi.backend.recording import (
     Recorder,
-    record_call,
-    recorded_input,
+    call,
     refuse,
 )
 from nnmpi.base.errors import ShapeError, UsageError
@@ -269,25 +268,25 @@ def test_what_is_performed_is_noted_as_a_whole():
     seen, recorder = [], Recorder()
 
     def work(x):
-        record_call(seen.append, x)
+        call(seen.append, (x,))
         refuse("nothing is recorded in here, so this")
         return len(seen)
 
     with recorder.running():
-        assert record_call(work, 5) == 1
+        assert call(work, (5,)) == 1
         with pytest.raises(UsageError, match="reading values"):
             refuse("reading values")
     assert len(recorder.calls) == 1
     StepProgram(recorder, Arena()).replay()
     assert seen == [5, 5]
-    assert record_call(work, 6) == 3
+    assert call(work, (6,)) == 3
     assert len(recorder.calls) == 1
 
 
 def test_inputs_come_anew():
     source, recorder = [np.arange(300.0)], Recorder()
     with recorder.running():
-        got = recorded_input(lambda: source[0])
+        got = call(lambda: source[0], when="before")
         result = bare(recorder.wrap(got) * 2)
     source[0] = np.ones(300)
     StepProgram(recorder, Arena()).replay()
@@ -297,7 +296,7 @@ def test_inputs_come_anew():
 def test_lists_of_calls_that_keep_them_stay_the_same_objects():
     recorder, items, table = Recorder(), [np.ones(3)], {}
     with recorder.running():
-        record_call(lambda given, kept: kept.update(n=given), items, table)
+        call(lambda given, kept: kept.update(n=given), (items, table))
     table.clear()
     StepProgram(recorder, Arena()).replay()
     assert table["n"] is items
@@ -306,10 +305,11 @@ def test_lists_of_calls_that_keep_them_stay_the_same_objects():
 def lives(calls):
     """Return for each buffer in a plan its first and last call, by hand, and its bytes."""
     found = {}
-    for i, call in enumerate(calls):
-        for ref in call.refs():
+    for i, item in enumerate(calls):
+        for ref in item.refs():
             begin, end = found.get(ref.allocation, (i, i))
-            found[ref.allocation] = begin, max(end, i, ref.allocation.freed if call.keeps else i)
+            last = i if item.writes is not None else ref.allocation.freed
+            found[ref.allocation] = begin, max(end, i, last)
     return found
 
 
@@ -322,7 +322,7 @@ def test_results_that_live_at_one_time_do_not_share_memory(seed):
             x = live[draw.integers(len(live))]
             live.append(np.concatenate([x, x[: draw.integers(1, 300)]]) * 2.0)
             if draw.random() < 0.2:
-                record_call(abs, x)
+                call(abs, (x,))
             if draw.random() < 0.8:
                 del live[draw.integers(len(live))]
         live.clear()
@@ -360,19 +360,19 @@ def test_memory_is_used_again():
     np.testing.assert_array_equal(y, x + 10)
 
 
-@pytest.mark.parametrize("function", [record_call, record_launch])
-def test_what_a_call_may_keep_lives_as_long_as_it_did(function):
+@pytest.mark.parametrize("writes", [None, ()])
+def test_what_a_call_may_keep_lives_as_long_as_it_did(writes):
     """A send has its array until the wait; a kernel only while it computes."""
     recorder, kept = Recorder(), []
     with recorder.running():
         x = recorder.wrap(np.ones(1000))
         y = x + 1
-        function(lambda array: kept.append(array), bare(y))
+        call(lambda array: kept.append(array), (y,), writes)
         z = (x + 2) * 3
-        function(kept.clear)
+        call(kept.clear, (), writes)
         del y, z
     (first, last) = lives(recorder.calls)[next(iter(recorder.calls[0].refs())).allocation]
-    assert (first, last) == (0, 5 if function is record_call else 1)
+    assert (first, last) == (0, 5 if writes is None else 1)
 
 
 def test_what_somebody_holds_has_memory_of_its_own():

@@ -11,7 +11,7 @@ def compiled_calls(monkeypatch):
     names = []
     for name in ("nnmpi.backend.jit.kernels", "nnmpi.ops.conv.algorithm"):
         module = import_module(name)
-        monkeypatch.setattr(module, "record_launch", _noting(names, module.record_launch))
+        monkeypatch.setattr(module, "call", _noting(names, module.call))
     rows = import_module("nnmpi.backend.jit.rows").RowLoop
     call = rows.__call__
 

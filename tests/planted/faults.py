@@ -199,7 +199,7 @@ FAULTS = (
     Fault(
         "plan: what a call keeps ends with the call",
         "nnmpi/backend/program/plan.py",
-        "- 1 if call.keeps else i",
+        "- 1 if call.writes is None else i",
         "- 1 if False else i",
         "tests/backend/test_program.py tests/backend/test_random_programs.py",
     ),

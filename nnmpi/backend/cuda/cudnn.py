@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, Matrices
 from nnmpi.backend.precision import is_low, precision
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.backend.windows import RowsAndColumns
 from nnmpi.base.errors import DeviceError
 
@@ -171,7 +171,7 @@ class Cudnn:
             plan = self._plans[key] = self._plan(name, dict(options), tf32, arrays)
         if plan is None:
             return False
-        record_launch(plan, *arrays)
+        call(plan, (), arrays)
         return True
 
     def _plan(

@@ -30,8 +30,9 @@ from weakref import finalize
 
 import numpy as np
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.recording import Recorder, fill
+from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.program.call import items_of
+from nnmpi.backend.recording import Recorder
 from nnmpi.base.errors import UsageError
 
 NUMBERS = 1024  # uint32, in a block of device memory
@@ -229,31 +230,32 @@ class GraphRecorder(Recorder):
         result[...] = array
         return result
 
-    def input(self, function: Callable[[], Array]) -> Array:
-        """Return a buffer with a function's array, which replays fill before the graph."""
-        if self.warms_up:
-            return super().input(function)
+    def call(self, function: Any, reads: Any, writes: Any, when: str) -> Any:
+        """See `recording.call`: work on declared arrays becomes a part of the graph."""
+        args = (*reads, *(writes or ()))
+        if when == "before" and not self.warms_up:
+            return self._input(partial(function, *args))
+        if when != "each" or writes is None:
+            return super().call(function, reads, writes, when)
+        result = Recorder.run_eagerly(self, function, *args)
+        if not items_of(args, self._kinds):
+            self.record(function, *args)  # the host's
+        return result
+
+    def _input(self, function: Callable[[], Any]) -> Any:
+        """Return a buffer with a function's array or numbers, which replays fill before the graph."""
         with self._outside():
-            buffer: Array = Recorder.run_eagerly(self, function).copy(order="K")
-        self.record(fill, buffer, function)
-        return buffer
-
-    def launch(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function whose work becomes a part of the graph."""
-        return function(*args)
-
-    def numbers(self, function: Callable[[], Sequence[int]]) -> Any:
-        """Return a function's numbers, uint32, in device memory that replays write anew."""
-        given = super().numbers(function)
-        if self.warms_up:
-            return given
-        values = np.array(given, np.uint32)
-        if self._used + values.size > NUMBERS:
-            self._take_numbers()
-            with self._outside():
+            given = Recorder.run_eagerly(self, function)
+            if is_array(given):
+                buffer = given.copy(order="K")
+                self.record(_write, buffer, function)
+                return buffer
+            values = np.array(given, np.uint32)
+            if self._used + values.size > NUMBERS:
+                self._take_numbers()
                 block = self._memory.xp.empty(NUMBERS, np.uint32)
-            self._blocks.append((block, np.empty(NUMBERS, np.uint32)))
-            self._first = self._used = 0
+                self._blocks.append((block, np.empty(NUMBERS, np.uint32)))
+                self._first = self._used = 0
         target, host = (block[self._used : self._used + values.size] for block in self._blocks[-1])
         self._used += values.size
         host[...] = values
@@ -320,5 +322,5 @@ def cannot_capture(error: BaseException) -> bool:
     )
 
 
-def _write(host: Array, function: Callable[[], Sequence[int]]) -> None:
-    host[...] = function()
+def _write(buffer: Array, function: Callable[[], Any]) -> None:
+    buffer[...] = function()

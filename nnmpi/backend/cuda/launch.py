@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Dtype
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import DtypeError, UsageError
 
 # By the dtype's name: NumPy has no other identification of bfloat16.
@@ -234,7 +234,7 @@ class KernelLauncher:
             launch = self._launches[key] = self.module(self.table[name][0], t, p).get_function(
                 name + form
             )
-        record_launch(launch, grid, block, tuple([NULL if x is None else x for x in args]))
+        call(launch, (grid, block), (tuple([NULL if x is None else x for x in args]),))
 
     def compile_ahead(self, families: Collection[str], t: str, p: str) -> None:
         """Begin to compile families, each by a thread: CUDA's compiler needs no lock of Python's.

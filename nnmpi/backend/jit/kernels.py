@@ -25,7 +25,7 @@ from nnmpi.backend.plain import (
 )
 from nnmpi.backend.planes import Planes
 from nnmpi.backend.precision import FLOAT32
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.backend.sums import WIDE
 from nnmpi.backend.trace import key_of, kinds_of
 
@@ -112,19 +112,19 @@ class CompiledPlanes(Planes):
         """See `Planes.largest`."""
         if winner is None or winner.dtype != np.uint8:
             return super().largest(planes, h, winner)
-        return record_launch(loop("planes_largest"), planes, h, winner)
+        return call(loop("planes_largest"), (planes,), (h, winner))
 
     def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
         """See `Planes.bias_relu`."""
         if bias is None or winner is None or winner.dtype != np.uint8:
             return super().bias_relu(bias, h, winner)
-        return record_launch(loop("planes_bias_relu"), bias, h, winner)
+        return call(loop("planes_bias_relu"), (bias,), (h, winner))
 
     def gradient(self, grad: Array, winner: Array, out: Array) -> None:
         """See `Planes.gradient`."""
         if winner.dtype != np.uint8:
             return super().gradient(grad, winner, out)
-        return record_launch(loop("planes_grad"), grad, winner, out)
+        return call(loop("planes_grad"), (grad, winner), (out,))
 
 
 class NumbaKernels(PlainKernels):
@@ -171,7 +171,7 @@ class NumbaKernels(PlainKernels):
     # ---- optimizers
 
     def adam(self, block: Any, *numbers: Any) -> None:
-        record_launch(loop("adam"), block.data, block.grad, *block.slots, *numbers[:-1])
+        call(loop("adam"), (), (block.data, block.grad, *block.slots, *numbers[:-1]))
 
     # ---- activations
 
@@ -183,10 +183,10 @@ class NumbaKernels(PlainKernels):
     # ---- recurrent layers
 
     def lstm_step(self, *arrays: Array) -> None:
-        record_launch(loop("lstm_step"), *arrays)
+        call(loop("lstm_step"), (), arrays)
 
     def lstm_step_grad(self, *arrays: Array) -> None:
-        record_launch(loop("lstm_step_grad"), *arrays)
+        call(loop("lstm_step_grad"), (), arrays)
 
     # ---- cross-entropy, with a loop of its own: a row's label is one of its elements
 
@@ -202,7 +202,7 @@ class NumbaKernels(PlainKernels):
             xp.empty(logits.shape, logits.dtype),
         )
         labels = labels if labels.dtype == "int64" else labels.astype("int64")
-        record_launch(loop("softmax_loss"), logits, labels, losses, gradients)
+        call(loop("softmax_loss"), (logits, labels), (losses, gradients))
         return losses, (gradients,)
 
     def softmax_loss_grad(self, xp: Any, grad: Array, saved: Residuals, *settings: Any) -> Array:

@@ -19,7 +19,7 @@ from numba import float64
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.jit import loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR, Trace
 
 _CHOICE = "(ONE if {{}} {} {{}} else ZERO)"
@@ -55,7 +55,7 @@ VALUES = {"max": "ordered(a{})", "sum": "a{}", "width": "n"}
 STARTS = {"sum": "0.0", "max": "LEAST"}
 SCOPE = {"F": np.float32, "ZERO": np.float32(0), "ONE": np.float32(1), "float64": np.float64}
 SCOPE |= {
-    "launch": record_launch,
+    "launch": call,
     "LEAST": np.int32(-(2**31)),
     "inf": np.inf,
     "nan": np.nan,
@@ -159,6 +159,7 @@ class RowLoop:
     def _compile(self, formula: Any, reuse: bool) -> None:
         given = [(f"x{i}", kind) for i, kind in enumerate(self.kinds) if type(kind) is int]
         news = [*zip(self.outs, self.forms, strict=True)][reuse:]
+        given = given[reuse:] + given[:reuse]  # what is written to comes last
         sums = range(len(self.terms))
         body = self.body()
         lines = ["rows, n = x0.shape"]
@@ -178,6 +179,8 @@ class RowLoop:
         name = "_".join([*(x.__name__.strip("_<>") for x in parts if callable(x)), digest])
         names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
         arrays = [x if kind == NUMBER else f"array({x})" for x, kind in given]
+        arrays, count = arrays + [y for y, _ in news], len(given) - reuse
+        reads, writes = ("".join(map("{}, ".format, x)) for x in (arrays[:count], arrays[count:]))
         lines = [
             f"def {name}({', '.join(names)}):\n    {text}",
             f"def call(xp, sums, {', '.join(f'x{i}' for i in range(len(self.kinds)))}):",
@@ -186,15 +189,13 @@ class RowLoop:
                 f"    {y} = empty({'x0.shape' if kind == ROW else '(len(x0), 1)'}, F)"
                 for y, kind in news
             ),
-            f"    launch({', '.join(['kernel', *arrays, *(y for y, _ in news)])}, *sums)",
+            f"    launch(kernel, ({reads}), [{writes} *sums])",
             f"    return [{', '.join(self.outs)}]",
         ]
         scope: dict[str, Any] = {**vars(loops), **SCOPE}
         exec(compile("\n".join(lines), __file__, "exec"), scope)
         types: list[Any] = [(float64, read(2), read(1), read(2))[kind] for _, kind in given]
-        types += [write(2)] * len(news) + [write(1)] * len(sums)
-        if reuse:
-            types[0] = write(2)
+        types[count:] = [write(2)] * (reuse + len(news)) + [write(1)] * len(sums)
         self.kernel = scope["kernel"] = build(scope[name], *types)
         self._call = scope["call"]
 

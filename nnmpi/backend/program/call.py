@@ -9,7 +9,7 @@ Any other array, such as a parameter, stands for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -66,7 +66,8 @@ class Call:
         function: for example one of NumPy's, or a compiled kernel.
         args, kwargs: references, arrays that outlive the step, and other values.
         result: where replays put what the function returns; None if it writes by itself.
-        keeps: whether the function may keep arrays that it gets, as a send does until its wait.
+        writes: the arguments to which it writes, if it says so; None if it may do anything, and keep
+            arrays that it gets, as a send does until its wait.
         number: its place in the order of recording.
 
     It does not change.
@@ -76,7 +77,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
-    keeps: bool = False
+    writes: Sequence[Any] | None = ()
     number: int = 0
     _arrays: list[ArrayRef | Array] | None = field(default=None, init=False)
 
@@ -102,7 +103,7 @@ class Call:
     def bound(self, place: Callable[[ArrayRef], Array]) -> Callable[[], object]:
         """Return the call on arrays, in its fastest form: a keyword costs 0.1 us."""
         function, args, kwargs, result = (
-            rebuilt(item, place, ArrayRef, not self.keeps)
+            rebuilt(item, place, ArrayRef, self.writes is not None)
             for item in (self.function, self.args, self.kwargs, self.result)
         )
         if (

@@ -67,7 +67,7 @@ def lifetimes(calls: Sequence[Call]) -> dict[Allocation, tuple[int, int]]:
             allocation = ref.allocation
             first, last = lives.get(allocation, (i, i))
             # the call during which it was freed may have used it, as a wait does
-            end = bisect_right(numbers, allocation.freed) - 1 if call.keeps else i
+            end = bisect_right(numbers, allocation.freed) - 1 if call.writes is None else i
             lives[allocation] = first, max(i, end, last)
     return lives
 

@@ -77,16 +77,6 @@ _ROWS, _RESULTS = (tuple, list), (np.ndarray, np.generic)  # a union is made ane
 _ATTRIBUTES = _names("shape dtype ndim size nbytes itemsize strides flags base")
 
 
-def record_launch(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that only computes on its arrays.
-
-    In a graph of a device it is a part of that. It keeps none of its arrays, so their memory serves
-    others after their last use.
-    """
-    recorder = active_calls.get()
-    return function(*args) if recorder is None else recorder.launch(function, *args)
-
-
 def bare(x: Any, deep: bool = True) -> Any:
     """Return a value with plain arrays in place of recorded ones; `deep` as for `rebuilt`."""
     return rebuilt(x, _array_of, RecordedArray, deep)
@@ -457,22 +447,23 @@ class CallList:
         args: Any = (),
         kwargs: Any = None,
         result: Any = None,
-        keeps: bool = False,
+        writes: Any = (),
     ) -> None:
         """Add a call that was made.
 
-        A function that may keep what it gets may also change it, so its lists and dictionaries stay
+        A function that may do anything may also change its lists and dictionaries, so these stay
         the same objects.
         """
         errors = np.geterr()
         if errors != self._errors:
             self._note_errors(errors)
-        place, kinds, deep = self.place_of, self._kinds, not keeps
+        place, kinds, deep = self.place_of, self._kinds, writes is not None
         args = rebuilt(args, place, kinds, deep)
         kwargs = rebuilt(kwargs, place, kinds, deep) if kwargs else {}
         if result is not None:
             result = rebuilt(result, place, kinds, deep)
-        self.calls.append(Call(function, args, kwargs, result, keeps, len(self.calls)))
+        writes = rebuilt(writes, place, kinds)
+        self.calls.append(Call(function, args, kwargs, result, writes, len(self.calls)))
         if self.notes_lines:
             self.lines.append(users_line())
 

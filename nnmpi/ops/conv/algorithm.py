@@ -9,11 +9,12 @@ arrays. So algorithms differ in their arithmetic alone.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.planes import flattened
-from nnmpi.backend.program.record import record_launch
+from nnmpi.backend.recording import call
 from nnmpi.backend.windows import RowsAndColumns, out_size
 
 NO_POOL: RowsAndColumns = (1, 1)
@@ -64,7 +65,7 @@ class ConvAlgorithm(ABC):
     """A method to compute a convolution.
 
     While a step is recorded its arrays note what is done to them (see `backend.program.record`).
-    Compiled kernels are called through `record_launch` of that module, so that they are recorded,
+    Compiled kernels are called through `call` of that module, so that they are recorded,
     too.
 
     Args:
@@ -104,6 +105,7 @@ class ConvAlgorithm(ABC):
         """
 
 
-def record_flat(kernel: Any, *args: Any) -> None:
-    """Call a compiled kernel with arrays as views with one axis; a recording notes the call."""
-    record_launch(kernel, *(arg if isinstance(arg, tuple) else flattened(arg) for arg in args))
+def record_flat(kernel: Any, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+    """Call a compiled kernel with arrays as views with one axis, see `recording.call`."""
+    flat = ([x if isinstance(x, tuple) else flattened(x) for x in part] for part in (reads, writes))
+    call(kernel, next(flat), next(flat))

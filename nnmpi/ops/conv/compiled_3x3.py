@@ -49,7 +49,8 @@ class Compiled3x3(ConvAlgorithm):
         )  # which of four pixels was the largest
         u = xp.empty((places,), x.dtype)
         bias = xp.zeros(weight.shape[3:], np.float32) if bias is None else bias
-        record_flat(kernels.forward, x, weight, bias, y, corner, u, _scratch(xp, counts, x.dtype))
+        scratch = _scratch(xp, counts, x.dtype)
+        record_flat(kernels.forward, (x, weight, bias), (y, corner, u, scratch))
         return y, corner, u
 
     def backward(
@@ -63,9 +64,8 @@ class Compiled3x3(ConvAlgorithm):
             for item in (out.x, out.weight)
         ]
         scratch = _scratch(xp, counts, grad.dtype)
-        record_flat(
-            kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*expected, to_bias), scratch
-        )
+        reads = xp.ascontiguousarray(grad), x, *kept
+        record_flat(kernels.backward, reads, ((*expected, to_bias), scratch))
 
 
 class CompiledDirect(Compiled3x3):

@@ -27,8 +27,8 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, load
 from nnmpi.backend.precision import FLOAT32, is_low
-from nnmpi.backend.program.record import record_launch
 from nnmpi.backend.program.tile import ELEMENTS
+from nnmpi.backend.recording import call
 from nnmpi.backend.sums import ROWS
 from nnmpi.ops.conv.algorithm import ConvAlgorithm, ConvSpec, Gradients, record_flat
 from nnmpi.ops.conv.im2col import input_gradient, pixel_rows
@@ -39,7 +39,7 @@ class Depthwise(ConvAlgorithm):
 
     def convolve(self, xp: Any, x: Array, weight: Array, y: Array) -> None:
         """Write the convolution, without a bias, to y."""
-        record_launch(convolve, x, weight, y, self.spec)
+        call(convolve, (x, weight), (y, self.spec))
 
     def input_grad(self, xp: Any, grad: Array, weight: Array, to_x: Array) -> None:
         """Write the gradient of x, given that of y."""
@@ -47,7 +47,7 @@ class Depthwise(ConvAlgorithm):
 
     def weight_grad(self, xp: Any, x: Array, grad: Array, to_weight: Array) -> None:
         """Write the gradient of the weight."""
-        record_launch(products, x, grad, to_weight, self.spec)
+        call(products, (x, grad), (to_weight, self.spec))
 
     def forward(
         self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
@@ -79,13 +79,13 @@ class CompiledDepthwise(Depthwise):
         """See `Depthwise.weight_grad`."""
         self._call(xp, "backward", *arrays)
 
-    def _call(self, xp: Any, name: str, images: Array, *arrays: Array) -> None:
+    def _call(self, xp: Any, name: str, images: Array, given: Array, out: Array) -> None:
         (h, w, c), (top, left), spec = images.shape[1:], self.spec.padding, self.spec
         columns, size = w + 2 * left, spec.pooled_size(h, w)
         border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
         sizes = (h, w, c, columns, top, left, *size, *spec.stride, *spec.dilation)
         function = getattr(load().depthwise(*spec.kernel), name)
-        record_flat(function, xp.ascontiguousarray(images), *arrays, border, sizes)
+        record_flat(function, (xp.ascontiguousarray(images), given), (out, border, sizes))
 
 
 def _seen(images: Array, spec: ConvSpec) -> Iterator[tuple[slice, Array]]:

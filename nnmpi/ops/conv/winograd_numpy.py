@@ -47,7 +47,8 @@ import numpy as np
 from nnmpi.backend.array import Array, Shape, constant, ones
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.planes import flattened
-from nnmpi.backend.program.record import record_launch, viewed
+from nnmpi.backend.program.record import viewed
+from nnmpi.backend.recording import call
 from nnmpi.backend.sums import repeated
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, ConvSpec, Gradients
@@ -289,7 +290,7 @@ class Tiles:
         self._multiply(self._patches, _grouped(kernel, self._groups), self._places)
         self._both_ways(self._matrices[1], self._places, self.results)
         if len(self._places) > 4:
-            record_launch(_clear, self._spread, self.results)
+            call(_clear, (), (self._spread, self.results))
 
     def _multiply(self, places: Array, kernel: Array, out: Array) -> None:
         """Write the products of each place and group."""

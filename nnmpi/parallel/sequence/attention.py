@@ -62,7 +62,7 @@ from nnmpi.backend.attend import (
 )
 from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.recording import record_call
+from nnmpi.backend.recording import call
 from nnmpi.base.errors import LayoutError, counted
 from nnmpi.base.shard import part, split
 from nnmpi.comm.execution import MessageRequest
@@ -99,7 +99,7 @@ class RingAttention:
         top, total = (
             xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2)
         )
-        record_call(self._forward, *inputs, y, (top, total), causal, drop)
+        call(self._forward, (*inputs, y, (top, total), causal, drop))
         return (*inputs, y, top, total) if keep else ()
 
     def attend_grad(
@@ -112,7 +112,7 @@ class RingAttention:
         drop: AttentionDropout | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
-        record_call(self._backward, grad, residuals, grads, causal, drop)
+        call(self._backward, (grad, residuals, grads, causal, drop))
 
     def _forward(
         self,
@@ -282,7 +282,8 @@ class UlyssesAttention:
         """See `backend.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
         saved: list[Residuals] = []  # filled again whenever a compiled step replays this call
-        record_call(self._forward, inputs, y, (causal, keep, *self._local_drop(drop, y)), saved)
+        options = causal, keep, *self._local_drop(drop, y)
+        call(self._forward, (inputs, y, options, saved))
         return (saved,)
 
     def attend_grad(
@@ -295,9 +296,8 @@ class UlyssesAttention:
         drop: AttentionDropout | None = None,
     ) -> None:
         """See `backend.attend.attend_grad`, for this rank's positions."""
-        record_call(
-            self._backward, grad, residuals[0], grads, (causal, *self._local_drop(drop, grad))
-        )
+        options = causal, *self._local_drop(drop, grad)
+        call(self._backward, (grad, residuals[0], grads, options))
 
     def _local_drop(self, drop: AttentionDropout | None, y: Heads) -> tuple[AttentionDropout, ...]:
         """Return this rank's heads of the dropout; empty without dropout."""
