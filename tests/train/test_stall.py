@@ -35,6 +35,18 @@ class Pausing(Slow):
                 time.sleep(0.1)
         return x
 
+class Computing(Slow):
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "2":
+            end = time.monotonic() + 9
+            while time.monotonic() < end:
+                sum(range(9999))
+        return x
+
+def computing(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), Computing(), nn.Linear(5, classes))
+
 def pausing(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), Pausing(), nn.Linear(5, classes))
 
@@ -45,6 +57,8 @@ def awake(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, classes))
 """
 
+WARNS_SOON = "from nnmpi.comm import world\nworld.WARNING_S = 4.0  # not ten\n"
+
 
 @pytest.mark.parametrize(
     "fault", ["asleep in a layer", pytest.param("stopped", marks=pytest.mark.slow(ONCE_MORE))]
@@ -52,9 +66,7 @@ def awake(shape, classes):
 def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_path: Path) -> None:
     """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
     (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "sitecustomize.py").write_text(
-        "from nnmpi.comm import world\nworld.WARNING_S = 4.0  # not ten\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(WARNS_SOON)
     asleep = fault.startswith("asleep")
     words = (
         f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit"
@@ -88,6 +100,34 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
         and "messages of 2 ranks" in record
         and "most recent call first" in record
     )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_between_nodes_an_alive_rank_is_heard_and_a_stopped_one_named(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the network, on one machine; UCX, MPICH's default there, tells what nobody received."""
+    monkeypatch.setenv("MPIR_CVAR_NOLOCAL", "1")
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "sitecustomize.py").write_text(WARNS_SOON)
+
+    def stop() -> None:
+        if stopped:
+            send(signal.SIGSTOP, str(tmp_path), "ranks", rank=2)
+
+    words = f"--model net.py:{'awake' if stopped else 'computing'} --dataset iris --no-jit "
+    words += f"--epochs {4000 if stopped else 40} --out {tmp_path}/run --stall-limit 6"
+    words += " --log-every 1"
+    begun = once(lambda: lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
+    ending = train(tmp_path, words, ranks=3, is_lost=begun)
+    if stopped:
+        assert ending.status == STALLED, ending.output
+        assert len(re.findall("the job is ended: ", ending.output)) == 1, ending.output
+        assert "rank 2 has not been heard of" in ending.output, ending.output
+    else:
+        assert ending.status == 0, ending.output
+        assert "heard of" not in ending.output and "not matched" not in ending.output
 
 
 @pytest.mark.slow(ONCE_MORE)
