@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.layout import GradientExchange, Layout, Numerics
     from nnmpi.compose.worker import Worker
+    from nnmpi.lab.onnx.export import to_onnx
     from nnmpi.nn.compiled import compile
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
@@ -101,6 +102,7 @@ __all__ = [
     "simulate",
     "start",
     "tensor",
+    "to_onnx",
     "use_precision",
 ]
 

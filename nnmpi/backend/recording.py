@@ -71,10 +71,8 @@ def refuse(
     Raises:
         UsageError: when a step is being recorded.
     """
-    if active() is not None:
-        raise UsageError(
-            f"{what} inside a compiled step would always be the first step's; {remedy}"
-        )
+    if (recorder := active()) is not None:
+        raise UsageError(recorder.refusal(what, remedy))
 
 
 def refuse_inside(what: str) -> None:
@@ -153,6 +151,14 @@ class Recorder(CallList):
         if xp is not np and not self.captures:
             self.spoil("the step brings arrays to a device; give it some that are there")
         return Makers(self) if xp is np and not self.spoiled else xp
+
+    def apply(self, function: Any, inputs: Any, values: list[Any]) -> Any:
+        """Run an operation's forward and record it; return its array."""
+        return function.recorded(self, inputs, values)
+
+    def refusal(self, what: str, remedy: str) -> str:
+        """Return why a Python number may not be read."""
+        return f"{what} inside a compiled step would always be the first step's; {remedy}"
 
     def record(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""

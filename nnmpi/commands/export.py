@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from nnmpi.base.command import read_command
 from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.wings import offered
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.ranks import parse_together
@@ -21,8 +23,9 @@ PROGRAM = "nnmpi export"
 DESCRIPTION = """Export a run's weights for other programs: nnmpi export RUN [options].
 
 Writes a state_dict as safetensors, with PyTorch's names and layouts, for
-safetensors.torch.load_file. Numbers are predicted in the units of the data. To import one, give
---weights FILE to nnmpi evaluate, predict or export. (A run of --model gpt also has a folder for
+safetensors.torch.load_file; or with --format onnx the model itself, for ONNX's runtimes. Numbers
+are predicted in the units of the data. To import a state_dict, give --weights FILE to nnmpi
+evaluate, predict or export. (A run of --model gpt also has a folder for
 Hugging Face's transformers, RUN/model.)"""
 
 
@@ -31,7 +34,13 @@ class ExportConfig(WeightsConfig):
     """Output, and the weights."""
 
     out: Path | None = None
-    """The file, .safetensors (default: RUN/torch.safetensors)."""
+    """The file (default: RUN/torch.safetensors, RUN/model.onnx)."""
+
+    format: Literal["safetensors", "onnx"] = "safetensors"
+    """safetensors: the weights; onnx: the model, for batches of any size."""
+
+    channels: Literal["last", "first"] = "last"
+    """With onnx: where images have their channels; first is PyTorch's."""
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
@@ -54,9 +63,12 @@ def export(folder: Path, options: ExportConfig) -> str:
         UsageError: for a folder without a run, and for a file that cannot be written.
         CheckpointError: for a run without a checkpoint.
     """
-    file = options.out or RunFolder(folder).torch
-    if file.suffix not in ("", ".safetensors"):
-        raise UsageError(f"--out {file} must end in .safetensors, the format of the file")
+    is_onnx, of_run = options.format == "onnx", RunFolder(folder)
+    file = options.out or (of_run.onnx if is_onnx else of_run.torch)
+    if file.suffix not in ("", f".{options.format}"):
+        raise UsageError(f"--out {file} must end in .{options.format}, the format of the file")
+    if options.channels == "first" and not is_onnx:
+        raise UsageError("--channels first is for --format onnx; PyTorch's weights are so anyway")
     run = load(folder, options.best, options.weights, options.trust)
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     sample = np.zeros((1, *run.signature.sample_shape), kind)
@@ -71,6 +83,10 @@ def export(folder: Path, options: ExportConfig) -> str:
                 f" are its outputs times {of.target_std:.9g}, plus"
                 f" {', '.join(f'{mean:.9g}' for mean in of.target_mean)}"
             )
+    if is_onnx:
+        to_onnx = offered("to_onnx")
+        count = to_onnx(run.model, sample, file, channels=options.channels, metadata=run.metadata())
+        return f"{count} nodes of ONNX are in {file}{units}"
     with raised_as(UsageError, f"--out {file} cannot be written"):
         count = write_torch(file, run.model, sample, run.metadata())
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}{units}"

@@ -4,6 +4,7 @@
     report, run; launching                                    a run's page; its supervisor
     planner/     the fastest layout: profile, network, price, and the race of --layout auto
     measure      makes the fit of a machine
+    onnx/        models as ONNX files
     render/      collectives and schedules as text and pictures
     pages/       interactive pages
 

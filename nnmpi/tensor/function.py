@@ -434,9 +434,7 @@ class Function:
         recorder = active()
         try:
             data = (
-                self.forward(*values)
-                if recorder is None
-                else self._recorded(recorder, inputs, values)
+                self.forward(*values) if recorder is None else recorder.apply(self, inputs, values)
             )
         except (AttributeError, TypeError) as error:
             mixed = mixed_error(values)
@@ -556,7 +554,7 @@ class Function:
             )
         return data
 
-    def _recorded(self, recorder: Any, inputs: tuple[Any, ...], values: list[Any]) -> Any:
+    def recorded(self, recorder: Any, inputs: tuple[Any, ...], values: list[Any]) -> Any:
         """Run forward and record it for replays."""
         for x in inputs:
             if isinstance(x, Variable) and x.node is None and x not in recorder.made:

@@ -15,6 +15,7 @@ runs/digits-cnn-20260101-120000/
   trace.json.gz       with --trace
   report.html         of `nnmpi report`
   torch.safetensors   of `nnmpi export`
+  model.onnx          of `nnmpi export --format onnx`
   model/              with --model gpt, at the end: in the format of Hugging Face's transformers
   tokenizer/          with a text: for `nnmpi.data.load_tokenizer`
 """
@@ -70,6 +71,7 @@ class RunFolder:
         self.lock, self.flight = path / LOCK_FILE, path / "flight"
         self.trace, self.page = path / "trace.json.gz", path / "report.html"
         self.torch = path / "torch.safetensors"
+        self.onnx = path / "model.onnx"
 
     def check_links(self) -> None:
         """Refuse links among the run's files: what is written to one could land anywhere.

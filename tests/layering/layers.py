@@ -74,6 +74,7 @@ OPTIONAL = {
     "matplotlib",
     "ml_dtypes",
     "pooch",
+    "onnx",
     "tensorboardX",
     "tokenizers",
 }
