@@ -44,6 +44,7 @@ from nnmpi.teaching.mpi_front.handles import Exception as MpiError
 from nnmpi.teaching.mpi_front.messages import Wire
 from nnmpi.teaching.mpi_front.modules import make_modules
 from nnmpi.teaching.mpi_front.scheduler import ProgramScheduler
+from nnmpi.teaching.rank_modules import RankModules
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class SimulationConfig:
         check_numbers(self, "ranks seeds", 1, MOST)
 
 
+LOCKS: dict[str, Any] = sys.modules["_frozen_importlib"]._module_locks  # of imports under way
 PATIENCE_S = 2.0  # of loops that poll and end by the computer's clock
 STREAMS = "stdin", "stdout", "stderr"
 
@@ -125,13 +127,21 @@ class RankGlobals:
         spec.loader.exec_module(local)
         local.seed(rank)
         self.rank = rank
-        self.modules: dict[str, ModuleType] = {"random": local, "signal": make_signal(rank)}
+        exits: Any = make_exits()
+        self.at_exit = exits._run_exitfuncs
+        self.modules: dict[str, ModuleType] = {
+            "random": local,
+            "signal": make_signal(rank),
+            "atexit": exits,
+        }
         self.bits: Any = np.random.MT19937(rank)
         self.shared: dict[str, Any] = {}
         self.leave()
         self.shared.pop("torch", None)  # it has a seed for each rank
         self.text: list[str] = []
         self.line: list[str] = []
+        self.locks: dict[str, Any] = {}
+        self.thread = 0
         self.decode = getincrementaldecoder("utf-8")("replace").decode
 
     def leave(self) -> None:
@@ -179,6 +189,26 @@ def make_signal(rank: int) -> ModuleType:
     return local
 
 
+def make_exits() -> ModuleType:
+    """Return a rank's module `atexit`, whose functions are called when its program ends."""
+    local, kept = ModuleType("atexit"), list[tuple[Any, ...]]()
+
+    def register(function: Any, *args: Any, **named: Any) -> Any:
+        kept.append((function, args, named))
+        return function
+
+    def unregister(function: Any) -> None:
+        kept[:] = [item for item in kept if item[0] != function]
+
+    def run() -> None:
+        while kept:
+            function, args, named = kept.pop()
+            function(*args, **named)
+
+    vars(local).update(register=register, unregister=unregister, _run_exitfuncs=run)
+    return local
+
+
 class OutputBytes(io.RawIOBase):
     """The bytes under `sys.stdout`, which become text at once.
 
@@ -198,15 +228,15 @@ class Interpreter(io.TextIOBase):
     """Switches between the ranks' global states, and prints their output in complete lines.
 
     Args:
-        folder: of the program, whose modules each rank imports for itself.
+        modules: those that each rank imports for itself.
         ranks: number of ranks.
         stream: the output; None for none.
     """
 
     encoding = "utf-8"
 
-    def __init__(self, folder: str, ranks: int, stream: Any) -> None:
-        self._folder, self._stream, self._count = folder, stream, 0
+    def __init__(self, modules: RankModules, ranks: int, stream: Any) -> None:
+        self._modules, self._stream, self._count = modules, stream, 0
         self._ranks = ranks
         self.buffer = OutputBytes(self._write_bytes)
         self.states: list[RankGlobals] = []
@@ -225,8 +255,8 @@ class Interpreter(io.TextIOBase):
         """Switch to a rank's state.
 
         Raises:
-            UsageError: when the last rank stopped within an import: this one could wait for ever
-                for the import's lock.
+            UsageError: when the last rank stopped while it imported a shared module: this one could
+                wait for ever for the lock of that import.
         """
         before, self._current = self._current, self.states[number]
         before.bits = mtrand.get_bit_generator()
@@ -234,30 +264,25 @@ class Interpreter(io.TextIOBase):
         names = (
             [*before.modules]
             if len(sys.modules) == self._count  # nothing was imported: skip the search
-            else [*filter(self._is_private, list(sys.modules))]  # (a copy: threads import, too)
+            else self._modules.find()
         )
         before.modules = {name: sys.modules.pop(name) for name in names}
-        sys.modules.update(self._current.modules)
+        for name, module in self._current.modules.items():
+            if name not in self._modules.shared:
+                sys.modules[name] = module
         self._count = len(sys.modules)
+        half = {name: lock() for name, lock in LOCKS.items() if name in self._modules.shared}
+        before.locks = {name: LOCKS.pop(name) for name in [*LOCKS] if name not in half}
+        LOCKS.update(self._current.locks)
         mtrand.set_bit_generator(self._current.bits)
         self._current.enter(before)
-        half = [
-            name
-            for name, module in before.modules.items()
-            if getattr(getattr(module, "__spec__", None), "_initializing", False)
-        ]
-        if half and self._current is not self.states[-1]:
-            raise UsageError(
-                f"the module {half[-1]} communicates while it is imported; let a function of it"
-                " do so"
-            )
-
-    def _is_private(self, name: str) -> bool:
-        module = sys.modules[name]
-        file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-        others = sys.prefix, PACKAGE_FOLDER
-        here = file.startswith(self._folder) and not file.startswith(others)
-        return here or name in ("__main__", "mpi4py", "mpi4py.MPI", "mpi4py.rc", "random", "signal")
+        self._current.thread = threading.get_ident()
+        for name, lock in half.items():
+            if lock is not None and lock.owner == before.thread != self._current.thread:
+                raise UsageError(
+                    f"the module {name}, which all ranks share, communicates while it is imported;"
+                    " let a function of it do so"
+                )
 
     def write(self, text: str) -> int:
         """Print the complete lines, and keep the rest."""
@@ -288,6 +313,25 @@ class Interpreter(io.TextIOBase):
             self.write("\n" * any(state.line))
 
 
+class ProgramBoard(MessageBoard):
+    """A board on which messages may stay that a library sends at the end, by `atexit`."""
+
+    last: Any = ()
+
+    def find_sent(self, rank: int) -> list[Any]:
+        """Return a rank's messages that nobody has received."""
+        sent = [message for queue in self.queues.values() for message in queue.sends]
+        return [message for message in sent if message.request.owner.number == rank]
+
+    def find_leftovers(self) -> list[str]:
+        """Return what stays of the other messages and of all requests."""
+        for queue in self.queues.values():
+            for message in [*queue.sends]:
+                if message in self.last:
+                    queue.sends.remove(message)
+        return super().find_leftovers()
+
+
 def print_error(error: BaseException) -> None:
     """Print an exception of the program: with its own lines, and those of other libraries."""
     shown = TracebackException.from_exception(error)
@@ -301,7 +345,12 @@ def print_error(error: BaseException) -> None:
 
 
 def run_program(
-    program: Path, args: Sequence[str], given: SimulationConfig, seed: int, stream: Any
+    program: Path,
+    args: Sequence[str],
+    given: SimulationConfig,
+    seed: int,
+    stream: Any,
+    modules: RankModules,
 ) -> tuple[SimulatedRun[None], list[str]]:
     """Run the program once; return the run, and the output of each rank.
 
@@ -320,7 +369,7 @@ def run_program(
     machine = (
         parse_network(given.network, given.ranks) if given.network else Machine.uniform(0.0, 0.0)
     )
-    interpreter = Interpreter(f"{program.resolve().parent}/", given.ranks, stream)
+    interpreter = Interpreter(modules, given.ranks, stream)
     scheduler = ProgramScheduler(
         given.ranks,
         seed,
@@ -330,7 +379,7 @@ def run_program(
         PATIENCE_S,
     )
     scheduler.by_time &= bool(given.network)
-    board = MessageBoard(scheduler, machine)
+    board = ProgramBoard(scheduler, machine)
     board.eager_bytes, number = given.eager, next(board.numbers)
     endings: list[SystemExit] = []
     of_threads: list[CommError] = []  # of threads that ranks have started
@@ -350,10 +399,15 @@ def run_program(
         wire = Wire(board, group.comm.world, local, members, number)
         sys.modules.update(make_modules(wire), __main__=main)
         try:
-            exec(code, vars(main))
-        except SystemExit as ending:
-            if ending.code:
-                endings.append(ending)
+            try:
+                exec(code, vars(main))
+            except SystemExit as ending:
+                if ending.code:
+                    endings.append(ending)
+            sent = board.find_sent(group.rank)
+            interpreter.states[group.rank].at_exit()
+            late = [item for item in board.find_sent(group.rank) if item not in sent]
+            board.last = [*board.last, *late]
         except Exception as error:
             if isinstance(error, CommError) and not isinstance(error, MpiError):
                 raise
@@ -362,7 +416,8 @@ def run_program(
             raise SystemExit(1) from None
 
     caller = sys.argv, sys.path, threading.excepthook
-    sys.argv, sys.path = [str(program), *args], [interpreter._folder, *sys.path]
+    sys.argv, sys.path = [str(program), *args], [modules.folder, *sys.path]
+    sys.meta_path.insert(0, modules)
     threading.excepthook = end_thread
     try:
         with redirect_stdout(interpreter):
@@ -373,6 +428,7 @@ def run_program(
                 interpreter.turn(given.ranks)
     finally:
         sys.argv, sys.path, threading.excepthook = caller
+        sys.meta_path.remove(modules)
         interpreter.finish()
         if endings:  # instead of the deadlock of the other ranks, its consequence
             raise endings[0]
@@ -395,10 +451,11 @@ def main(words: Sequence[str]) -> str:
     )
     first: list[str] = []
     other, lines = "", []
+    modules = RankModules(f"{program.resolve().parent}/")
     for seed in range(given.seed, given.seed + given.seeds):
         try:
             run, texts = run_program(
-                program, words[at + 1 :], given, seed, None if first else sys.stdout
+                program, words[at + 1 :], given, seed, None if first else sys.stdout, modules
             )
         except CommError as error:
             raise CommError(f"{error}\n(with seed {seed})") from error

@@ -416,7 +416,6 @@ class Scheduler:
 
     def _live(self, rank: SimulatedRank, program: Callable[[int], None]) -> None:
         rank._gate.acquire()
-        self._running = rank
         try:
             if self.failure is None:
                 self.on_turn(rank.number)
@@ -446,7 +445,6 @@ class Scheduler:
                     f"{describe_at(self.find_lines())}"
                 )
             rank._gate.acquire()
-        self._running = rank
         self.on_turn(rank.number)
         if self.failure is not None:
             self._abandon(rank)
@@ -471,6 +469,7 @@ class Scheduler:
             if event is local:
                 return True
             self.turns += 1
+            self._running = event
             event._gate.release()
             return False
         left = [rank for rank in self.ranks if not rank.ended]

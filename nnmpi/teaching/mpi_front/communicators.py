@@ -15,7 +15,7 @@ A collective is an exchange: each rank gives parts to its targets and takes thos
 import warnings
 from functools import partial, partialmethod
 from itertools import pairwise, zip_longest
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,12 @@ def fold(combine, values):
     return values[0]
 
 
+def check_tag(name, tag, least):
+    """Refuse a tag that a call does not take."""
+    if check_int(f"{name}'s tag", tag, -inf) < least:
+        raise Exception("ERR_TAG", f"{name}'s tag is {tag}; give {least} or more")
+
+
 class FrontComm(FrontHandle):
     """A communicator."""
 
@@ -81,9 +87,7 @@ class FrontComm(FrontHandle):
 
     @property
     def _wire(self):
-        if self._value is None:
-            raise Exception("ERR_COMM", "this communicator is COMM_NULL; it has no ranks")
-        return self._value
+        return self._given()
 
     def __new__(cls, comm=None):
         """Return a copy of a handle, or COMM_NULL."""
@@ -213,7 +217,7 @@ class FrontComm(FrontHandle):
 
     def _prepare_send(self, name, buf, dest, tag, obj=None):
         """Check the arguments of a send; return a function that starts it."""
-        check_int(f"{name}'s tag", tag, 0)
+        check_tag(name, tag, 0)
         if dest != PROC_NULL:
             self._among(dest)
         value = obj if buf is None else buf
@@ -231,7 +235,7 @@ class FrontComm(FrontHandle):
         """Check the arguments of a receive; return a function that starts it."""
         if source not in (ANY, PROC_NULL):
             self._among(source)
-        check_int(f"{name}'s tag", tag, ANY)
+        check_tag(name, tag, ANY)
         if not name.islower():
             into = read(buf)
         elif name == "recv":
@@ -373,7 +377,7 @@ class FrontComm(FrontHandle):
                 f" {room} ({describe_lines(self._wire._scheduler.find_lines())})"
             )
         if not into._memory.flags.writeable:
-            raise ValueError("a message cannot be received into an array that is read-only")
+            raise BufferError("a message cannot be received into an array that is read-only")
         into.write(data)
 
     def _start_barrier(self, name):
@@ -484,6 +488,7 @@ class FrontComm(FrontHandle):
             raise ValueError(
                 f"{name} sends {mine.kind} and receives {into.kind}; give both one datatype"
             )
+        op._check(mine.kind)
         width, counts = mine.kind.itemsize, None
         if scattered:
             counts = self._counts(name, mine, into, in_place, recvcounts, width)
@@ -585,11 +590,7 @@ class FrontComm(FrontHandle):
         """Return the communicator of a group's ranks, which alone call this."""
         return make_from_group(self._wire, group, ("group", self._wire._number, tag))
 
-    def Free(self):
-        """Make it null."""
-        self._value = None
-
-    free = Disconnect = Free
+    Disconnect = FrontHandle.Free
 
 
 class Intracomm(FrontComm):
@@ -616,7 +617,9 @@ class Intracomm(FrontComm):
         periods = [int(bool(item)) for item in np.broadcast_to(periods, len(dims))]
         cells = prod(dims)
         if not 0 < cells <= self.size:
-            raise ValueError(f"a grid of {dims} does not fit a communicator of {self.size} ranks")
+            raise Exception(
+                "ERR_ARG", f"a grid of {dims} does not fit a communicator of {self.size} ranks"
+            )
         return self._with_topology(Cart(dims, periods), self.rank < cells)
 
     def Cart_map(self, dims, periods=None):

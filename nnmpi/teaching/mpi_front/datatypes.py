@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.teaching.mpi_front.handles import FrontHandle
+from nnmpi.teaching.mpi_front.handles import Exception, FrontHandle
 
 BYTE = np.dtype("u1")
 
@@ -78,9 +78,7 @@ class Datatype(FrontHandle):
         return cls._of(ElementBytes(name, dtype, ((0, dtype.itemsize),), 0, dtype.itemsize, True))
 
     def _layout(self):
-        if self._value is None:
-            raise ValueError("the datatype is DATATYPE_NULL; give another")
-        return self._value
+        return self._given()
 
     @classmethod
     def fromcode(cls, code):
@@ -132,6 +130,8 @@ class Datatype(FrontHandle):
     @classmethod
     def Create_struct(cls, blocklengths, displacements, datatypes):
         """Return a sequence of blocks: of some elements of a datatype, at an offset in bytes."""
+        if min(blocklengths, default=0) < 0:
+            raise Exception("ERR_COUNT", f"a block cannot have {min(blocklengths)} elements")
         blocks: list[tuple[int, int]] = []
         lows, highs, dtypes = [], [], set()
         for length, offset, kind in zip(blocklengths, displacements, datatypes, strict=True):
@@ -167,6 +167,8 @@ class Datatype(FrontHandle):
 
     def Create_hvector(self, count, blocklength, stride):
         """Return blocks that begin some bytes after one another."""
+        if count < 0:
+            raise Exception("ERR_COUNT", f"there cannot be {count} blocks")
         return self.Create_hindexed_block(blocklength, [at * stride for at in range(count)])
 
     def Create_vector(self, count, blocklength, stride):
@@ -184,6 +186,9 @@ class Datatype(FrontHandle):
     def Create_subarray(self, sizes, subsizes, starts, order=0):
         """Return a part of an array; order is ORDER_C or ORDER_FORTRAN."""
         letter: Any = "CF"[order]
+        for size, length, at in zip(sizes, subsizes, starts, strict=True):
+            if not (at >= 0 and 0 < length <= size - at):
+                raise Exception("ERR_ARG", f"{length} of {size} elements from {at} on are no part")
         whole = np.arange(np.prod(sizes)).reshape(sizes, order=letter)
         part = whole[tuple(slice(at, at + n) for at, n in zip(starts, subsizes, strict=True))]
         places = part.reshape(-1, order=letter).tolist()
@@ -312,7 +317,7 @@ def find_bytes(obj):
 
     Raises:
         TypeError: for another object, and for memory of a device.
-        ValueError: for an array with gaps.
+        BufferError: for an array with gaps.
     """
     interface = getattr(obj, "__cuda_array_interface__", None)
     try:
@@ -336,7 +341,7 @@ def find_bytes(obj):
     if array.flags.f_contiguous:
         array = array.T
     if not array.flags.c_contiguous:
-        raise ValueError(
+        raise BufferError(
             f"an array with strides {array.strides} is not contiguous; pass"
             " numpy.ascontiguousarray(array)"
         )

@@ -21,7 +21,7 @@ IDENT, CONGRUENT, SIMILAR, UNEQUAL = range(4)
 _NAMES = """
     SUCCESS ERR_BUFFER ERR_COUNT ERR_TYPE ERR_TAG ERR_COMM ERR_RANK ERR_REQUEST ERR_ROOT ERR_GROUP
     ERR_OP ERR_TOPOLOGY ERR_DIMS ERR_ARG ERR_UNKNOWN ERR_TRUNCATE ERR_OTHER ERR_INTERN
-    ERR_IN_STATUS ERR_PENDING ERR_INFO ERR_UNSUPPORTED_OPERATION
+    ERR_IN_STATUS ERR_PENDING ERR_INFO ERR_INFO_NOKEY ERR_WIN ERR_UNSUPPORTED_OPERATION
 """
 ERRORS = _NAMES.split()
 
@@ -113,11 +113,41 @@ class FrontHandle:
                 return type(self), (item,)
         raise ValueError(f"a {type(self).__name__} is this process's own: it cannot be pickled")
 
+    def _given(self):
+        """Return what it names.
+
+        Raises:
+            Exception: if it is null.
+        """
+        if self._value is None:
+            name = self._kind().__name__
+            error = {"Datatype": "TYPE", "Message": "REQUEST"}.get(name, name.upper())
+            raise Exception(f"ERR_{error}", f"the {name} is null: it was freed, or never made")
+        return self._value
+
+    def _is_mpis(self):  # groups without ranks are all equal, and may be freed
+        return self._value != () and any(
+            isinstance(item, self._kind()) and item._value is self._value
+            for item in vars(local()).values()
+        )
+
     def Free(self):
-        """Make it null."""
+        """Make it null.
+
+        Raises:
+            Exception: if it is null, or MPI's own.
+        """
+        self._given()
+        if self._is_mpis():
+            name = self._kind().__name__
+            error = {"Datatype": "TYPE"}.get(name, name.upper())
+            raise Exception(f"ERR_{error}", f"{name}.Free: MPI's own stay to the end")
         self._value = None
 
-    free = Free
+    def free(self):
+        """Make it null; what is MPI's own stays."""
+        if self and not self._is_mpis():
+            self.Free()
 
     @property
     def handle(self):
@@ -144,9 +174,7 @@ class FrontGroup(FrontHandle):
     """Ranks in order, as their numbers in the world."""
 
     def _ranks(self):
-        if self._value is None:
-            raise Exception("ERR_GROUP", "this group is GROUP_NULL; give another")
-        return self._value
+        return self._given()
 
     @classmethod
     def _made(cls, ranks: Iterable[int]):
@@ -203,7 +231,10 @@ class FrontGroup(FrontHandle):
 
     def Incl(self, ranks):
         """Return some ranks, in the given order."""
-        return self._made(self._at(ranks))
+        found = self._at(ranks)
+        if len({*found}) < len(found):
+            raise Exception("ERR_RANK", f"a rank is given twice: {[*ranks]}")
+        return self._made(found)
 
     def Excl(self, ranks):
         """Return all ranks but some."""
@@ -238,18 +269,23 @@ class Info(FrontHandle):
 
     def Set(self, key, value):
         """Set a hint."""
-        self._value[key] = value
+        self._given()[key] = value
 
     def Get(self, key):
         """Return a hint, or None."""
-        return self._value.get(key)
+        return self._given().get(key)
+
+    def Delete(self, key):
+        """Remove a hint."""
+        if self._given().pop(key, None) is None:
+            raise Exception("ERR_INFO_NOKEY", f"there is no hint {key!r}")
 
     def Get_nkeys(self):
         """Return the number of hints."""
-        return len(self._value)
+        return len(self._given())
 
     def Dup(self):
         """Return a copy."""
-        return self.Create(self._value)
+        return self.Create(self._given())
 
-    __setitem__, __getitem__, __len__ = Set, Get, Get_nkeys
+    __setitem__, __getitem__, __delitem__, __len__ = Set, Get, Delete, Get_nkeys

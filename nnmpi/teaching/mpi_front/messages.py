@@ -382,7 +382,7 @@ class Wire(SimulatedComm):
             message: the one to receive, if it was taken before.
         """
         if memory is not None and not memory.flags.writeable:
-            raise ValueError("a message cannot be received into an array that is read-only")
+            raise BufferError("a message cannot be received into an array that is read-only")
         text, partners = self._senders(source, tag)
         return self._receive(text, memory, (source, tag, kind), *partners, message=message)
 

@@ -3,7 +3,10 @@
 import pickle
 import platform
 import threading
+from contextlib import nullcontext
 from functools import partial
+from importlib.machinery import PathFinder
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +17,11 @@ from nnmpi.teaching.mpi_front import (
     messages,
     reductions,
     requests,
+    windows,
 )
 from nnmpi.teaching.mpi_front.communicators import Intracomm
 from nnmpi.teaching.mpi_front.datatypes import DATATYPES, Datatype, buffer
-from nnmpi.teaching.mpi_front.handles import ERRORS, FrontGroup, Info, refuse
+from nnmpi.teaching.mpi_front.handles import ERRORS, Exception, FrontGroup, Info, refuse
 from nnmpi.teaching.mpi_front.messages import Wire
 from nnmpi.teaching.mpi_front.reductions import OPS, Op
 from nnmpi.teaching.mpi_front.requests import Message, Request
@@ -33,6 +37,7 @@ _SAME = {
     reductions: "Op",
     messages: "BOTTOM IN_PLACE",
     requests: "Status Request Prequest Grequest Message",
+    windows: "Win",
     communicators: "Comm Intracomm Intercomm Topocomm Cartcomm Graphcomm Distgraphcomm GRAPH CART"
     " DIST_GRAPH UNWEIGHTED WEIGHTS_EMPTY BUFFER_AUTOMATIC",
 }
@@ -49,10 +54,23 @@ class Pickle:
         self.dumps = given if protocol is None else lambda value: given(value, protocol)
         self.loads = pickle.loads if loads is None else loads
 
+    def dumps_oob(self, value):
+        """Return bytes, and the buffers that lie beside them."""
+        beside: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(value, 5, buffer_callback=beside.append)
+        return data, [buffer.frombuffer(item.raw()) for item in beside]
+
+    def loads_oob(self, data, beside):
+        """Return the object again."""
+        return pickle.loads(data, buffers=beside)
+
 
 def find_dims(nnodes, dims):
     """Return the lengths of a grid of ranks, as equal as possible; those above 0 are kept."""
     dims = [0] * dims if isinstance(dims, int) else [*dims]
+    known = prod(length or 1 for length in dims)
+    if min(dims, default=0) < 0 or nnodes % known or (0 not in dims and nnodes != known):
+        raise Exception("ERR_DIMS", f"{nnodes} ranks are no grid of {dims}")
     left = nnodes
     for length in dims:
         left //= length or 1
@@ -91,7 +109,8 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
     vars(package).update(
         MPI=mpi,
         rc=settings,
-        __path__=[],
+        # its parts in Python, such as mpi4py.util, if it is installed
+        __path__=list(getattr(PathFinder.find_spec("mpi4py"), "submodule_search_locations", ())),
         __version__="4.1.2",
         __getattr__=partial(refuse, package),
     )
@@ -112,6 +131,11 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         _attached=None,
         memory=buffer,
         pickle=Pickle(),
+        Pickle=Pickle,
+        # what mpi4py.util.pkl5 takes of mpi4py
+        _comm_lock=lambda comm, name: nullcontext(),
+        _commctx_intra=lambda comm: (Intracomm._of(comm._wire.shadow()), 0),
+        _commctx_inter=lambda comm: refuse(mpi, "Intercomm.Create"),
         COMM_WORLD=Intracomm._of(wire),
         COMM_SELF=Intracomm._of(alone),
         COMM_NULL=Intracomm(),
@@ -121,6 +145,8 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         GROUP_NULL=FrontGroup(),
         GROUP_EMPTY=FrontGroup._made(()),
         INFO_NULL=Info(),
+        WIN_NULL=windows.Win(),
+        _typedict={item.tocode(): item for item in reversed(DATATYPES.values())},
         OP_NULL=Op(),
         DATATYPE_NULL=Datatype(),
         ERRORS_RETURN="ERRORS_RETURN",

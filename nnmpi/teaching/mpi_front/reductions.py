@@ -25,6 +25,15 @@ _OPS = {
     "REPLACE": (lambda x, y: y, lambda x, y: y),
     "NO_OP": (lambda x, y: x, lambda x, y: x),
 }
+# The kinds of dtypes for which MPI does not define them.
+_UNDEFINED = {
+    **dict.fromkeys(("LAND", "LOR", "LXOR"), "fcV"),
+    **dict.fromkeys(("BAND", "BOR", "BXOR"), "bfcV"),
+    **dict.fromkeys(("MAXLOC", "MINLOC"), "biufc"),
+    **dict.fromkeys(("MAX", "MIN"), "bcV"),
+    **dict.fromkeys(("SUM", "PROD"), "bV"),
+    **dict.fromkeys(("REPLACE", "NO_OP"), "biufcV"),
+}
 
 
 def _choose(x, y, better):
@@ -52,9 +61,10 @@ class Op(FrontHandle):
     @classmethod
     def _find(cls, op):
         """Return a reduction: one of MPI's, or a function of two objects."""
-        if isinstance(op, cls) and op:
+        if isinstance(op, cls):
+            op._given()
             return op
-        if callable(op) and not isinstance(op, cls):
+        if callable(op):
             return cls._of((getattr(op, "__name__", "function"), op, None, True))
         raise TypeError(f"{op!r} is no reduction of MPI; give one of {', '.join(_OPS)}")
 
@@ -81,9 +91,15 @@ class Op(FrontHandle):
             return self.Create, (self._value[1], self._value[3])
         return super().__reduce__()
 
+    def _check(self, dtype):
+        """Refuse a reduction that MPI does not define for these elements."""
+        name = self._given()[0]
+        if dtype.kind in _UNDEFINED.get(name, ""):
+            raise Exception("ERR_OP", f"{name} is not defined for {dtype}")
+
     def _combine(self, x, y, kind):
         """Return the reduction of two arrays of one dtype."""
-        name, function, ufunc, _ = self._value
+        name, function, ufunc, _ = self._given()
         if ufunc is not None:
             return ufunc(x, y).astype(x.dtype)
         if name:
@@ -102,6 +118,7 @@ class Op(FrontHandle):
                 f"{mine.nbytes} bytes of {mine.kind} and {other.nbytes} of {other.kind} cannot be"
                 " reduced"
             )
+        self._check(mine.kind)
         other.write(self._combine(mine.numbers(), other.numbers(), other.kind))
 
 

@@ -226,12 +226,15 @@ class Request(FrontHandle):
 
     def Free(self):
         """Forget it: a send goes on, and nobody waits for it."""
-        if self._is_active:
-            for item in self._value.started:
-                self._value.wire.forget(item)
+        operation = self._given()
+        for item in operation.started if self._is_active else ():
+            operation.wire.forget(item)
         self._value = None
 
-    free = Free
+    def free(self):
+        """Forget it, unless it is null."""
+        if self:
+            self.Free()
 
     # ---- several ----
 
@@ -370,7 +373,7 @@ class Prequest(Request):
 
     def Start(self):
         """Start it."""
-        if self._value.active:
+        if self._given().active:
             raise Exception("ERR_REQUEST", "the request was started before and not awaited since")
         self._value.begin()
 

@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nnmpi.comm.simulated.scheduler import PACKAGE_FOLDER, Scheduler, describe_at
+from nnmpi.base.errors import CommError
+from nnmpi.comm.simulated.scheduler import (
+    PACKAGE_FOLDER,
+    Scheduler,
+    SimulatedRank,
+    describe_at,
+)
 
 LIBRARY_FOLDERS = PACKAGE_FOLDER, sysconfig.get_path("stdlib")  # not a program's own lines
 LOOKS = 4  # at the running rank, until it is named
@@ -45,6 +51,22 @@ class ProgramScheduler(Scheduler):
     def on_turn(self, number: int) -> None:
         """Call `turn`."""
         self._turn(number)
+
+    def begin_call(self, rank: SimulatedRank) -> None:
+        """Begin a call.
+
+        Raises:
+            CommError: on a thread of a rank of which another waits in a call.
+        """
+        if self._running is not rank and not rank.ended and self.failure is None:
+            error = CommError(
+                f"rank {rank.number} calls MPI on {threading.current_thread().name} while another of"
+                f" its threads waits in a call{describe_at(rank.lines)}\n    let one thread call, as"
+                f" MPI.THREAD_FUNNELED says{describe_at(self.find_lines())}"
+            )
+            self.failure = rank.number, error
+            raise error
+        super().begin_call(rank)
 
     def is_stuck(self) -> bool:
         """Return whether ranks have polled in vain for long enough by the computer's clock."""

@@ -17,6 +17,7 @@ import pytest
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.simulated import scheduler
 from nnmpi.teaching import simrun
+from nnmpi.teaching.rank_modules import RankModules
 from nnmpi.teaching.simrun import main
 from tests.harness.job import mpirun, run
 
@@ -133,7 +134,7 @@ DEFECTS = {
     "no tag": (
         "rank or comm.send(0, 1, tag=-5)",
         SystemExit,
-        r"send's tag is -5; give a whole number of at least 0.*on rank 0",
+        r"send's tag is -5; give 0 or more.*on rank 0",
     ),
     "no root": (
         "comm.bcast(0, root='0')",
@@ -261,20 +262,109 @@ DEFECTS = {
     ),
     "no such rank": ("comm.send(1, rank + 1)", SystemExit, r"line 6.*there is no rank 3.* 0 to 2"),
     "windows": (
-        "MPI.Win",
+        "MPI.Win.Create(None)",
         SystemExit,
-        r"line 6.*has no mpi4py.MPI.Win; .*docs/reference/mpi4py.md lists its calls",
+        r"line 6.*has no Win.Create.*docs/reference/mpi4py.md lists its calls",
+    ),
+    "two threads of a rank in calls": (
+        """\
+        import threading, time
+        def meet():
+            for _ in range(50):
+                time.sleep(0.01)
+                comm.Barrier()
+        threads = [threading.Thread(target=meet) for _ in range(1 + (rank == 0))]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()""",
+        CommError,
+        r"rank 0 calls MPI on Thread.* while another of its threads waits in a call",
     ),
     "two groups": (
         "comm.Create_intercom(0, comm, 1)",
         SystemExit,
         r"has no Intracomm.Create_intercom; ",
     ),
-    "a module that talks": ("import talks", UsageError, "talks communicates while it is imported"),
 }
 
 # Programs that are right. Their lines are compared with those of mpirun, in any order.
 RIGHT = {
+    "libraries elsewhere, which keep a rank and talk while they are imported": (
+        """\
+        import os
+        sys.path.insert(0, os.path.abspath("elsewhere"))
+        import talks, outer.inner
+        outer.inner.count(10)
+        print(talks.rank, talks.total, outer.inner.RANK, outer.inner.counted, outer.talks is talks)"""
+    ),
+    "functions for the end": (
+        """\
+        import atexit
+        atexit.register(lambda: print("bye", comm.allreduce(rank)))
+        atexit.register(print, "last")
+        atexit.unregister(print)
+        sys.exit(0)"""
+    ),
+    "memory of a node": (
+        """\
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        win = MPI.Win.Allocate_shared(8 * (rank + 1), 8, comm=node)
+        parts = [np.frombuffer(win.Shared_query(at)[0], "d") for at in range(size)]
+        parts[rank][:] = rank
+        win.Fence()
+        whole, unit = win.Shared_query(MPI.PROC_NULL)
+        print(np.concatenate(parts), len(whole), unit, win.group.size, len(win.tomemory()))
+        win.Fence()
+        parts[0][0] += 1
+        win.Free()
+        print(bool(win))"""
+    ),
+    "objects beside their buffers, types by their letters": (
+        """\
+        from mpi4py.util import pkl5
+        other = pkl5.Intracomm(comm)
+        request = other.isend(np.arange(9.0) * rank, (rank + 1) % size)
+        print(other.recv().sum(), other.bcast([rank, np.ones(3)]), MPI._typedict["d"].Get_size())
+        request.wait()"""
+    ),
+    "what MPI refuses": (
+        """\
+        a, self = np.arange(12.0), MPI.COMM_SELF
+        strided = MPI.DOUBLE.Create_vector(3, 1, 4)
+        freed = self.Dup()
+        freed.Free()
+        null = MPI.Datatype(MPI.DATATYPE_NULL)
+        for call in (
+            lambda: self.Sendrecv([a, 1, strided], 0, 0, [a.copy(), 1, strided], 0),
+            lambda: self.Split(-1),
+            freed.Free,
+            freed.Get_rank,
+            MPI.REQUEST_NULL.Free,
+            MPI.Prequest().Start,
+            MPI.DOUBLE.Free,
+            null.Get_size,
+            lambda: self.Send([a, 1, null], 0),
+            lambda: self.Send(a, 0, tag=-3),
+            lambda: self.Send(a.reshape(3, 4)[:, 1], 0),
+            lambda: self.Recv(memoryview(b"12345678"), 0),
+            lambda: self.Allreduce(a, a.copy(), MPI.OP_NULL),
+            lambda: self.Allreduce(a, a.copy(), MPI.BAND),
+            lambda: self.Allreduce(a, a.copy(), MPI.MAXLOC),
+            lambda: self.Create_cart([2, 2]),
+            lambda: MPI.Compute_dims(6, [4, 0]),
+            lambda: self.Get_group().Incl([0, 0]),
+            lambda: MPI.DOUBLE.Create_vector(-1, 1, 1),
+            lambda: MPI.DOUBLE.Create_subarray([4], [2], [3]),
+            lambda: MPI.INFO_NULL.Get("a"),
+            lambda: MPI.Info.Create().Delete("a"),
+            MPI.COMM_NULL.free,
+        ):
+            try:
+                print(call())
+            except Exception as error:
+                number = error.Get_error_class() if isinstance(error, MPI.Exception) else -1
+                names = [name for name in dir(MPI) if getattr(MPI, name) is number]
+                print(type(error).__name__, *[name for name in names if name[:4] == "ERR_"])"""
+    ),
     "a function of its own, and requests that are over": (
         """\
         print(comm.allreduce(rank + 1, op=lambda x, y: x * y))
@@ -529,7 +619,15 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Write a program and its modules into the current folder; returns its name."""
     monkeypatch.chdir(tmp_path)
     Path("helper.py").write_text("from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\n")
-    Path("talks.py").write_text("from mpi4py import MPI\nMPI.COMM_WORLD.barrier()\n")
+    Path("elsewhere/outer").mkdir(parents=True)
+    Path("elsewhere/talks.py").write_text(
+        "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\ntotal = MPI.COMM_WORLD.allreduce(rank)\n"
+    )
+    Path("elsewhere/outer/__init__.py").write_text("import talks\n")
+    Path("elsewhere/outer/inner.py").write_text(
+        "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\nMPI.COMM_WORLD.barrier()\ncounted = 0\n"
+        "def count(n):\n    global counted\n    counted += n * RANK\n"
+    )
 
     def write(text: str) -> str:
         Path("p.py").write_text(HEAD + dedent(text))
@@ -693,7 +791,8 @@ def test_a_rank_without_end_is_named(
 
 
 def test_a_call_after_the_end_is_refused(programs: Callable[[str], str]) -> None:
-    name = programs("import atexit\natexit.register(comm.barrier)")
+    # logging has the process's own atexit, not the rank's
+    name = programs("import logging\nlogging.atexit.register(comm.barrier)")
     command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "2", name]
     path = {"PYTHONPATH": str(Path(simrun.__file__).parents[2])}
     done = subprocess.run(
@@ -762,9 +861,8 @@ def test_nnmpis_groups_are_the_simulated_ranks(
 
 
 def test_nnmpi_is_shared_where_its_folder_is_the_programs() -> None:
-    interpreter = simrun.Interpreter(f"{Path(simrun.__file__).parents[2]}/", 1, None)
-    assert not interpreter._is_private("nnmpi.teaching.simrun")
-    assert interpreter._is_private(__name__)
+    modules = RankModules(f"{Path(simrun.__file__).parents[2]}/")
+    assert not {"nnmpi.teaching.simrun", "numpy"} & {*modules.find()}
 
 
 def test_a_closed_pipe_ends_the_printing_alone() -> None:
@@ -773,11 +871,11 @@ def test_a_closed_pipe_ends_the_printing_alone() -> None:
             raise error
 
     error: OSError = BrokenPipeError()
-    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter = simrun.Interpreter(RankModules("/nowhere/"), 1, Closed())
     interpreter.begin()
     assert interpreter.write("a\n") + interpreter.write("b\n") == 4
     error = OSError(28, "No space left on device")
-    interpreter = simrun.Interpreter("/nowhere/", 1, Closed())
+    interpreter = simrun.Interpreter(RankModules("/nowhere/"), 1, Closed())
     interpreter.begin()
     with pytest.raises(CommError, match="the output cannot be written: No space left"):
         interpreter.write("a\n")
