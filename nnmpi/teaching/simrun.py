@@ -68,7 +68,6 @@ class SimulationConfig:
         check_numbers(self, "ranks seeds", 1, MOST)
 
 
-LOCKS: dict[str, Any] = sys.modules["_frozen_importlib"]._module_locks  # of imports under way
 PATIENCE_S = 2.0  # of loops that poll and end by the computer's clock
 STREAMS = "stdin", "stdout", "stderr"
 
@@ -238,6 +237,8 @@ class Interpreter(io.TextIOBase):
     def __init__(self, modules: RankModules, ranks: int, stream: Any) -> None:
         self._modules, self._stream, self._count = modules, stream, 0
         self._ranks = ranks
+        bootstrap: Any = sys.modules["_frozen_importlib"]
+        self._locks: dict[str, Any] = bootstrap._module_locks  # of imports under way
         self.buffer = OutputBytes(self._write_bytes)
         self.states: list[RankGlobals] = []
 
@@ -271,9 +272,9 @@ class Interpreter(io.TextIOBase):
             if name not in self._modules.shared:
                 sys.modules[name] = module
         self._count = len(sys.modules)
-        half = {name: lock() for name, lock in LOCKS.items() if name in self._modules.shared}
-        before.locks = {name: LOCKS.pop(name) for name in [*LOCKS] if name not in half}
-        LOCKS.update(self._current.locks)
+        half = {name: lock() for name, lock in self._locks.items() if name in self._modules.shared}
+        before.locks = {name: self._locks.pop(name) for name in [*self._locks] if name not in half}
+        self._locks.update(self._current.locks)
         mtrand.set_bit_generator(self._current.bits)
         self._current.enter(before)
         self._current.thread = threading.get_ident()
