@@ -43,14 +43,14 @@ def namespace(array: Array) -> ModuleType:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
-def masked(xp: Any, keep: Array, x: Array) -> Array:
+def masked(keep: Array, x: Array) -> Array:
     """Return x where `keep` is True and 0 elsewhere, with broadcasting; unlike a product, drop NaN.
 
     On the host as integers: on random masks NumPy's `where` mispredicts branches, and takes six
     times as long.
     """
     if not isinstance(x, np.ndarray) or not x.ndim:
-        chosen = xp.where(keep, x, 0)
+        chosen = np.where(keep, x, 0)
         # CuPy makes bfloat16 float32
         return chosen if chosen.dtype == x.dtype else chosen.astype(x.dtype)
     kind = f"i{x.itemsize}"
@@ -193,39 +193,30 @@ def _aligned(make: Any, shape: Shape, dtype: Any) -> Array:
 CACHED = 64  # constants of each kind; a run has as many as it has batch sizes
 
 
-def ones(xp: Any, count: int, dtype: Any) -> Array:
-    """Return ones, (count,), read-only.
+def ones(like: Array, count: int) -> Array:
+    """Return ones, (count,), read-only, of an array's library and dtype."""
+    is_here, dtype = isinstance(like, np.ndarray), like.dtype
+    return _cached("ones", count, dtype) if is_here else namespace(like).ones(count, dtype)
+
+
+def steps(like: Array, count: int, step: int) -> Array:
+    """Return 0, step, 2 step ... , (count,), int64, read-only, of an array's library.
 
     Args:
-        xp: the array library, or a recorder's stand-in for it.
-        count: the number of ones.
-        dtype: of the result.
-    """
-    return _cached("ones", count, dtype) if _is_numpy(xp) else xp.ones(count, dtype)
-
-
-def steps(xp: Any, count: int, step: int) -> Array:
-    """Return 0, step, 2 step ... , (count,), int64, read-only.
-
-    Args:
-        xp: the array library, or a recorder's stand-in for it.
         count: the number of elements.
         step: the difference of two elements, at least 1.
     """
     numbers = 0, count * step, step, "int64"
-    return _cached("arange", *numbers) if _is_numpy(xp) else xp.arange(*numbers)
+    is_here = isinstance(like, np.ndarray)
+    return _cached("arange", *numbers) if is_here else namespace(like).arange(*numbers)
 
 
-def constant(xp: Any, value: float, dtype: Any) -> Array | float:
-    """Return a number as an operand of a universal function; `xp` as above.
+def constant(like: Array, value: float) -> Array | float:
+    """Return a number as an operand of a universal function with another one.
 
     A cached array, since NumPy takes 0.4 us per call to convert a Python number.
     """
-    return _cached("full", (), value, dtype) if _is_numpy(xp) else value
-
-
-def _is_numpy(xp: Any) -> bool:
-    return xp is np or xp.__name__ == "numpy"
+    return _cached("full", (), value, like.dtype) if isinstance(like, np.ndarray) else value
 
 
 @lru_cache(3 * CACHED)

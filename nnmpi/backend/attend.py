@@ -75,31 +75,30 @@ class AttentionDropout:
 
 
 def attend(
-    xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+    inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
 ) -> Residuals:
     """Write softmax(q k^T / sqrt(features)) v to y, and return the residuals for `attend_grad`.
 
     Args:
-        xp: the arrays' module, or a recorder's stand-in for it.
         inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch,
             heads, keys, values), with any strides.
         y: (batch, heads, queries, values), with any strides.
         causal: whether query i sees the keys 0..i alone; there are then as many keys as queries.
         keep: whether `attend_grad` will be called.
-        drop: the dropout, or None; with one, xp is the arrays' module itself.
+        drop: the dropout, or None; with one, the arrays are plain ones.
     """
+    xp = namespace(y)
     q, k, v = inputs
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
     count = sum((j - i) * seen for i, j, seen in which.bands())
     saved = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
-    top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
-    attend_more(xp, inputs, y, top, total, which, saved, first=True)
-    xp.divide(y, total[..., None], out=y)
+    top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(q, (*q.shape[:3], 1))[..., 0]
+    attend_more(inputs, y, top, total, which, saved, first=True)
+    np.divide(y, total[..., None], out=y)
     return (q, k, v, y, total, saved) if keep else ()
 
 
 def attend_grad(
-    xp: Any,
     grad: Heads,
     residuals: Residuals,
     targets: Trio,
@@ -109,7 +108,6 @@ def attend_grad(
     """Write the gradients of q, k and v.
 
     Args:
-        xp: as for `attend`.
         grad: like y, the gradient of the result.
         residuals: from `attend`.
         targets: receive the gradients; of the shapes of q, k and v, with any strides.
@@ -117,14 +115,13 @@ def attend_grad(
     """
     q, k, v, y, total, powers = residuals
     which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
-    share = _like_packed(xp, grad, grad.shape)
-    xp.divide(grad, total[..., None], out=share)
-    inner = xp.einsum("bhtd,bhtd->bht", share, y)  # CuPy's einsum has no `out`
-    attend_more_grad(xp, share, inner, (q, k, v), None, targets, which, powers, first=True)
+    share = _like_packed(grad, grad.shape)
+    np.divide(grad, total[..., None], out=share)
+    inner = np.einsum("bhtd,bhtd->bht", share, y)  # CuPy's einsum has no `out`
+    attend_more_grad(share, inner, (q, k, v), None, targets, which, powers, first=True)
 
 
 def attend_more(
-    xp: Any,
     inputs: Trio,
     sums: Heads,
     top: Array,
@@ -142,7 +139,6 @@ def attend_more(
     The result is sums / total after all blocks of keys.
 
     Args:
-        xp: as for `attend`.
         inputs: q, k and v, as for `attend`, in the dtype of the sums.
         sums: (batch, heads, queries, values), initially 0.
         top, total: (batch, heads, queries), initially -inf and 0. The first block must have a
@@ -151,39 +147,39 @@ def attend_more(
         saved: receives the powers, (n,); None if backward computes them again.
         first: whether these are the first keys; sums, top and total are then only written.
     """
+    xp = namespace(sums)
     q, k, v = inputs
     blocks = which.pieces(q)
     most, size = _largest(q, blocks)
-    room, scaled_all = xp.empty((size if saved is None else 0,), q.dtype), _like_packed(xp, q, most)
+    room, scaled_all = xp.empty((size if saved is None else 0,), q.dtype), _like_packed(q, most)
     for block, pieces in blocks:
         qb, kb, vb = q[block], k[block], v[block]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
-        xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
+        np.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
         for (i, j, seen), part in pieces:
             target = _piece(saved, room, part, (*qb.shape[:2], seen, j - i))
-            p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, target)
+            p = which.scores(kb[:, :, :seen], scaled[:, :, i:j], i, target)
             local = [item[block][:, :, i:j] for item in (top, total, sums)]
             new = local if first else [xp.empty(item.shape, item.dtype) for item in local]
-            xp.max(p, axis=2, out=new[0])
+            np.max(p, axis=2, out=new[0])
             if not first:
-                xp.maximum(new[0], local[0], out=new[0])
-            xp.exp(xp.subtract(p, new[0][:, :, None], out=p), out=p)
+                np.maximum(new[0], local[0], out=new[0])
+            np.exp(np.subtract(p, new[0][:, :, None], out=p), out=p)
             # the sum over keys as a product with ones: BLAS is faster than NumPy's add.reduce
-            xp.matmul(ones(xp, seen, p.dtype)[None], p, out=new[1][:, :, None])
+            xp.matmul(ones(p, seen)[None], p, out=new[1][:, :, None])
             which.mark(p, block, i)
-            gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
+            gemm(_left(p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
                 # rescale the old sums from the old top to the new one
-                shrink = xp.exp(local[0] - new[0])
+                shrink = np.exp(local[0] - new[0])
                 for before, more, factor in zip(
                     local[1:], new[1:], (shrink, shrink[..., None]), strict=True
                 ):
-                    xp.add(xp.multiply(before, factor, out=before), more, out=before)
-                xp.copyto(local[0], new[0])
+                    np.add(np.multiply(before, factor, out=before), more, out=before)
+                np.copyto(local[0], new[0])
 
 
 def attend_more_grad(
-    xp: Any,
     share: Heads,
     inner: Array,
     inputs: Trio,
@@ -199,7 +195,6 @@ def attend_more_grad(
     and its gradient (Dao et al., "FlashAttention", 2022), which has fewer terms.
 
     Args:
-        xp: as for `attend`.
         share: (batch, heads, queries, values), the gradient of the result, divided by the total.
         inner: (batch, heads, queries), the inner products of each result and its share.
         inputs: q, k and v.
@@ -210,36 +205,37 @@ def attend_more_grad(
         first: write the gradients instead of adding them; for the full sequence's queries and keys
             only.
     """
+    xp = namespace(share)
     (q, k, v), (to_q, to_k, to_v) = inputs, targets
     scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
     most, size = _largest(q, blocks)
     room, d_all = (xp.empty((count,), q.dtype) for count in (size if saved is None else 0, size))
-    scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
+    scaled_all = _like_packed(q, (*most[:3], v.shape[3]))
     if first and not q.shape[2]:
         for target in (to_k, to_v):
-            xp.copyto(target, 0)
+            np.copyto(target, 0)
     for block, pieces in blocks:
         qb, kb, vb, gb = q[block], k[block], v[block], share[block]
         scaled = scaled_all[: len(qb), : qb.shape[1]]
-        xp.multiply(gb, scale, out=scaled)
-        less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
+        np.multiply(gb, scale, out=scaled)
+        less = np.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
         for (i, j, seen), part in reversed(pieces):
             # in reverse, since the last queries see all keys: they write, the others add
             shape = (*qb.shape[:2], seen, j - i)
             d, p = _piece(None, d_all, part, shape), _piece(saved, room, part, shape)
             if top is not None:
-                which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
-                xp.exp(xp.subtract(p, top[block][:, :, None, i:j], out=p), out=p)
+                which.scores(kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
+                np.exp(np.subtract(p, top[block][:, :, None, i:j], out=p), out=p)
                 which.mark(p, block, i)
             adds = not (first and j == qb.shape[2])
-            gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
-            gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
+            gemm(_left(p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
+            gemm(vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
             if which.drop is not None:
-                xp.multiply(d, (p > 0) * p.dtype.type(which.drop.factor), out=d)
+                np.multiply(d, (p > 0) * p.dtype.type(which.drop.factor), out=d)
                 p = xp.abs(p)
-            xp.multiply(xp.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
-            gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
-            gemm(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
+            np.multiply(np.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
+            gemm(d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
+            gemm(d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
 
 
 @dataclass(frozen=True)
@@ -272,12 +268,13 @@ class KeyBlock:
         """Whether the causal mask hides some keys of this block from some queries."""
         return self.causal and self.queries == self.keys
 
-    def scores(self, xp: Any, k: Heads, q: Heads, first: int, out: Array) -> Array:
+    def scores(self, k: Heads, q: Heads, first: int, out: Array) -> Array:
         """Write scores (batch, heads, keys, queries) of some queries to `out`; return it.
 
         The score of a hidden key is -inf.
         """
-        gemm(xp, k, q.swapaxes(2, 3), out=out)
+        xp = namespace(k)
+        gemm(k, q.swapaxes(2, 3), out=out)
         if self.is_diagonal:
             corner = out[:, :, first:]
             xp.fmin(corner, _bound(namespace(out), q.shape[2], out.dtype), out=corner)
@@ -327,8 +324,8 @@ class KeyBlock:
         return pieces
 
 
-def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
-    return p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
+def _left(p: Array, drop: AttentionDropout | None) -> Array:
+    return p if drop is None else np.maximum(p, 0) * p.dtype.type(drop.factor)
 
 
 def _largest(q: Heads, blocks: Blocks) -> tuple[Shape, int]:
@@ -344,13 +341,13 @@ def _piece(saved: Array | None, room: Array, part: slice, shape: Shape) -> Array
     return piece.reshape(shape)
 
 
-def _like_packed(xp: Any, like: Heads, shape: Shape) -> Heads:
+def _like_packed(like: Heads, shape: Shape) -> Heads:
     """Return an empty array (batch, heads, time, features), in memory (batch, time, heads, ...).
 
     That is the order of the packed projection.
     """
     batch, heads, time, features = shape
-    return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
+    return np.swapaxes(np.empty((batch, time, heads, features), like.dtype, like=like), 1, 2)
 
 
 def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:

@@ -7,14 +7,13 @@ CuPy         cuBLAS, called by nnmpi           cuBLAS, which adds up in float32 
              (see `cublas`)                    and rounds down once
 """
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Matrices, Shape, empty
+from nnmpi.backend.array import Array, Matrices, Shape, empty, namespace
 from nnmpi.backend.blas import has_small_products, installed_mkl, is_intel
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
@@ -28,13 +27,10 @@ STRIPED = 64  # the most rows for strips of a transposed matrix
 ALIGNED = 2**20
 
 
-def gemm(
-    xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None
-) -> Array:
+def gemm(a: Array, b: Array, out: Any = None, add: bool = False, dtype: Any = None) -> Array:
     """Return a @ b, for matrices or stacks of matrices. With NumPy, a may also be a vector.
 
     Args:
-        xp: NumPy, CuPy, or a recorder's stand-in.
         a: (..., n, k), b: (..., k, m), of one dtype. Leading axes are broadcast. Transposed views
             are not copied.
         out: (..., n, m), receives the result. Its dtype is a's; for float16 and bfloat16 it may be
@@ -50,8 +46,9 @@ def gemm(
     """
     if add and out is None:
         raise UsageError("a product is added to an existing array; give `out`")
-    library = xp.__name__
-    if library != "numpy" and is_floating(a.dtype):
+    on_host = isinstance(a, np.ndarray)
+    if not (on_host and isinstance(b, np.ndarray)) and is_floating(a.dtype):
+        xp = namespace(b if on_host else a)
         shape = product_shape(a.shape, b.shape)
         if out is None:
             out = xp.empty(shape, a.dtype if dtype is None else dtype)
@@ -66,7 +63,7 @@ def gemm(
                 f"the product of shapes {a.shape} and {b.shape} is {shape}, but `out` has"
                 f" {out.shape}"
             )
-        products = products_of(sys.modules[library])  # xp may be a stand-in for the module
+        products = products_of(xp)
         # In bf16 and fp16, too: operands could be rounded to these, which have no more bits. Only
         # operations that compute in float32 inside (LSTM, GRU) multiply float32 arrays there.
         call(products.multiply, (a, b), (out, add, precision() != "float32"))
@@ -78,24 +75,25 @@ def gemm(
         fits = out is None or (out.shape, out.dtype) == (shape, a.dtype) and _in_rows(out)
         if width and fits and has_small_products():
             if add:
-                return xp.add(out, gemm(xp, a, b), out=out)
+                out += gemm(a, b)
+                return out
             if out is None:
-                out = xp.empty(shape, a.dtype)
+                out = np.empty(shape, a.dtype, like=a)
             call(_by_strips, (a, b), (out, width))
             return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
-            out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
+            out = np.empty((a.shape[0], b.shape[1]), a.dtype, like=a)
         call(mkl.multiply, (a, b), (out, add))
         return out
     # dot, not matmul: it is faster. Also, OpenBLAS computes on garbage in unused vector lanes, and
     # matmul reports their floating-point exceptions as warnings.
-    multiply = (
-        xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
-    )
+    is_plain = a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous)
+    multiply = np.dot if is_plain else namespace(a).matmul
     if add:
-        return xp.add(out, multiply(a, b), out=out)
+        out += multiply(a, b)
+        return out
     return multiply(a, b) if out is None else multiply(a, b, out=out)
 
 
@@ -111,12 +109,12 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Array:
     return xp.empty((rows, columns + -columns % pack), dtype)[:, :columns]
 
 
-def in_rows(xp: Any, x: Array) -> Array:
+def in_rows(x: Array) -> Array:
     """Return a matrix itself if it is row-major, with any distance of its rows; else a copy."""
     if x.flags.c_contiguous:
         return x
     form = Matrices.of(x).form
-    return xp.ascontiguousarray(x) if form is None or form[0] else x
+    return np.ascontiguousarray(x, like=x) if form is None or form[0] else x
 
 
 def _by_strips(a: Array, b: Array, out: Array, width: int) -> None:
@@ -160,7 +158,7 @@ def _multiply_strips(a: Array, strips: Array, out: Array) -> None:
         _multiply_strips(a[end:], strips, out[end:])
 
 
-def multiplier(xp: Any, b: Array) -> Callable[..., Any]:
+def multiplier(b: Array) -> Callable[..., Any]:
     """Return a function of a, `out` and `add`, as `gemm` has them, that writes a @ b.
 
     It is for many a of few rows.
@@ -171,7 +169,6 @@ def multiplier(xp: Any, b: Array) -> Callable[..., Any]:
     and at 68.
 
     Args:
-        xp: NumPy, CuPy, or a recorder's stand-in.
         b: (k, n).
     """
     fit = [w for w in (64, 32, 16) if b.shape[1] % w == 0 and 4 * len(b) * w <= SMALL]
@@ -181,7 +178,7 @@ def multiplier(xp: Any, b: Array) -> Callable[..., Any]:
         or not fit
         or not has_small_products()
     ):
-        return lambda a, out, add=False: gemm(xp, a, b, out, add)
+        return lambda a, out, add=False: gemm(a, b, out, add)
     strips = _strips(b, fit[0])
     copy = empty(np, strips.shape, b.dtype)
     # 8 columns at a time of a transposed matrix: its copy takes a fourth of the time

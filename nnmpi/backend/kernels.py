@@ -54,49 +54,48 @@ def cudnn_for(array: Array) -> Cudnn | None:
     return cudnn_of(namespace(array)) if known and _enabled.get() is not False else None
 
 
-def copy(xp: Any, target: Array, x: Array) -> None:
+def copy(target: Array, x: Array) -> None:
     """Write x to `target`, rounded to its dtype. Both may have any strides."""
-    kernels_of(target).copy(xp, target, x)
+    kernels_of(target).copy(target, x)
 
 
-def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
+def cast(x: Array, dtype: Dtype) -> Array:
     """Return x in another dtype, rounded to the nearest; x itself if it has that dtype.
 
     Args:
-        xp: the array's module, or a recorder's stand-in for it.
         x: any shape and strides.
         dtype: of the result; bfloat16 is allowed.
     """
-    return x if x.dtype == dtype else kernels_of(x).cast(xp, x, dtype)
+    return x if x.dtype == dtype else kernels_of(x).cast(x, dtype)
 
 
-def to_float32(xp: Any, x: Array) -> Array:
+def to_float32(x: Array) -> Array:
     """Return float16 and bfloat16 converted to float32, any other x itself."""
-    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x
+    return cast(x, FLOAT32) if is_low(x.dtype) else x
 
 
-def add(xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+def add(a: Any, b: Any, out: Array | None = None) -> Array:
     """Return a + b; a may be a number."""
-    return _of(a).add(xp, a, b, out)
+    return _of(a).add(a, b, out)
 
 
-def multiply(xp: Any, a: Any, b: Any) -> Array:
+def multiply(a: Any, b: Any) -> Array:
     """Return a * b; a may be a number."""
-    return _of(a).multiply(xp, a, b)
+    return _of(a).multiply(a, b)
 
 
 def _of(a: Any) -> Any:
     return PLAIN if isinstance(a, np.ndarray) or not hasattr(a, "flags") else kernels_of(a)
 
 
-def add_bias(xp: Any, y: Array, bias: Array) -> None:
+def add_bias(y: Array, bias: Array) -> None:
     """Add bias (n,) to y (..., n), contiguous, in place; images are rows with all their pixels."""
-    kernels_of(y).add_bias(xp, y, bias)
+    kernels_of(y).add_bias(y, bias)
 
 
-def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
+def bias_grad(grad: Array, to_bias: Array) -> None:
     """Write the sum over rows of a gradient (rows, n), in at least float32."""
-    kernels_of(grad).bias_grad(xp, grad, to_bias)
+    kernels_of(grad).bias_grad(grad, to_bias)
 
 
 def setting() -> bool | None:

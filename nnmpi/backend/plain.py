@@ -127,65 +127,64 @@ class PlainKernels:
             return results
         count = len(results) - len(sums)
         for x, target in zip(results[count:], sums, strict=True):
-            self.bias_grad(namespace(x), x, target)
+            self.bias_grad(x, target)
         return results[:count]
 
     # ---- any shape
 
-    def contiguous(self, xp: Any, x: Array) -> Array:
+    def contiguous(self, x: Array) -> Array:
         """Return x itself if it is C-contiguous, else a copy."""
-        return xp.ascontiguousarray(x)
+        return np.ascontiguousarray(x, like=x)
 
-    def copy(self, xp: Any, target: Array, x: Array) -> None:
+    def copy(self, target: Array, x: Array) -> None:
         """Write x to `target`, rounded to its dtype. Both may have any strides."""
         # NumPy's casting rules do not cover bfloat16
-        xp.copyto(target, x, casting="unsafe")
+        np.copyto(target, x, casting="unsafe")
 
-    def cast(self, xp: Any, x: Array, dtype: Dtype) -> Array:
+    def cast(self, x: Array, dtype: Dtype) -> Array:
         """Return x in another dtype, rounded to the nearest; x itself if it has that dtype."""
         if x.dtype == dtype:
             return x
-        result = xp.empty(x.shape, dtype)
-        self.copy(xp, result, x)
+        result = np.empty_like(x, dtype, order="C")
+        self.copy(result, x)
         return result
 
-    def _pair(self, name: str, xp: Any, a: Any, b: Any, out: Array | None = None) -> Array:
+    def _pair(self, name: str, a: Any, b: Any, out: Array | None = None) -> Array:
         """Return a + b or a * b."""
-        function = getattr(xp, name)
+        function = getattr(np, name)
         return function(a, b) if out is None else function(a, b, out=out)
 
     def add(self, *args: Any) -> Array:
-        """Return a + b for xp, a, b and perhaps `out`."""
+        """Return a + b for a, b and perhaps `out`."""
         return self._pair("add", *args)
 
     def multiply(self, *args: Any) -> Array:
         """Return a * b, likewise."""
         return self._pair("multiply", *args)
 
-    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
+    def add_low(self, a: Array, b: Array) -> Array:
         """Return a + b for float32 and half precision of one shape, in float32."""
-        return a + self.cast(xp, b, FLOAT32)
+        return a + self.cast(b, FLOAT32)
 
-    def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
+    def concatenate(self, arrays: Sequence[Array], axis: int) -> Array:
         """Return arrays joined along an axis."""
-        return xp.concatenate(arrays, axis=axis)
+        return np.concatenate(arrays, axis=axis)
 
-    def dropout(
-        self, xp: Any, x: Array, rate: float, key: Any, columns: Array | None
-    ) -> tuple[Array, Any]:
+    def dropout(self, x: Array, rate: float, key: Any, columns: Array | None) -> tuple[Array, Any]:
         """Return x with elements dropped at random, the others divided by 1 - rate.
 
         Args:
             key: as for `random_bits`; a row is x's.
             columns: (elements of a row,) uint32, their numbers; None for 0, 1 ...
         """
+        xp = namespace(x)
         rows = x.shape[0] if x.ndim else 1
         bits = random_bits(xp, 0, rows, prod(x.shape[1:]) if columns is None else columns, key)
-        mask = (bits >= xp.uint32(least_kept(rate))).reshape(x.shape)
+        mask = (bits >= np.uint32(least_kept(rate))).reshape(x.shape)
         factor = mask * xp.full((), 1 / (1 - rate), x.dtype)
         return x * factor, factor
 
-    def dropout_grad(self, xp: Any, grad: Array, saved: Any) -> Array:
+    def dropout_grad(self, grad: Array, saved: Any) -> Array:
         """Return the gradient."""
         return grad * saved
 
@@ -319,21 +318,21 @@ class PlainKernels:
 
     # ---- dense layers
 
-    def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
+    def add_bias(self, y: Array, bias: Array) -> None:
         """Add bias (n,) to y (..., n), contiguous, in place; images are rows of all their pixels."""
         if y.ndim != 2:
-            bias = repeated(xp, bias, prod(y.shape[1:-1]))
+            bias = repeated(bias, prod(y.shape[1:-1]))
             y = y.reshape(len(y), prod(y.shape[1:]))
-        xp.add(y, bias, out=y, casting="unsafe")
+        np.add(y, bias, out=y, casting="unsafe")
 
-    def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
+    def bias_grad(self, grad: Array, to_bias: Array) -> None:
         """Write the sum over rows of a gradient, in at least float32."""
         if is_low(grad.dtype):
-            grad = self.cast(xp, grad, FLOAT32)
+            grad = self.cast(grad, FLOAT32)
         if grad.dtype == to_bias.dtype:
-            row_sum(xp, grad, out=to_bias)
+            row_sum(grad, out=to_bias)
         else:  # on a device, in jit(False): the sum is in float32, the bias may not be
-            self.copy(xp, to_bias, row_sum(xp, grad))
+            self.copy(to_bias, row_sum(grad))
 
     def bias_activate(
         self,
@@ -355,16 +354,16 @@ class PlainKernels:
             return y, y
         dtype = y.dtype
         if is_low(dtype):  # of a device without its kernels
-            y = self.cast(xp, y, FLOAT32)
+            y = self.cast(y, FLOAT32)
         operands = y, SMOOTH[form], keep, *([] if bias is None else [bias])
         result, *rest = self.rows(_biased, *operands, reuse=reuse)
-        return self.cast(xp, result, dtype), self.cast(xp, rest[0], dtype) if keep else None
+        return self.cast(result, dtype), self.cast(rest[0], dtype) if keep else None
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
         """Return max(y + bias, 0), in place."""
         if bias is not None:
-            self.add_bias(xp, y, bias)
-        return xp.maximum(y, constant(xp, 0, y.dtype), out=y)  # NaN stays
+            self.add_bias(y, bias)
+        return np.maximum(y, constant(y, 0), out=y)  # NaN stays
 
     def bias_activate_grad(
         self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
@@ -377,7 +376,7 @@ class PlainKernels:
     # ---- recurrent layers: products of all steps, and a step beside its product
 
     def recurrent_gates(
-        self, xp: Any, rows: Array, weight: Array, recurrent: Array, bias: Array, sigmoids: int
+        self, rows: Array, weight: Array, recurrent: Array, bias: Array, sigmoids: int
     ) -> tuple[Array, Array, Array]:
         """Return the gates' first sums, and the matrix and the bias that the steps take.
 
@@ -387,12 +386,13 @@ class PlainKernels:
             sigmoids: the first columns, of the gates that are sigmoids: sums and results are
                 halved, exactly, since a sigmoid is (1 + tanh(x / 2)) / 2.
         """
+        xp = namespace(rows)
         if not self.of_device:  # whose steps halve
             halves = xp.ones(len(bias), rows.dtype)
             halves[:sigmoids] = 0.5
             weight, recurrent, bias = (w * halves for w in (weight, recurrent, bias))
         gates = empty(xp, (len(rows), weight.shape[1]), rows.dtype)
-        gemm(xp, rows, weight, out=gates)
+        gemm(rows, weight, out=gates)
         return gates, recurrent, xp.ascontiguousarray(bias)
 
     def lstm_step(self, *arrays: Array) -> None:
@@ -526,7 +526,6 @@ class PlainKernels:
 
     def attend_next(
         self,
-        xp: Any,
         inputs: tuple[Array, ...],
         room: Sequence[Array],
         y: Array,
@@ -541,36 +540,37 @@ class PlainKernels:
             number: of the token, in a tuple or an array of the library, so that the calls are the
                 same for each.
         """
-        places = xp.arange(room[0].shape[2], dtype=xp.uint32)
+        xp = namespace(y)
+        places = xp.arange(room[0].shape[2], dtype=np.uint32)
         (number,) = number if isinstance(number, tuple) else (number,)
         for cached, new in zip(room, inputs[1:], strict=True):
-            xp.copyto(cached, new, where=(places == number)[:, None])
+            np.copyto(cached, new, where=(places == number)[:, None])
         q, (k, v) = inputs[0], room
         scores = xp.empty((*q.shape[:3], len(places)), FLOAT32 if is_low(q.dtype) else q.dtype)
-        gemm(xp, q, k.swapaxes(2, 3), out=scores)
+        gemm(q, k.swapaxes(2, 3), out=scores)
         scores *= 1 / sqrt(q.shape[3])
-        scores = xp.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
-        gemm(xp, self.cast(xp, self.softmax(xp, scores, 3), q.dtype), v, out=y)
+        scores = np.where(places <= number, scores, xp.full((), -np.inf, scores.dtype))
+        gemm(self.cast(self.softmax(xp, scores, 3), q.dtype), v, out=y)
 
     # ---- rows
 
     def softmax(self, xp: Any, x: Array, axis: int) -> Array:
         """Return e^x / sum(e^x) along an axis."""
-        return self.along(xp, _softmax, axis, x)
+        return self.along(_softmax, axis, x)
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
         """Return the gradient."""
-        return self.along(xp, _softmax_grad, axis, grad, y)
+        return self.along(_softmax_grad, axis, grad, y)
 
-    def along(self, xp: Any, formula: Any, axis: int, *arrays: Array) -> Array:
+    def along(self, formula: Any, axis: int, *arrays: Array) -> Array:
         """Return a formula's rows, which are along an axis of arrays of one shape."""
         if arrays[0].ndim == 1:
             return self.rows(formula, *(x[None] for x in arrays))[0][0]
         if axis == arrays[0].ndim - 1:
             return self.rows(formula, *arrays, blocks=False)[0]
-        moved = (xp.moveaxis(x, axis, -1) for x in arrays)
+        moved = (np.moveaxis(x, axis, -1) for x in arrays)
         (y,) = self.rows(formula, *moved, blocks=False)
-        return xp.ascontiguousarray(xp.moveaxis(y, -1, axis))
+        return np.ascontiguousarray(np.moveaxis(y, -1, axis), like=y)
 
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
@@ -585,11 +585,11 @@ class PlainKernels:
             labels = xp.where(used, labels, 0)
         logits = xp.ascontiguousarray(logits)
         # the flat indices of the labels' logits
-        targets = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
+        targets = xp.add(steps(labels, count, classes), labels, dtype="int64", casting="unsafe")
 
         powers, *rest = self.rows(_powers, logits, smoothing > 0)
         sums, top, *means = (x.reshape(count) for x in rest)
-        target = _take(xp, logits, targets) - top
+        target = _take(logits, targets) - top
         if means:
             target = target * (1 - smoothing) + means[0] * smoothing
         losses = xp.log(sums) - target
@@ -607,7 +607,7 @@ class PlainKernels:
         if smoothing:
             hit = grad * (1 - smoothing)
             xp.subtract(result, (grad * (smoothing / powers.shape[1]))[:, None], out=result)
-        xp.put(result, targets, _take(xp, result, targets) - hit)
+        xp.put(result, targets, _take(result, targets) - hit)
         if used is not None:
             xp.copyto(result, 0, where=xp.logical_not(used)[:, None])
         return result
@@ -648,13 +648,12 @@ class PlainKernels:
         """
         call(function, (integers, *args))
 
-    def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
+    def embedding(self, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Return rows of a table in this dtype."""
-        return self.cast(xp, table[indices], dtype)
+        return self.cast(table[indices], dtype)
 
     def embedding_grad(
         self,
-        xp: Any,
         grad: Array,
         indices: Array,
         shape: Shape,
@@ -664,18 +663,19 @@ class PlainKernels:
     ) -> Array:
         """Return the table's gradient: rows added in order, to `into` if it is given."""
         wide = FLOAT32 if is_low(dtype) else dtype
-        spread: Array = xp.zeros(shape, wide) if into is None or wide != dtype else into
+        spread: Array = np.zeros(shape, wide, like=grad) if into is None or wide != dtype else into
         if spread is into and not add:
             spread[...] = 0
-        add_rows(xp, spread, indices, self.cast(xp, grad, wide))
-        return self.cast(xp, spread, dtype)
+        add_rows(spread, indices, self.cast(grad, wide))
+        return self.cast(spread, dtype)
 
     # ---- pooling: `over` is an operation's `PoolWindows`
 
-    def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
+    def max_pool(self, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return each window's maximum and its position, the first of ties."""
+        xp = namespace(x)
         rows, columns = over.out(*x.shape[1:3])
-        x = bordered(x, over.padding, -float("inf"), xp)
+        x = bordered(x, over.padding, -float("inf"))
         y = xp.empty((len(x), rows, columns, x.shape[3]), x.dtype)
         planes = self.planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
         winner = xp.empty(y.shape, planes.dtype) if keep else None
@@ -683,15 +683,16 @@ class PlainKernels:
             view = over.positions(x)
             if winner is not None:  # of a window that is -infinity alone
                 first = over.firsts((rows, columns)).astype(winner.dtype)
-                xp.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
-            for images, block in _blocks(xp, y, over):
-                xp.copyto(block, view[:, :, images])
+                np.copyto(winner, to_library(namespace(x), first) if first.any() else 0)
+            for images, block in _blocks(y, over):
+                np.copyto(block, view[:, :, images])
                 winners = None if winner is None else flattened(winner[images])
                 planes.largest(_stacked(block), flattened(y[images]), winners)
         return y, winner
 
-    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
+    def max_pool_grad(self, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Return the gradient of images of this shape."""
+        xp = namespace(grad)
         grad, padded = xp.ascontiguousarray(grad), over.padded(shape)
         seen = grad.shape[1] * over.kernel[0], grad.shape[2] * over.kernel[1]
         make = xp.empty if seen == padded[1:3] and not over.overlap else xp.zeros
@@ -699,51 +700,50 @@ class PlainKernels:
         planes = self.planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
         if grad.size:
             view = over.positions(result)
-            for images, block in _blocks(xp, grad, over):
+            for images, block in _blocks(grad, over):
                 won = flattened(winner[images])
                 planes.gradient(flattened(grad[images]), won, _stacked(block))
                 if not over.overlap:
-                    xp.copyto(view[:, :, images], block)
+                    np.copyto(view[:, :, images], block)
                 else:
                     # one position at a time: in a single addition to overlapping windows, a shared
                     # pixel would get only one of its summands
                     for i in np.ndindex(*over.kernel):
-                        xp.add(view[i][images], block[i], out=view[i][images])
+                        np.add(view[i][images], block[i], out=view[i][images])
         return over.inside(result)
 
-    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
+    def avg_pool(self, x: Array, over: Any, share: float) -> Array:
         """Return each window's sum times `share`; the border counts as 0."""
         (n, h, w, c), (kh, kw) = x.shape, over.kernel
         if over.tiles(h, w) and kh * kw > TAPS:  # products with ones, first over a window's rows
-            rows = xp.reshape(x, (n * h // kh, kh, w * c))
-            columns = (ones(xp, kh, x.dtype)[None] @ rows).reshape(-1, kw, c)
-            sums = ones(xp, kw, x.dtype)[None] @ columns
-            return xp.multiply(sums, share, out=sums).reshape(n, h // kh, w // kw, c)
-        first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
-        y = xp.empty(first.shape, x.dtype)
-        xp.copyto(y, first)
+            rows = x.reshape(n * h // kh, kh, w * c)
+            columns = (ones(x, kh)[None] @ rows).reshape(-1, kw, c)
+            sums = ones(x, kw)[None] @ columns
+            return np.multiply(sums, share, out=sums).reshape(n, h // kh, w // kw, c)
+        first, *others = over.taps(bordered(x, over.padding, 0.0))
+        y = first.copy()
         for values in others:
-            xp.add(y, values, out=y)
-        return xp.multiply(y, share, out=y)
+            np.add(y, values, out=y)
+        return np.multiply(y, share, out=y)
 
-    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+    def avg_pool_grad(self, grad: Array, shape: Shape, over: Any, share: float) -> Array:
         """Return for each pixel the sum of the windows that contain it, times `share`."""
         (n, h, w, c), (kh, kw), each = shape, over.kernel, grad * share
         if over.tiles(h, w):
             windows = n, h // kh, kh, w // kw, kw, c
-            return xp.broadcast_to(each[:, :, None, :, None], windows).reshape(shape)
-        result = xp.zeros(over.padded(shape), grad.dtype)
+            return np.broadcast_to(each[:, :, None, :, None], windows).reshape(shape)
+        result = np.zeros(over.padded(shape), grad.dtype, like=grad)
         for tap in over.taps(result):
-            xp.add(tap, each, out=tap)
+            np.add(tap, each, out=tap)
         return over.inside(result)
 
     # ---- normalization
 
-    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
+    def channel_rows(self, x: Array, channels: int) -> Array:
         """Return x (..., channels) in rows of several pixels."""
-        return widened(xp, x, channels, LONG)
+        return widened(x, channels, LONG)
 
-    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+    def batch_moments(self, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """Return the channels' statistics of x (..., channels), and what is saved of x.
 
         One pass sums the differences from the mean of the first block, and their squares. The
@@ -755,7 +755,8 @@ class PlainKernels:
             The differences, in rows of several pixels; the offset, to subtract from them for x
             minus the mean; the variance with divisor n; the mean.
         """
-        rows = self.channel_rows(xp, x, channels)
+        xp = namespace(x)
+        rows = self.channel_rows(x, channels)
         kept = xp.empty(rows.shape, x.dtype)
         results = [xp.empty((channels,), x.dtype) for _ in range(3)]
         call(self._moments, (rows,), (kept, *results))
@@ -766,15 +767,15 @@ class PlainKernels:
     ) -> None:
         xp, local = namespace(rows), max(rows.size // mean.size, 1)
         first = rows[row_blocks(rows)[0]]
-        self._sum_blocks(xp, first, lambda part, _: (first[part],), mean)
+        self._sum_blocks(first, lambda part, _: (first[part],), mean)
         mean /= max(first.size // mean.size, 1)
-        (means,), sums = repeated_in(xp, rows, mean), xp.empty((2, mean.size), np.float64)
+        (means,), sums = repeated_in(rows, mean), xp.empty((2, mean.size), np.float64)
 
         def terms(part: slice, out: Array) -> tuple[Array, Array]:
             block = xp.subtract(rows[part], means, out=kept[part])
             return block, xp.multiply(block, block, out=out)
 
-        self._sum_blocks(xp, rows, terms, *sums)
+        self._sum_blocks(rows, terms, *sums)
         offset[...] = further = sums[0] / local
         variance[...] = xp.maximum(sums[1] - further * sums[0], 0)
         variance /= local
@@ -789,22 +790,19 @@ class PlainKernels:
         """
         kept, offset, variance, eps, *_ = moments
         factor = inverse_root(variance, eps) * scale
-        factors, shifts = repeated_in(xp, kept, factor, shift - offset * factor)
+        factors, shifts = repeated_in(kept, factor, shift - offset * factor)
         return self.rows(_affine, kept, factors, shifts)[0]
 
-    def norm_sums(
-        self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
-    ) -> None:
+    def norm_sums(self, grad: Array, moments: Residuals, targets: tuple[Array, Array]) -> None:
         """Write the channels' sums of the gradient, and of its product with the normalized x."""
         (kept, offset, variance, eps, *_), (to_shift, to_scale) = moments, targets
         self._sum_blocks(
-            xp,
             grad,
-            lambda part, out: (grad[part], xp.multiply(kept[part], grad[part], out=out)),
+            lambda part, out: (grad[part], np.multiply(kept[part], grad[part], out=out)),
             *targets,
         )
-        xp.subtract(to_scale, to_shift * offset, out=to_scale)
-        xp.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
+        np.subtract(to_scale, to_shift * offset, out=to_scale)
+        np.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
 
     def norm_grad(
         self,
@@ -822,17 +820,16 @@ class PlainKernels:
         kept, offset, variance, eps, *fixed = moments
         inverse = inverse_root(variance, eps)
         if fixed:
-            (factors,) = repeated_in(xp, kept, scale * inverse)
+            (factors,) = repeated_in(kept, scale * inverse)
             return self.rows(_scaled, grad, factors)[0]
         center, slope = (item / count for item in sums)
         slope = slope * inverse
         operands = slope, center - offset * slope, scale * inverse
-        slopes, centers, factors = repeated_in(xp, kept, *operands)
+        slopes, centers, factors = repeated_in(kept, *operands)
         return self.rows(_norm_grad, kept, grad, slopes, centers, factors)[0]
 
     def _sum_blocks(
         self,
-        xp: Any,
         rows: Array,
         terms: Callable[[slice, Array], tuple[Array, ...]],
         *outs: Array,
@@ -840,12 +837,12 @@ class PlainKernels:
         """Write each channel's sums of some terms, accumulated over blocks in float64.
 
         Args:
-            xp: the array library, or a recorder's stand-in for it.
             rows: (count, repeats * channels).
             terms: called with a slice of the rows and a scratch array like these rows; returns an
                 array like it for each of `outs`.
             outs: (channels,).
         """
+        xp = namespace(rows)
         if not rows.size:
             for out in outs:
                 out[...] = 0
@@ -861,9 +858,9 @@ class PlainKernels:
             for sums, term in zip(
                 parts, terms(part, scratch[: part.stop - part.start]), strict=True
             ):
-                self.bias_grad(xp, xp.reshape(term, (term.size // width, width)), sums[i])
+                self.bias_grad(term.reshape(term.size // width, width), sums[i])
         for sums, out in zip(parts, outs, strict=True):
-            fold(xp, sums, out)
+            fold(sums, out)
 
     def group_norm(
         self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
@@ -880,13 +877,13 @@ class PlainKernels:
         repeats = _repeats(pixels, channels, LONG) if isinstance(x, np.ndarray) else 1
 
         def normalize(images: Array) -> tuple[Array, ...]:
-            means = _group_means(xp, _image_sums(xp, images, channels), pixels, count)
-            away = images - _wide(xp, means, images)
-            squares = _image_sums(xp, away * away, channels)
-            inverse = inverse_root(_group_means(xp, squares, pixels, count), eps)
+            means = _group_means(_image_sums(images, channels), pixels, count)
+            away = images - _wide(means, images)
+            squares = _image_sums(away * away, channels)
+            inverse = inverse_root(_group_means(squares, pixels, count), eps)
             inverse = inverse.astype(x.dtype)
-            y = away * _wide(xp, inverse * scale, images)
-            return y + _wide(xp, shift, images), away, inverse
+            y = away * _wide(inverse * scale, images)
+            return y + _wide(shift, images), away, inverse
 
         images = xp.reshape(x, (n, pixels // repeats, repeats * channels))
         y, *saved = in_blocks(normalize, images)
@@ -903,19 +900,19 @@ class PlainKernels:
             return grad
 
         def derive(grad: Array, away: Array, inverse: Array) -> tuple[Array, ...]:
-            sums = _image_sums(xp, grad, scale.size).astype(grad.dtype)
-            products = (_image_sums(xp, grad * away, scale.size) * inverse).astype(grad.dtype)
+            sums = _image_sums(grad, scale.size).astype(grad.dtype)
+            products = (_image_sums(grad * away, scale.size) * inverse).astype(grad.dtype)
             if not needs[0]:
                 return sums, products
             center, slope = (
-                _group_means(xp, item * scale, pixels, count) * inverse for item in (sums, products)
+                _group_means(item * scale, pixels, count) * inverse for item in (sums, products)
             )
-            moved = away * _wide(xp, slope * inverse, away) + _wide(xp, center, away)
-            return sums, products, grad * _wide(xp, inverse * scale, away) - moved
+            moved = away * _wide(slope * inverse, away) + _wide(center, away)
+            return sums, products, grad * _wide(inverse * scale, away) - moved
 
         sums, products, *to_x = in_blocks(derive, xp.reshape(grad, away.shape), away, inverse)
         for item, target in zip((products, sums), targets, strict=True):
-            row_sum(xp, item, out=target)
+            row_sum(item, out=target)
         return to_x[0] if needs[0] else None
 
 
@@ -929,22 +926,21 @@ def _pieces(rows: Array, count: int) -> Array:
     return rows.reshape(count, len(rows), rows.shape[1] // count)
 
 
-def _take(xp: Any, array: Array, indices: Array) -> Array:
+def _take(array: Array, indices: Array) -> Array:
     """Return the elements at flat indices, which must be within the array.
 
     The mode is "clip" although no index is outside. With the default, which raises, NumPy fills a
     buffer and copies it to `out`, which recorded steps pass.
 
     Args:
-        xp: the array's module, or a recorder's stand-in for it.
         array: C-contiguous, any shape.
         indices: integers of any shape; the result has the same.
     """
-    if xp is np:
+    if type(array) is np.ndarray:
         return array.take(indices, None, None, "clip")  # the method: np.take detours in Python
-    if xp.__name__ == "numpy":
-        return xp.take(array, indices, mode="clip")
-    return xp.take(array, indices)
+    if isinstance(array, np.ndarray):
+        return np.take(array, indices, mode="clip")
+    return np.take(array, indices)
 
 
 def largest(rows: Array) -> Array:
@@ -954,9 +950,9 @@ def largest(rows: Array) -> Array:
     """
     if not isinstance(rows, np.ndarray):
         return rows.max(axis=-1, keepdims=True)
-    (*lead, n), xp = rows.shape, namespace(rows)
+    *lead, n = rows.shape
     rows = rows.reshape(rows.size // n, n)
-    top = _take(xp, rows, steps(xp, *rows.shape) + xp.argmax(rows, axis=1))
+    top = _take(rows, steps(rows, *rows.shape) + np.argmax(rows, axis=1))
     return top.reshape(*lead, 1)
 
 
@@ -964,13 +960,13 @@ def _count(y: Array, over: Any) -> int:
     return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
 
 
-def _blocks(xp: Any, y: Array, over: Any) -> Iterator[tuple[slice, Array]]:
+def _blocks(y: Array, over: Any) -> Iterator[tuple[slice, Array]]:
     """Yield a few images at a time, with memory for their planes.
 
     The memory has the shape (kernel_h, kernel_w, images, out_h, out_w, c).
     """
     n, count = len(y), _count(y, over)
-    memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
+    memory = np.empty((count * y[:1].size * prod(over.kernel),), y.dtype, like=y)
     for start in range(0, n, count):
         images = slice(start, min(start + count, n))
         shape = (*over.kernel, *y[images].shape)
@@ -989,11 +985,11 @@ def inverse_root(variance: Array, eps: Any) -> Array:
     return result
 
 
-def widened(xp: Any, x: Array, channels: int, width: int) -> Array:
+def widened(x: Array, channels: int, width: int) -> Array:
     """Return x (..., channels) reshaped to (count / m, m channels); NumPy is slow on short rows."""
     count = x.size // max(channels, 1)  # a rank's shard may have none
     repeats = _repeats(count, max(channels, 1), width) if isinstance(x, np.ndarray) else 1
-    return xp.reshape(x, (count // repeats, repeats * channels))
+    return x.reshape(count // repeats, repeats * channels)
 
 
 @lru_cache(1024)
@@ -1007,43 +1003,45 @@ def _repeats(count: int, channels: int, width: int) -> int:
     return next(divisors, None) or next(m for m in range(least, 0, -1) if count % m == 0)
 
 
-def repeated_in(xp: Any, rows: Array, *values: Array) -> list[Array]:
+def repeated_in(rows: Array, *values: Array) -> list[Array]:
     """Return values (channels,) as operands of rows (count, repeats * channels)."""
-    return [repeated(xp, item, rows.shape[1] // max(item.size, 1)) for item in values]
+    return [repeated(item, rows.shape[1] // max(item.size, 1)) for item in values]
 
 
-def fold(xp: Any, parts: Array, out: Array) -> None:
+def fold(parts: Array, out: Array) -> None:
     """Sum over blocks and repeats: (blocks, repeats * c) -> (c,), accumulated in float64."""
-    xp.add.reduce(
+    namespace(parts).add.reduce(
         parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out
     )
 
 
-def _image_sums(xp: Any, images: Array, channels: int) -> Array:
+def _image_sums(images: Array, channels: int) -> Array:
     """Return each channel's sum, (block, channels), of images (block, rows, repeats channels)."""
+    xp = namespace(images)
     n, rows, width = images.shape
     sums = xp.empty((n, 1, width), images.dtype)
-    xp.matmul(ones(xp, rows, images.dtype)[None], images, out=sums)
+    xp.matmul(ones(images, rows)[None], images, out=sums)
     parts = sums.reshape(n, width // channels, channels)
     return xp.add.reduce(parts, axis=1, dtype=np.float64)
 
 
-def _group_means(xp: Any, sums: Array, pixels: int, count: int) -> Array:
+def _group_means(sums: Array, pixels: int, count: int) -> Array:
     """Return each channel's mean over its group, (block, channels), of sums over pixels."""
+    xp = namespace(sums)
     n, channels = sums.shape
     groups = sums.reshape(n, channels // count, count)
     totals = xp.add.reduce(groups, axis=2, keepdims=True)
     result = xp.empty(groups.shape, np.float64)
-    xp.copyto(result, totals / (pixels * count))
+    np.copyto(result, totals / (pixels * count))
     return result.reshape(n, channels)
 
 
-def _wide(xp: Any, values: Array, images: Array) -> Array:
+def _wide(values: Array, images: Array) -> Array:
     """Return values (block, channels) or (channels,) as operands of images."""
     channels = values.shape[-1]
     rows = values.reshape(values.size // channels, 1, channels)
-    result = xp.empty((len(rows), images.shape[2] // channels, channels), images.dtype)
-    xp.copyto(result, rows, casting="unsafe")
+    result = np.empty((len(rows), images.shape[2] // channels, channels), images.dtype, like=values)
+    np.copyto(result, rows, casting="unsafe")
     return result.reshape(len(rows), 1, images.shape[2])
 
 
@@ -1063,7 +1061,7 @@ def _summed(grad: Array, saved: Array, slope: Any, sums: int) -> tuple[Array, ..
 
 def _relu_grad(grad: Array, y: Array) -> Array:
     """The gradient of x for y = max(x, 0), which is 0 at 0."""
-    return masked(namespace(grad), y > 0, grad)
+    return masked(y > 0, grad)
 
 
 def _softmax(x: Array) -> tuple[Array]:

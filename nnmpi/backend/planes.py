@@ -27,10 +27,9 @@ class Planes:
         dtype: of the winners: one byte for up to 255 positions.
     """
 
-    __slots__ = ("_masks", "_numbers", "_xp", "dtype")
+    __slots__ = ("_masks", "_numbers", "dtype")
 
     def __init__(self, xp: Any, positions: int, size: int) -> None:
-        self._xp = xp
         self.dtype = np.min_scalar_type(positions)  # has room for the number of no position
         self._masks: Array = xp.empty((positions * size,), bool)
         self._numbers: Array = xp.arange(positions, dtype=self.dtype).reshape(positions, 1)
@@ -43,26 +42,21 @@ class Planes:
             h: out, (size,).
             winner: (size,) of `dtype`, or None; holds the position that wins a window of -infinity.
         """
-        xp = self._xp
         if len(planes) == 1:
-            xp.copyto(h, planes[0])
+            np.copyto(h, planes[0])
         for k in range(1, len(planes)):
             before = h if k > 1 else planes[0]
             if winner is not None:
                 mask = self._masks[: len(h)]
-                xp.greater(planes[k], before, out=mask)
+                np.greater(planes[k], before, out=mask)
                 number = self._as_numbers(mask)
-                xp.multiply(number, k, out=number)
-                xp.maximum(winner, number, out=winner)  # k exceeds all earlier positions
-            xp.maximum(before, planes[k], out=h)
+                np.multiply(number, k, out=number)
+                np.maximum(winner, number, out=winner)  # k exceeds all earlier positions
+            np.maximum(before, planes[k], out=h)
 
     def _as_numbers(self, mask: Array) -> Array:
         # a view if possible: windows of more than 255 positions are rare
-        return (
-            mask.view(np.uint8)
-            if self.dtype == np.uint8
-            else self._xp.add(mask, 0, dtype=self.dtype)
-        )
+        return mask.view(np.uint8) if self.dtype == np.uint8 else np.add(mask, 0, dtype=self.dtype)
 
     def bias_relu(self, bias: Array | None, h: Array, winner: Array | None) -> None:
         """Compute h = relu(h + bias) in place; set the winner to no position if that is 0.
@@ -72,16 +66,15 @@ class Planes:
             h: (size,), in place.
             winner: (size,) of `dtype`, in place, or None.
         """
-        xp = self._xp
         if bias is not None:
-            xp.add(h, bias[: len(h)], out=h)
-        xp.maximum(h, constant(xp, 0, h.dtype), out=h)
+            np.add(h, bias[: len(h)], out=h)
+        np.maximum(h, constant(h, 0), out=h)
         if winner is not None:
             mask = self._masks[: len(h)]
-            xp.greater(h, 0, out=mask)
+            np.greater(h, 0, out=mask)
             number = self._as_numbers(mask)
-            xp.subtract(number, 1, out=number)  # 1 becomes 0; 0 becomes the dtype's largest number
-            xp.bitwise_or(winner, number, out=winner)
+            np.subtract(number, 1, out=number)  # 1 becomes 0; 0 becomes the dtype's largest number
+            np.bitwise_or(winner, number, out=winner)
 
     def gradient(self, grad: Array, winner: Array, out: Array) -> None:
         """Write the planes' gradient: that of h at the winner, 0 elsewhere.
@@ -91,10 +84,9 @@ class Planes:
             winner: (size,) of `dtype`.
             out: (positions, size).
         """
-        xp = self._xp
         masks = self._masks[: out.size].reshape(out.shape)
-        xp.equal(winner, self._numbers, out=masks)
-        _select(xp, masks, grad, out)
+        np.equal(winner, self._numbers, out=masks)
+        _select(masks, grad, out)
 
 
 def flattened(array: Array) -> Array:
@@ -102,12 +94,12 @@ def flattened(array: Array) -> Array:
     return array.reshape(array.size)
 
 
-def _select(xp: Any, mask: Array, values: Array, out: Array) -> None:
+def _select(mask: Array, values: Array, out: Array) -> None:
     """Write the values where the mask holds, 0 elsewhere; all contiguous.
 
     It is a product of integers, since 0 * infinity would be NaN. A masked copy is ten times slower.
     """
     kind = f"u{out.itemsize}"
     bits = out.view(kind)
-    xp.copyto(bits, mask)  # first: NumPy converts a product of bool and integer in small pieces
-    xp.multiply(bits, values.view(kind), out=bits)
+    np.copyto(bits, mask)  # first: NumPy converts a product of bool and integer in small pieces
+    np.multiply(bits, values.view(kind), out=bits)

@@ -93,19 +93,19 @@ def random_bits(
     first, start = place_of(key, first_row)
     if isinstance(key, tuple):
         first, start = xp.uint32(first), xp.uint32(start)
-    across = _mix(xp, numbers + first)
-    down = _mix(xp, _mix(xp, xp.arange(rows, dtype=xp.uint32) + start) + xp.uint32(ODD))
-    return _mix(xp, across[None, :] ^ down[:, None])
+    across = _mix(numbers + first)
+    down = _mix(_mix(xp.arange(rows, dtype=xp.uint32) + start) + xp.uint32(ODD))
+    return _mix(across[None, :] ^ down[:, None])
 
 
-def _mix(xp: ModuleType, x: Array) -> Array:
+def _mix(x: Array) -> Array:
     """Scramble uint32 numbers in place.
 
     A bijection; each input bit changes each output bit with a probability close to 1/2.
     """
-    x ^= x >> xp.uint32(16)
-    x *= xp.uint32(0x7FEB352D)
-    x ^= x >> xp.uint32(15)
-    x *= xp.uint32(0x846CA68B)
-    x ^= x >> xp.uint32(16)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
     return x

@@ -34,27 +34,26 @@ LONG = 8192
 LONG_ROWS = 128  # elements, see `add_rows`
 
 
-def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
+def row_sum(rows: Array, out: Array | None = None) -> Array:
     """Return the sum over the rows.
 
     Args:
-        xp: the array library, or a recorder's stand-in for it.
         rows: (count, n), float32 or float64; on the host best C-contiguous.
         out: (n,), receives the sum; None for a new array.
     """
     count, n = rows.shape
     if not isinstance(rows, np.ndarray):
-        return xp.add.reduce(rows, axis=0, out=out)
-    sums = xp.empty((n,), rows.dtype) if out is None else out
+        return namespace(rows).add.reduce(rows, axis=0, out=out)
+    sums = np.empty((n,), rows.dtype, like=rows) if out is None else out
     if count <= ROWS or not rows.flags.c_contiguous:
-        xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as add.reduce
+        np.dot(ones(rows, count), rows, out=sums)  # twice as fast as add.reduce
         return sums
     full = count // ROWS
-    parts = xp.empty((full + 1, n), rows.dtype)
+    parts = np.empty((full + 1, n), rows.dtype, like=rows)
     blocks = rows[: full * ROWS].reshape(full, ROWS, n)
-    xp.matmul(ones(xp, ROWS, rows.dtype)[None], blocks, out=parts[:full].reshape(full, 1, n))
-    xp.dot(ones(xp, count - full * ROWS, rows.dtype), rows[full * ROWS :], out=parts[full])
-    xp.add.reduce(parts, axis=0, dtype=np.float64, out=sums)
+    np.matmul(ones(rows, ROWS)[None], blocks, out=parts[:full].reshape(full, 1, n))
+    np.dot(ones(rows, count - full * ROWS), rows[full * ROWS :], out=parts[full])
+    np.add.reduce(parts, axis=0, dtype=np.float64, out=sums)
     return sums
 
 
@@ -69,15 +68,14 @@ def row_dots(a: Array, b: Array) -> Array:
 def row_totals(x: Array) -> Array:
     """Return the sums of rows (..., n), as (..., 1)."""
     if isinstance(x, np.ndarray):
-        return row_dots(x, ones(namespace(x), x.shape[-1], x.dtype))
+        return row_dots(x, ones(x, x.shape[-1]))
     return x.sum(axis=-1, keepdims=True)
 
 
-def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
+def sum_over(x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
     """Return the sum over some axes, in x's dtype if that is floating point.
 
     Args:
-        xp: as for `row_sum`.
         x: of any shape and dtype.
         axes: counted from 0.
         keepdims: whether they stay, with length 1.
@@ -87,17 +85,17 @@ def sum_over(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool = False) -
     wide = isinstance(x, np.ndarray) and x.dtype.kind == "f" and x.dtype.itemsize > 2  # not float16
     if wide and over_rows and x.flags.c_contiguous:
         # NumPy sums pairwise along the last axis only; over rows it adds one by one
-        total = row_sum(xp, x.reshape(-1, prod(rest)))
+        total = row_sum(x.reshape(-1, prod(rest)))
         return total.reshape((1,) * leading + rest if keepdims else rest)
-    return xp.add.reduce(
+    return namespace(x).add.reduce(
         x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims
     )
 
 
-def repeated(xp: Any, values: Array, pixels: int) -> Array:
+def repeated(values: Array, pixels: int) -> Array:
     """Return values (c,) repeated per pixel, (pixels * c,), as operands of long rows."""
-    result = xp.empty((pixels, values.size), values.dtype)
-    xp.copyto(result, values)
+    result = np.empty((pixels, values.size), values.dtype, like=values)
+    np.copyto(result, values)
     return result.reshape(result.size)
 
 
@@ -144,7 +142,7 @@ def row_blocks(rows: Array) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
+def add_rows(table: Array, indices: Array, rows: Array) -> None:
     """Add rows (..., *shape) to the rows of a table (entries, *shape) at indices (...), in order.
 
     NumPy's `add.at` works element by element; for long rows this loop is five times as fast.
@@ -152,7 +150,7 @@ def add_rows(xp: Any, table: Array, indices: Array, rows: Array) -> None:
     if isinstance(table, np.ndarray) and prod(table.shape[1:]) >= LONG_ROWS:
         call(_add_long_rows, (indices, rows), (table,))
     else:
-        xp.add.at(table, indices, rows)
+        namespace(table).add.at(table, indices, rows)
 
 
 def _add_long_rows(indices: Array, rows: Array, table: Array) -> None:

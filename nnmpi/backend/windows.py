@@ -19,7 +19,9 @@ pooling's windows:
 
 from contextlib import suppress
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.program.record import viewed
@@ -46,21 +48,20 @@ def pair(name: str, value: PairLike, least: int) -> RowsAndColumns:
     raise UsageError(f"{name} must be one or two whole numbers of at least {least}, not {value!r}")
 
 
-def bordered(x: Array, padding: RowsAndColumns, value: float, xp: Any) -> Array:
+def bordered(x: Array, padding: RowsAndColumns, value: float) -> Array:
     """Return x (n, h, w, c) padded by rows and columns of `value`; x itself without padding.
 
     Args:
         x: (n, h, w, c).
         padding: rows above and below, columns on the left and on the right.
         value: of the border's elements.
-        xp: x's library, or a recorder's stand-in for it.
     """
     rows, columns = padding
     if rows == 0 and columns == 0:
         return x
     n, h, w, c = x.shape
-    result = xp.full((n, h + 2 * rows, w + 2 * columns, c), value, x.dtype)
-    xp.copyto(result[:, rows : rows + h, columns : columns + w], x)
+    result = namespace(x).full((n, h + 2 * rows, w + 2 * columns, c), value, x.dtype)
+    np.copyto(result[:, rows : rows + h, columns : columns + w], x)
     return result
 
 

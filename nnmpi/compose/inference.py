@@ -123,7 +123,7 @@ class Inference:
 
     def _keep(self, result: Array) -> Array:
         """Return the expected outputs of a result, in host memory."""
-        expected = to_float32(self._backend.xp, result[:, -1:] if self._last else result)
+        expected = to_float32(result[:, -1:] if self._last else result)
         return np.array(Tensor(expected).numpy(), order="C")
 
     def _complete(self, local: Array | None, length: int) -> Array | None:

@@ -104,8 +104,7 @@ class SumError(Settled, fixed="name std factor"):
         """Return the sum of the samples' scores; on a device a 0-d array, without waiting."""
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets) * self.std**2
-        xp = namespace(outputs)
-        values = to_float32(xp, outputs).reshape(targets.shape)
+        values = to_float32(outputs).reshape(targets.shape)
         return ((values > 0) == (targets > 0.5)).sum() / prod(targets.shape[1:])
 
 
@@ -354,7 +353,7 @@ def count_correct(logits: Array, y: Array) -> Array | float:
     if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
         return float("nan")
     # not every library finds the largest of bfloat16
-    equal = to_float32(namespace(logits), logits).argmax(axis=-1) == y
+    equal = to_float32(logits).argmax(axis=-1) == y
     return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
@@ -370,7 +369,7 @@ def squared_errors(outputs: Array, targets: Array) -> Array | float:
     """Return minus the sum of samples' mean squared errors; NaN if the shapes do not fit."""
     if not _fits(outputs, targets):
         return nan
-    difference = to_float32(namespace(outputs), outputs).reshape(targets.shape) - targets
+    difference = to_float32(outputs).reshape(targets.shape) - targets
     return -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
 
 
@@ -411,7 +410,7 @@ class DeferredScalars:
             return
         xp = namespace(value)
         total = self.place(name, xp)
-        xp.add(total, to_float32(xp, value).reshape(1), out=total)
+        xp.add(total, to_float32(value).reshape(1), out=total)
 
     def place(self, name: Hashable, xp: Any) -> Array:
         """Return a sum on a device, (1,) in float64, to which the caller adds."""

@@ -117,13 +117,13 @@ class LogSoftmaxFunction(SoftmaxFunction):
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
-        y: Array = kernels.along(self.xp, _log_softmax, self.axis, x)
+        y: Array = kernels.along(_log_softmax, self.axis, x)
         self.saved = (y, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         y, kernels = self.saved
-        return (kernels.along(self.xp, _log_softmax_grad, self.axis, grad, y),)
+        return (kernels.along(_log_softmax_grad, self.axis, grad, y),)
 
 
 def softmax(x: Tensor, axis: int = -1, **words: Never) -> Tensor:

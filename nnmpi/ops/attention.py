@@ -70,7 +70,7 @@ class Attention(Function):
         y = xp.empty((*q.shape[:3], v.shape[3]), q.dtype)
         # without heads if there are more ranks than heads
         residuals = (
-            self.kernels.attend(xp, (q, k, v), y, self.causal, True in self.needs)
+            self.kernels.attend((q, k, v), y, self.causal, True in self.needs)
             if q.shape[1]
             else None
         )
@@ -81,7 +81,7 @@ class Attention(Function):
         residuals, shapes = self.saved
         grads = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
-            self.kernels.attend_grad(self.xp, grad, residuals, grads, self.causal)
+            self.kernels.attend_grad(grad, residuals, grads, self.causal)
         return grads
 
 
@@ -103,11 +103,10 @@ class KeyValues:
         self.count = 0
         self.room: list[Array] = []
 
-    def extend(self, xp: Any, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+    def extend(self, k: Heads, v: Heads) -> tuple[Heads, Heads]:
         """Append the keys and values of new tokens, and return all.
 
         Args:
-            xp: the arrays' module.
             k, v: (batch, heads, new tokens, features).
 
         Raises:
@@ -118,19 +117,20 @@ class KeyValues:
                 f"{k.shape[2]} tokens follow {self.count} others; after the first pass, give one"
                 " at a time"
             )
-        self.make_room(xp, k, v)
+        self.make_room(k, v)
         start, self.count = self.count, self.count + k.shape[2]
         for room, new in zip(self.room, (k, v), strict=True):
             room[:, :, start : self.count] = new
         return self.room[0][:, :, : self.count], self.room[1][:, :, : self.count]
 
-    def make_room(self, xp: Any, k: Heads, v: Heads) -> None:
+    def make_room(self, k: Heads, v: Heads) -> None:
         """Provide room for the keys and values of new tokens."""
         count = self.count + k.shape[2]
         if not self.has_room(k.shape[2]):
             old, length = self.room, max(2 * count, self.LEAST)
             self.room = [
-                xp.zeros((*item.shape[:2], length, item.shape[3]), item.dtype) for item in (k, v)
+                np.zeros((*item.shape[:2], length, item.shape[3]), item.dtype, like=k)
+                for item in (k, v)
             ]
             for room, before in zip(self.room, old, strict=False):
                 room[:, :, : self.count] = before[:, :, : self.count]
@@ -222,7 +222,7 @@ class PackedAttention(Function):
             key = call(self._mask_place, (time,), when="before")
             drop = (AttentionDropout(self.rate, key, 0),)
         self.saved = (
-            self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop),
+            self.kernels.attend((q, k, v), heads, self.causal, True in self.needs, *drop),
             drop,
         )
         return y
@@ -237,10 +237,10 @@ class PackedAttention(Function):
     def _continue(self, before: KeyValues, qkv: Array, y: Array) -> None:
         """Attend to the cached tokens and these."""
         # no mask for a single token after others: it sees all
-        xp, causal = namespace(qkv), self.causal and not before.count
+        causal = self.causal and not before.count
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
-        self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
+        self.kernels.attend((q, *before.extend(k, v)), heads, causal, False)
 
     def _attend_next(self, before: KeyValues, q: Heads, k: Heads, v: Heads, y: Heads) -> None:
         """Attend to the cached tokens and one more, in a graph of a device.
@@ -248,9 +248,9 @@ class PackedAttention(Function):
         The calls and the sizes are the same for every token: keys that are still to come are masked.
         """
         if not call(before.has_room, when="if"):
-            call(before.make_room, (self.xp, k, v), when="once")
+            call(before.make_room, (k, v), when="once")
         number = call(before.append, when="before")
-        self.kernels.attend_next(self.xp, (q, k, v), before.room, y, number)
+        self.kernels.attend_next((q, k, v), before.room, y, number)
 
     def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape
@@ -258,7 +258,7 @@ class PackedAttention(Function):
         if residuals is None:
             return (to_qkv,)
         (heads,), (to_q, to_k, to_v) = self._split(grad, 1), self._split(to_qkv, 3)
-        self.kernels.attend_grad(self.xp, heads, residuals, (to_q, to_k, to_v), self.causal, *drop)
+        self.kernels.attend_grad(heads, residuals, (to_q, to_k, to_v), self.causal, *drop)
         return (to_qkv,)
 
     def _split(self, packed: Array, parts: int) -> tuple[Heads, ...]:

@@ -63,7 +63,7 @@ class DropoutFunction(Function):
         xp = namespace(x)
         columns = None if self.columns is None else to_library(xp, self.columns)
         key, kernels = call(self._place, when="before"), kernels_of(x)
-        y, saved = kernels.dropout(xp, x, self.rate, key, columns)
+        y, saved = kernels.dropout(x, self.rate, key, columns)
         self.saved = (saved, kernels)
         return y
 
@@ -72,7 +72,7 @@ class DropoutFunction(Function):
 
     def backward(self, grad: Array) -> Grads:
         saved, kernels = self.saved
-        return (kernels.dropout_grad(namespace(grad), grad, saved),)
+        return (kernels.dropout_grad(grad, saved),)
 
 
 @lru_cache(maxsize=16)  # computing the numbers takes longer than drawing the mask

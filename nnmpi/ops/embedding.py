@@ -48,12 +48,12 @@ class EmbeddingFunction(Function):
     def forward(self, table: Array, indices: Array) -> Array:
         kernels = kernels_of(table)
         self.saved = (table.shape, table.dtype, indices, kernels)
-        return kernels.embedding(namespace(table), table, indices, self.row_dtype(table))
+        return kernels.embedding(table, indices, self.row_dtype(table))
 
     def backward(self, grad: Array) -> Grads:
         shape, dtype, indices, kernels = self.saved
         place = self.sum_into(0)
-        return kernels.embedding_grad(namespace(grad), grad, indices, shape, dtype, *place), None
+        return kernels.embedding_grad(grad, indices, shape, dtype, *place), None
 
 
 class TableRows(EmbeddingFunction):

@@ -43,35 +43,35 @@ class GRUFunction(RecurrentFunction):
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        inputs = InputRows.of(xp, packing, x, table)
+        inputs = InputRows.of(packing, x, table)
         kernels = kernels_of(weight)
         weights = weight, recurrent, bias, 2 * features
-        products, factor, shift = kernels.recurrent_gates(xp, inputs.rows, *weights)
-        gates = inputs.pick(xp, products)
+        products, factor, shift = kernels.recurrent_gates(inputs.rows, *weights)
+        gates = inputs.pick(products)
         bias_n = xp.ascontiguousarray(bias_n)
-        times = multiplier(xp, factor)
+        times = multiplier(factor)
         hidden = States.of(xp, packing, False, gates, (batch, features), h)
         inner = empty(xp, hidden.after.shape, gates.dtype)
         scratch = empty(xp, (batch, 3 * features), gates.dtype)
         for here, n, earlier in steps(packing.sizes, False):
-            before = hidden.before(xp, earlier, n)
+            before = hidden.before(earlier, n)
             times(before, scratch)
             after = bias_n, inner[here], before, hidden.after[here]
             kernels.gru_step(gates[here], scratch, shift, *after)
         if True in self.needs:
             self.saved = (inputs, weight, recurrent, gates, inner, hidden, kernels)
-        return packing.padded(xp, hidden.after)
+        return packing.padded(hidden.after)
 
     def backward(self, grad: Array) -> Grads:
         inputs, weight, recurrent, gates, inner, hidden, kernels = self.saved
         xp, (batch, time, features) = namespace(grad), grad.shape
         packing = Packing((batch,) * time)
-        to_hidden, to_h = packing.pack(xp, grad), xp.zeros_like(hidden.first)
+        to_hidden, to_h = packing.pack(grad), xp.zeros_like(hidden.first)
         # the gradients of x W + b and of h R, which differ in n's columns
         to_gates, to_product = (empty(xp, gates.shape, gates.dtype) for _ in range(2))
-        times = multiplier(xp, recurrent.T)
+        times = multiplier(recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, False))):
-            before, product = hidden.before(xp, earlier, n), to_product[here]
+            before, product = hidden.before(earlier, n), to_product[here]
             after = inner[here], before, to_hidden[here], to_h
             kernels.gru_step_grad(gates[here], to_gates[here], product, *after)
             times(product, to_h, True)
@@ -80,7 +80,7 @@ class GRUFunction(RecurrentFunction):
         *first, to_table = self.first_grads(packing, inputs, *rest)
         if self.needs[4]:
             to_inner = place_for(self, 4, (features,), grad.dtype)
-            bias_grad(xp, to_product[:, 2 * features :], to_inner)
+            bias_grad(to_product[:, 2 * features :], to_inner)
         return *first, to_inner, to_h if self.needs[5] else None, to_table
 
 

@@ -53,19 +53,19 @@ class LinearFunction(Function):
         rows = x if flat else xp.reshape(x, (prod(shape[:-1]), shape[-1]))
         dtype = self.product_dtype
         if dtype is None:
-            y = gemm(xp, rows, weight)
+            y = gemm(rows, weight)
         else:
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-            rows, weight = cast(xp, rows, dtype), cast(xp, weight, dtype)
+            rows, weight = cast(rows, dtype), cast(weight, dtype)
             out, dtype = None, FLOAT32 if self.returns and is_low(dtype) else dtype
             if bias is None and self.form is None:  # whose kernels need contiguous arrays
                 out = empty_rows(xp, len(rows), weight.shape[1], dtype)
-            y = gemm(xp, rows, weight, out, dtype=dtype)
+            y = gemm(rows, weight, out, dtype=dtype)
         kernels, activated = kernels_of(y), None
         if self.form is not None:
             y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
         elif bias is not None:
-            kernels.add_bias(xp, y, bias)
+            kernels.add_bias(y, bias)
         saved = activated, kernels
         self.saved = (rows, weight if self.needs[0] else None, shape, saved, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
@@ -74,11 +74,11 @@ class LinearFunction(Function):
         rows, weight, shape, (activated, kernels), dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
-            grad = cast(xp, grad, rows.dtype)
+            grad = cast(grad, rows.dtype)
         if len(shape) != 2:
             grad = xp.reshape(grad, (len(rows), grad.shape[-1]))
         if dtypes is not None:
-            grad = in_rows(xp, grad)
+            grad = in_rows(grad)
         to_x = to_weight = to_bias = None
         if self.needs[2]:
             to_bias = place_for(
@@ -87,13 +87,13 @@ class LinearFunction(Function):
         if self.form is not None:
             grad = kernels.bias_activate_grad(xp, grad, activated, self.form, to_bias)
         elif to_bias is not None:
-            kernels.bias_grad(xp, grad, to_bias)
+            kernels.bias_grad(grad, to_bias)
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
-            to_weight = gemm(xp, *factors, target, add, None if dtypes is None else dtypes[1])
+            to_weight = gemm(*factors, target, add, None if dtypes is None else dtypes[1])
         if self.needs[0]:
-            to_x = gemm(xp, grad, weight.T)
-            to_x = to_x if dtypes is None else cast(xp, to_x, dtypes[0])
+            to_x = gemm(grad, weight.T)
+            to_x = to_x if dtypes is None else cast(to_x, dtypes[0])
             if len(shape) != 2:
                 to_x = to_x.reshape(shape)
         return to_x, to_weight, to_bias

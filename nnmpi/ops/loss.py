@@ -73,12 +73,12 @@ class CrossEntropy(OfLabels):
         self.saved = (residuals, logits.shape, kernels, count)
         if self.reduction == "none":
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
-        return _averaged(xp, xp.add.reduce(losses, axis=0), count, self.reduction)
+        return _averaged(xp.add.reduce(losses, axis=0), count, self.reduction)
 
     def backward(self, grad: Array) -> Grads:
         residuals, shape, kernels, count = self.saved
         xp = self.xp
-        grad = _averaged(xp, grad, count, self.reduction)
+        grad = _averaged(grad, count, self.reduction)
         # (1,) for all rows, or (rows,)
         share = xp.reshape(grad, (grad.size,)) if grad.ndim else grad[None]
         settings = self.ignore_index, self.smoothing
@@ -457,7 +457,7 @@ def _error(
     return make(reduction, form, delta)(x, target)
 
 
-def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
+def _averaged(values: Array, count: Any, reduction: str) -> Array:
     """Divide by the count for reduction "mean": a sum in forward, a gradient in backward.
 
     Args:

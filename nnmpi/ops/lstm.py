@@ -83,14 +83,14 @@ class Packing:
         sizes = tuple(int(n) for n in running.sum(1))
         return cls(sizes, xp.asarray(order), xp.asarray(order[places]), xp.asarray(times))
 
-    def pack(self, xp: Any, x: Array) -> Array:
+    def pack(self, x: Array) -> Array:
         """Return the real rows, (packed rows, ...), of (batch, time, ...)."""
         if self.rows is not None:
             return x[self.rows, self.times]
         x = x.swapaxes(0, 1)
         if not x.flags.c_contiguous:
-            rows = empty(xp, x.shape, x.dtype)
-            copy(xp, rows, x)
+            rows = empty(namespace(x), x.shape, x.dtype)
+            copy(rows, x)
             x = rows
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
@@ -102,12 +102,12 @@ class Packing:
             into[...] = 0
             into[self.times, self.rows] = rows
 
-    def padded(self, xp: Any, rows: Array) -> Array:
+    def padded(self, rows: Array) -> Array:
         """Return packed rows as (batch, time, n), a view if no sequence is padded."""
         shape = len(self.sizes), self.sizes[0], rows.shape[1]
         if self.rows is None:
             return rows.reshape(shape).swapaxes(0, 1)
-        result = xp.empty(shape, rows.dtype)
+        result = np.empty(shape, rows.dtype, like=rows)
         self.unpack(rows, result)
         return result.swapaxes(0, 1)
 
@@ -119,7 +119,7 @@ class Packing:
         """Return the inverse of `sort`."""
         if self.order is None:
             return state
-        result = namespace(state).empty_like(state)
+        result = np.empty_like(state)
         result[self.order] = state
         return result
 
@@ -143,22 +143,23 @@ class InputRows(NamedTuple):
     picks: Array | None
 
     @classmethod
-    def of(cls, xp: Any, packing: Packing, x: Array, table: Any) -> InputRows:
+    def of(cls, packing: Packing, x: Array, table: Any) -> InputRows:
         """Return x (batch, time, in), or a table's rows at x (batch, time)."""
-        rows = packing.pack(xp, x)
+        rows = packing.pack(x)
         return cls(rows, None) if table is None else cls(table, rows)
 
-    def pick(self, xp: Any, products: Array) -> Array:
+    def pick(self, products: Array) -> Array:
         """Return the products of x, given those of `rows`."""
         return products if self.picks is None else products[self.picks]
 
-    def sums(self, xp: Any, grad: Array) -> Array:
+    def sums(self, grad: Array) -> Array:
         """Return the gradient of the products of `rows`, given that of x's."""
         if self.picks is None:
             return grad
+        xp = namespace(grad)
         is_entry = xp.zeros((len(self.rows), len(grad)), grad.dtype)
         is_entry[self.picks, xp.arange(len(grad))] = 1
-        return gemm(xp, is_entry, grad)
+        return gemm(is_entry, grad)
 
 
 class States(NamedTuple):
@@ -203,14 +204,13 @@ class States(NamedTuple):
         if initial is None:
             states.first.fill(0)
         else:
-            copy(xp, states.first, initial if packing.order is None else initial[packing.order])
+            copy(states.first, initial if packing.order is None else initial[packing.order])
         return states
 
-    def before(self, xp: Any, earlier: slice, n: int) -> Array:
+    def before(self, earlier: slice, n: int) -> Array:
         """Return the state before a step: the previous step's; the initial one for new sequences.
 
         Args:
-            xp: the arrays' module.
             earlier: the previous step's rows, see `steps`.
             n: the step's number of sequences.
         """
@@ -218,24 +218,24 @@ class States(NamedTuple):
         if running == n:
             return self.after[earlier]
         new = self.first[running:n]
-        return xp.concatenate((self.after[earlier], new)) if running else new
+        return np.concatenate((self.after[earlier], new)) if running else new
 
-    def all_before(self, xp: Any) -> Array:
+    def all_before(self) -> Array:
         """Return the states before all steps, (packed rows, features)."""
         packing = self.packing
         if packing.rows is None:
             return self.shifted
-        result = xp.empty(self.after.shape, self.after.dtype)
+        result = np.empty_like(self.after)
         for here, n, earlier in steps(packing.sizes, self.reverse):
-            result[here] = self.before(xp, earlier, n)
+            result[here] = self.before(earlier, n)
         return result
 
-    def last(self, xp: Any) -> Array:
+    def last(self) -> Array:
         """Return the state after each sequence's last step, (batch, features), in its order."""
         packing, stop = self.packing, 0
         if packing.rows is None or self.reverse:
             return packing.unsort(self.end)
-        result = xp.empty(self.first.shape, self.first.dtype)
+        result = np.empty_like(self.first)
         for n, later in zip(packing.sizes, (*packing.sizes[1:], 0), strict=True):
             stop += n
             if later < n:
@@ -287,21 +287,20 @@ class RecurrentFunction(Function):
             to_gates: (packed rows, gates), the gradient of x W + b.
             to_product: that of h R, if it is another.
         """
-        xp = namespace(to_gates)
         to_x = to_bias = to_table = None
-        sums = inputs.sums(xp, to_gates)
+        sums = inputs.sums(to_gates)
         if self.needs[-1]:
-            to_table = gemm(xp, sums, weight.T, *self.sum_into(-1))
+            to_table = gemm(sums, weight.T, *self.sum_into(-1))
         if self.needs[0]:
-            to_x = packing.padded(xp, gemm(xp, sums, weight.T))
+            to_x = packing.padded(gemm(sums, weight.T))
         right = to_gates if to_product is None else to_product
         to_weight, to_recurrent = (  # written into the parameter's gradient if there is one
-            gemm(xp, left.T, grad, *self.sum_into(i)) if self.needs[i] else None
-            for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(xp), right))
+            gemm(left.T, grad, *self.sum_into(i)) if self.needs[i] else None
+            for i, left, grad in ((1, inputs.rows, sums), (2, hidden.all_before(), right))
         )
         if self.needs[3]:
             to_bias = place_for(self, 3, sums.shape[1:], sums.dtype)
-            bias_grad(xp, sums, to_bias)
+            bias_grad(sums, to_bias)
         return to_x, to_weight, to_recurrent, to_bias, to_table
 
 
@@ -338,27 +337,27 @@ class LSTMFunction(RecurrentFunction):
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         # here, since a replay has others
         packing = Packing.of(batch, time, _checked(lengths, time), xp)
-        inputs = InputRows.of(xp, packing, x, table)
+        inputs = InputRows.of(packing, x, table)
         kernels = kernels_of(weight)
         weights = weight, recurrent, bias, 3 * features
-        products, factor, shift = kernels.recurrent_gates(xp, inputs.rows, *weights)
-        gates = inputs.pick(xp, products)
-        times = multiplier(xp, factor)
+        products, factor, shift = kernels.recurrent_gates(inputs.rows, *weights)
+        gates = inputs.pick(products)
+        times = multiplier(factor)
         states = packing, self.reverse, gates, (batch, features)
         hidden, cells = (States.of(xp, *states, initial) for initial in (h, c))
         scratch = empty(xp, (batch, 4 * features), gates.dtype)
         for here, n, earlier in steps(packing.sizes, self.reverse):
-            times(hidden.before(xp, earlier, n), scratch[:n])
-            last_c, new = cells.before(xp, earlier, n), (cells.after[here], hidden.after[here])
+            times(hidden.before(earlier, n), scratch[:n])
+            last_c, new = cells.before(earlier, n), (cells.after[here], hidden.after[here])
             kernels.lstm_step(gates[here], scratch[:n], shift, last_c, *new)
         if True in self.needs:
             self.saved = (packing, inputs, weight, recurrent, gates, hidden, cells, kernels)
         if packing.rows is None and not self.ends:
-            return packing.padded(xp, hidden.after)
+            return packing.padded(hidden.after)
         y = xp.empty((time + 2 * self.ends, batch, features), gates.dtype)
         packing.unpack(hidden.after, y[:time])
         if self.ends:
-            y[time], y[time + 1] = hidden.last(xp), cells.last(xp)
+            y[time], y[time + 1] = hidden.last(), cells.last()
         return y.swapaxes(0, 1)
 
     def backward(self, grad: Array) -> Grads:
@@ -370,11 +369,11 @@ class LSTMFunction(RecurrentFunction):
             for i in (0, 1)
         ]
         to_h, to_c = ends
-        to_hidden = packing.pack(xp, grad[:, :time])
+        to_hidden = packing.pack(grad[:, :time])
         to_gates = empty(xp, gates.shape, gates.dtype)
-        times = multiplier(xp, recurrent.T)
+        times = multiplier(recurrent.T)
         for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
-            slopes, last_c = to_gates[here], cells.before(xp, earlier, n)
+            slopes, last_c = to_gates[here], cells.before(earlier, n)
             states = cells.after[here], last_c, to_c[:n]
             kernels.lstm_step_grad(gates[here], slopes, to_h[:n], to_hidden[here], *states)
             times(slopes, to_h[:n])

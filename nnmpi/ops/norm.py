@@ -129,7 +129,7 @@ class BatchNormFunction(Norm):
 
     def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
         kernels, (eps, all_reduce, observe, scale, shift) = kernels_of(x), values
-        kept, offset, variance, mean = kernels.batch_moments(xp, x, scale.size)
+        kept, offset, variance, mean = kernels.batch_moments(x, scale.size)
         count: Count = x.size // scale.size
         seen, divisor = count, max(count, 1)
         if all_reduce is not None:
@@ -145,8 +145,8 @@ class BatchNormFunction(Norm):
 
     def _derive(self, xp: Any, grad: Array, *values: Any) -> Array | None:
         (kernels, scale, _), ((moments, _, divisor), needs, to_scale, to_shift) = self.saved, values
-        given, sums = kernels.contiguous(xp, grad).reshape(moments[0].shape), (to_shift, to_scale)
-        kernels.norm_sums(xp, given, moments, sums)
+        given, sums = kernels.contiguous(grad).reshape(moments[0].shape), (to_shift, to_scale)
+        kernels.norm_sums(given, moments, sums)
         if not needs[0]:
             return None
         if is_array(divisor):
@@ -197,7 +197,7 @@ class FixedNormFunction(BatchNormFunction, Elementwise):
 
     def _normalize(self, xp: Any, x: Array, *values: Any) -> tuple[Array, Residuals]:
         kernels, (eps, scale, shift, mean, variance) = kernels_of(x), values
-        moments = kernels.channel_rows(xp, x, scale.size), mean, variance, eps, True
+        moments = kernels.channel_rows(x, scale.size), mean, variance, eps, True
         return kernels.normalize(xp, moments, scale, shift), (moments, None, inf)
 
 

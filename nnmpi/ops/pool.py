@@ -101,13 +101,13 @@ class MaxPool2dFunction(Pool2dFunction):
 
     def forward(self, x: Array) -> Array:
         kernels = kernels_of(x)
-        y, winner = kernels.max_pool(self.xp, x, self.over, self.needs[0])
+        y, winner = kernels.max_pool(x, self.over, self.needs[0])
         self.saved = (winner, x.shape, kernels)
         return y
 
     def backward(self, grad: Array) -> Grads:
         winner, shape, kernels = self.saved
-        return (kernels.max_pool_grad(self.xp, grad, winner, shape, self.over),)
+        return (kernels.max_pool_grad(grad, winner, shape, self.over),)
 
 
 class AvgPool2dFunction(Pool2dFunction):
@@ -118,11 +118,11 @@ class AvgPool2dFunction(Pool2dFunction):
     def forward(self, x: Array) -> Array:
         kernels, over = kernels_of(x), self.over
         self.saved = (x.shape, kernels)
-        return kernels.avg_pool(self.xp, x, over, 1 / prod(over.kernel))
+        return kernels.avg_pool(x, over, 1 / prod(over.kernel))
 
     def backward(self, grad: Array) -> Grads:
         (shape, kernels), over = self.saved, self.over
-        return (kernels.avg_pool_grad(self.xp, grad, shape, over, 1 / prod(over.kernel)),)
+        return (kernels.avg_pool_grad(grad, shape, over, 1 / prod(over.kernel)),)
 
 
 class Upsample2dFunction(Pool2dFunction):
@@ -135,10 +135,10 @@ class Upsample2dFunction(Pool2dFunction):
         kernels = kernels_of(x)
         self.saved = (kernels,)
         shape = n, h * rows, w * columns, c
-        return self.xp.ascontiguousarray(kernels.avg_pool_grad(self.xp, x, shape, self.over, 1))
+        return self.xp.ascontiguousarray(kernels.avg_pool_grad(x, shape, self.over, 1))
 
     def backward(self, grad: Array) -> Grads:
-        return (self.saved[0].avg_pool(self.xp, grad, self.over, 1),)
+        return (self.saved[0].avg_pool(grad, self.over, 1),)
 
 
 def window_means(x: Tensor, kernel: RowsAndColumns) -> Tensor:

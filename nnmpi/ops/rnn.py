@@ -40,16 +40,16 @@ class RNNFunction(RecurrentFunction):
     ) -> Array:
         xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing((batch,) * time)
-        inputs = InputRows.of(xp, packing, x, table)
+        inputs = InputRows.of(packing, x, table)
         products = empty(xp, (len(inputs.rows), features), weight.dtype)
-        gemm(xp, inputs.rows, weight, out=products)
+        gemm(inputs.rows, weight, out=products)
         xp.add(products, bias, out=products)
-        sums = inputs.pick(xp, products)
-        times = multiplier(xp, recurrent)
+        sums = inputs.pick(products)
+        times = multiplier(recurrent)
         hidden = States.of(xp, packing, False, sums, (batch, features), h)
         scratch = empty(xp, (batch, features), sums.dtype)
         for here, n, earlier in steps(packing.sizes, False):
-            times(hidden.before(xp, earlier, n), scratch)
+            times(hidden.before(earlier, n), scratch)
             y = xp.add(sums[here], scratch, out=hidden.after[here])
             if self.rectifies:
                 xp.maximum(y, 0, out=y)
@@ -57,14 +57,14 @@ class RNNFunction(RecurrentFunction):
                 xp.tanh(y, out=y)
         if True in self.needs:
             self.saved = (inputs, weight, recurrent, hidden)
-        return packing.padded(xp, hidden.after)
+        return packing.padded(hidden.after)
 
     def backward(self, grad: Array) -> Grads:
         inputs, weight, recurrent, hidden = self.saved
         xp, (batch, time, _) = namespace(grad), grad.shape
         packing = Packing((batch,) * time)
-        to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(xp, grad.copy())
-        times = multiplier(xp, recurrent.T)
+        to_h, to_sums = xp.zeros_like(hidden.first), packing.pack(grad.copy())
+        times = multiplier(recurrent.T)
         for here, _, _ in reversed(list(steps(packing.sizes, False))):
             y, slopes = hidden.after[here], to_sums[here]
             slopes += to_h

@@ -21,7 +21,7 @@ from nnmpi.tensor.tensor import Tensor
 def finite(array: Array) -> bool:
     """Return whether all elements are finite."""
     xp = namespace(array)
-    return bool(xp.isfinite(to_float32(xp, array)).all())
+    return bool(xp.isfinite(to_float32(array)).all())
 
 
 def explain(

@@ -69,8 +69,7 @@ class Deferred:
         recorder = active()
         with graph_alone():
             for node, grad, selected in waiting:
-                xp = namespace(grad) if recorder is None else recorder.module(namespace(bare(grad)))
-                _pass_on(node, _part_of_backward(node, grad, selected, recorder), xp)
+                _pass_on(node, _part_of_backward(node, grad, selected, recorder))
                 _release(node, recorder)
 
     def holds(self, node: Function) -> bool:
@@ -136,7 +135,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
     xp = plain if recorder is None else recorder.module(plain)
     start = root.node
     if start is None or root.tape is None:  # a leaf: no operations to walk back along
-        root.add_grad(seed if recorder is None else recorder.wrap(seed), xp)
+        root.add_grad(seed if recorder is None else recorder.wrap(seed))
         if root.hook is not None:
             call(root.hook, (root,))
         tape, nodes, last = Tape(), list[Function](), -1
@@ -185,7 +184,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     else:
                         grads = _backward(node, grad, recorder)
                     grad = None  # freed before _pass_on allocates
-                    _pass_on(node, grads, xp)
+                    _pass_on(node, grads)
                     if not (retain or (deferred is not None and deferred.holds(node))):
                         _release(node, recorder)
                 if finals is not None:
@@ -303,7 +302,7 @@ def _final_uses(nodes: list[Function], roots: set[Function]) -> dict[Function, l
     return finals
 
 
-def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
+def _pass_on(node: Function, grads: Grads) -> None:
     """Add what an operation's backward returned to its inputs' gradients."""
     edges = node.edges
     assert edges is not None  # used-up operations are taken off the tape
@@ -332,7 +331,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
                 f"{name}.backward returned {kind_of(grad)} for an input; return its array"
             )
         if node.broadcasts and grad.shape != shape:
-            grad = unbroadcast(xp, grad, shape)
+            grad = unbroadcast(grad, shape)
         if grad.shape != shape:
             raise ShapeError(
                 f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape"
@@ -342,7 +341,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             raise DtypeError(
                 f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}"
             )
-        edge.add_grad(grad, xp)
+        edge.add_grad(grad)
 
 
 def _check_tuple(node: Function, grads: Any) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nnmpi.backend.array import Array, Dtype, masked
 from nnmpi.backend.kernels import add, cast, kernels_of, multiply
 from nnmpi.backend.plain import Activation
@@ -23,7 +25,7 @@ class Rule(NamedTuple):
 
     Attributes:
         saves: the values that the derivatives read: inputs by number, -1 for the result.
-        to_first, to_second: (xp, gradient, *saved) -> the gradient of an input.
+        to_first, to_second: (gradient, *saved) -> the gradient of an input.
     """
 
     saves: tuple[int, ...]
@@ -31,31 +33,31 @@ class Rule(NamedTuple):
     to_second: Callable[..., Array] | None = None
 
 
-def _same(_xp: Any, grad: Array) -> Array:
+def _same(grad: Array) -> Array:
     return grad
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "add": Rule((), _same, _same),
-        "subtract": Rule((), _same, lambda xp, grad: -grad),
+        "subtract": Rule((), _same, lambda grad: -grad),
         "multiply": Rule(
             (0, 1),
-            lambda xp, grad, a, b: multiply(xp, grad, b),
-            lambda xp, grad, a, b: multiply(xp, grad, a),
+            lambda grad, a, b: multiply(grad, b),
+            lambda grad, a, b: multiply(grad, a),
         ),
         "divide": Rule(
             (1, -1),
-            lambda xp, grad, b, y: grad / b,
-            lambda xp, grad, b, y: -(grad / b) * y,
+            lambda grad, b, y: grad / b,
+            lambda grad, b, y: -(grad / b) * y,
         ),
-        "negative": Rule((), lambda xp, grad: -grad),
-        "exp": Rule((-1,), lambda xp, grad, y: grad * y),
-        "log": Rule((0,), lambda xp, grad, x: grad / x),
-        "sqrt": Rule((-1,), lambda xp, grad, y: grad / (2 * y)),
-        "absolute": Rule((0,), lambda xp, grad, x: grad * xp.sign(x)),  # 0 at 0
-        "sin": Rule((0,), lambda xp, grad, x: grad * xp.cos(x)),
-        "cos": Rule((0,), lambda xp, grad, x: -grad * xp.sin(x)),
+        "negative": Rule((), lambda grad: -grad),
+        "exp": Rule((-1,), lambda grad, y: grad * y),
+        "log": Rule((0,), lambda grad, x: grad / x),
+        "sqrt": Rule((-1,), lambda grad, y: grad / (2 * y)),
+        "absolute": Rule((0,), lambda grad, x: grad * np.sign(x)),  # 0 at 0
+        "sin": Rule((0,), lambda grad, x: grad * np.cos(x)),
+        "cos": Rule((0,), lambda grad, x: -grad * np.sin(x)),
     }
 )
 
@@ -83,17 +85,17 @@ class Pointwise(Elementwise):
 
     def forward(self, *inputs: Any) -> Array:
         pair = PAIRS.get(self.name)
-        y = getattr(self.xp, self.name)(*inputs) if pair is None else pair(self.xp, *inputs)
+        y = (pair or getattr(np, self.name))(*inputs)
         values = (*inputs, y)
         self.saved = tuple([values[i] for i in self.rule.saves])
         return y
 
     def backward(self, grad: Array) -> Grads:
         (_, to_first, to_second), needs, saved = self.rule, self.needs, self.saved
-        first = to_first(self.xp, grad, *saved) if needs[0] else None
+        first = to_first(grad, *saved) if needs[0] else None
         if to_second is None:
             return (first,)
-        return first, to_second(self.xp, grad, *saved) if needs[1] else None
+        return first, to_second(grad, *saved) if needs[1] else None
 
 
 class AddLow(Elementwise):
@@ -101,10 +103,10 @@ class AddLow(Elementwise):
 
     def forward(self, a: Array, b: Array) -> Array:
         self.saved = (b.dtype,)
-        return kernels_of(b).add_low(self.xp, a, b)
+        return kernels_of(b).add_low(a, b)
 
     def backward(self, grad: Array) -> Grads:
-        return grad, cast(self.xp, grad, self.saved[0]) if self.needs[1] else None
+        return grad, cast(grad, self.saved[0]) if self.needs[1] else None
 
 
 def add_low(a: Any, b: Any) -> Any:
@@ -169,26 +171,25 @@ class Power(Elementwise):
         return result
 
     def backward(self, grad: Array) -> Grads:
-        (a, b, result), xp = self.saved, self.xp
+        a, b, result = self.saved
         to_a = to_b = None
         if self.needs[0]:
             to_a = grad * self._slope(a, b, result)
         if self.needs[1]:
-            base = xp.asarray(a)
-            logarithm = xp.where(base < 0, xp.nan, xp.log(xp.where(base > 0, base, 1))).astype(
+            base = self.xp.asarray(a)
+            logarithm = np.where(base < 0, np.nan, np.log(np.where(base > 0, base, 1))).astype(
                 result.dtype
             )
-            to_b = grad * xp.where(base == 0, 0, result) * logarithm
+            to_b = grad * np.where(base == 0, 0, result) * logarithm
         return to_a, to_b
 
     def _slope(self, a: Any, b: Any, result: Array) -> Any:
         """Return the derivative in a; that of a ** 0 is 0, also where a is 0."""
-        xp = self.xp
         if not hasattr(b, "dtype"):
-            return b * a ** (b - 1) if b else xp.zeros_like(result)
+            return b * a ** (b - 1) if b else np.zeros_like(result)
         zero = b == 0
-        lowered = a ** xp.where(zero, 1, b - 1).astype(result.dtype)
-        return xp.where(zero, xp.zeros_like(result), b * lowered)
+        lowered = a ** np.where(zero, 1, b - 1).astype(result.dtype)
+        return np.where(zero, np.zeros_like(result), b * lowered)
 
 
 class Extremum(Elementwise):
@@ -203,13 +204,13 @@ class Extremum(Elementwise):
 
     def forward(self, a: Any, b: Any) -> Array:
         self.saved = (a, b)
-        return self.xp.maximum(a, b) if self.largest else self.xp.minimum(a, b)
+        return (np.maximum if self.largest else np.minimum)(a, b)
 
     def backward(self, grad: Array) -> Grads:
-        (a, b), xp = self.saved, self.xp
-        loses = xp.less if self.largest else xp.greater
-        share = xp.where(a == b, grad * 0.5, grad)
-        return tuple(masked(xp, xp.logical_not(loses(*pair)), share) for pair in ((a, b), (b, a)))
+        a, b = self.saved
+        loses = np.less if self.largest else np.greater
+        share = np.where(a == b, grad * 0.5, grad)
+        return tuple(masked(~loses(*pair), share) for pair in ((a, b), (b, a)))
 
 
 class Where(Elementwise):
@@ -219,11 +220,11 @@ class Where(Elementwise):
 
     def forward(self, condition: Array, a: Any, b: Any) -> Array:
         self.saved = (condition,)
-        return self.xp.where(condition, a, b)
+        return np.where(condition, a, b)
 
     def backward(self, grad: Array) -> Grads:
-        (condition,), xp = self.saved, self.xp
-        return None, masked(xp, condition, grad), masked(xp, xp.logical_not(condition), grad)
+        (condition,) = self.saved
+        return None, masked(condition, grad), masked(np.logical_not(condition), grad)
 
 
 class Clip(Elementwise):
@@ -237,9 +238,9 @@ class Clip(Elementwise):
         self.low, self.high = low, high
 
     def forward(self, x: Array) -> Array:
-        y = self.xp.clip(x, self.low, self.high)
+        y = np.clip(x, self.low, self.high)
         self.saved = (x == y,) if self.needs[0] else ()
         return y
 
     def backward(self, grad: Array) -> Grads:
-        return (masked(self.xp, self.saved[0], grad),)
+        return (masked(self.saved[0], grad),)

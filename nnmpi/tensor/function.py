@@ -192,21 +192,18 @@ class Variable:
                 f"a tensor of {self._data.dtype} can have no gradient; use floating point"
             )
 
-    def add_grad(self, grad: Array, xp: Any) -> None:
-        """Accumulate one operation's contribution to this leaf's gradient, maybe in place.
-
-        `xp` is the arrays' module, or a recorder's stand-in for it.
-        """
+    def add_grad(self, grad: Array) -> None:
+        """Accumulate one operation's contribution to this leaf's gradient, maybe in place."""
         if self.guard is not None:
             self.guard()
         if self._grad is not None:
             if bare(grad) is not self._grad:  # else backward has added it (`Function.sum_into`)
-                xp.add(writable(self._grad), grad, out=writable(self._grad))
+                np.add(writable(self._grad), grad, out=writable(self._grad))
             return
         # without a buffer a copy: the array may be shared
-        target = xp.empty_like(grad) if self.buffer is None else self.buffer
+        target = np.empty_like(grad) if self.buffer is None else self.buffer
         if bare(grad) is not target:
-            xp.copyto(writable(target), grad)
+            np.copyto(writable(target), grad)
         self._grad, recorder = bare(target), active()
         if recorder is not None:
             recorder.record(setattr, self, "_grad", self._grad)
@@ -511,7 +508,7 @@ class Function:
             return None
         return leaf if sum([edge is leaf for edge in edges]) == 1 else None
 
-    def add_grad(self, grad: Array, xp: Any) -> None:
+    def add_grad(self, grad: Array) -> None:
         """Accumulate one use's contribution to the output's gradient.
 
         The first array may be shared, so the second contribution goes to a new one; from then on
@@ -520,9 +517,9 @@ class Function:
         if self.grad is None:
             self.grad, self.owns_grad = grad, False
         elif self.owns_grad:
-            add(xp, self.grad, grad, self.grad)
+            add(self.grad, grad, self.grad)
         else:  # the sum of two 0-d arrays is a NumPy scalar, which `out` cannot write to
-            self.grad, self.owns_grad = add(xp, self.grad, grad), self.shape != ()
+            self.grad, self.owns_grad = add(self.grad, grad), self.shape != ()
 
     def own_grad(self, xp: Any) -> Array:
         """Return the output's gradient so far, for the caller to add to parts of it."""
@@ -530,7 +527,7 @@ class Function:
             self.grad = xp.zeros(self.shape, self.dtype)
         elif not self.owns_grad:
             total = xp.empty(self.shape, self.dtype)
-            xp.copyto(total, self.grad)
+            np.copyto(total, self.grad)
             self.grad = total
         self.owns_grad = True
         return self.grad
@@ -653,21 +650,17 @@ class Elementwise(Function):
         return elementwise_placement(self, inputs, scatters=True)
 
 
-def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
-    """Sum a broadcast result's gradient down to the shape of an operand.
-
-    Args:
-        xp: NumPy, CuPy, or a recorder's stand-in.
-    """
+def unbroadcast(grad: Array, shape: Shape) -> Array:
+    """Sum a broadcast result's gradient down to the shape of an operand."""
     if grad.shape == shape:
         return grad
     if is_low(grad.dtype):
-        return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
+        return cast(unbroadcast(to_float32(grad), shape), grad.dtype)
     extra = grad.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(
         extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
     )
-    return xp.reshape(sum_over(xp, grad, axes), shape)
+    return sum_over(grad, axes).reshape(shape)
 
 
 class AsType(Elementwise):
@@ -680,17 +673,17 @@ class AsType(Elementwise):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.dtype,)
-        return cast(self.xp, x, self.target)
+        return cast(x, self.target)
 
     def backward(self, grad: Array) -> Grads:
-        return (cast(self.xp, grad, self.saved[0]),)
+        return (cast(grad, self.saved[0]),)
 
 
 def converted(x: Any, dtype: Dtype) -> Any:
     """Convert an array, or a tensor as an operation of the graph; return one of the dtype as is."""
     if isinstance(x, Variable):
         return x if x._data.dtype == dtype else AsType(dtype)(x)
-    return cast(namespace(x), x, dtype)
+    return cast(x, dtype)
 
 
 def lowered(x: Any, low: Dtype | None) -> Any:

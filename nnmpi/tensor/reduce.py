@@ -75,7 +75,7 @@ class Sum(_Reduction):
     def forward(self, x: Array) -> Array:
         count = self.count(x)
         self.saved = (x.shape, count)
-        total = sum_over(self.xp, x, self.axes, self.keepdims)
+        total = sum_over(x, self.axes, self.keepdims)
         if not self.averages:
             return total
         if count == 0:
@@ -85,9 +85,9 @@ class Sum(_Reduction):
         return total / count
 
     def backward(self, grad: Array) -> Grads:
-        (shape, count), xp = self.saved, self.xp
-        item = xp.reshape(grad, _keep_axes(shape, self.axes))
-        return (xp.broadcast_to(item / count if self.averages else item, shape),)
+        shape, count = self.saved
+        item = grad.reshape(_keep_axes(shape, self.axes))
+        return (np.broadcast_to(item / count if self.averages else item, shape),)
 
 
 class Variance(_Reduction):
@@ -107,15 +107,14 @@ class Variance(_Reduction):
                 f"the variance over axes {self.axes} of an array of shape {x.shape} has too few"
                 f" elements for correction {self.correction}"
             )
-        xp = self.xp
-        centred = x - sum_over(xp, x, self.axes, True) / count
+        centred = x - sum_over(x, self.axes, True) / count
         self.saved = (centred, divisor)
-        squares = sum_over(xp, centred * centred, self.axes, self.keepdims)
+        squares = sum_over(centred * centred, self.axes, self.keepdims)
         return squares / divisor
 
     def backward(self, grad: Array) -> Grads:
-        (centred, divisor), xp = self.saved, self.xp
-        share = xp.reshape(grad, _keep_axes(centred.shape, self.axes)) * (2 / divisor)
+        centred, divisor = self.saved
+        share = grad.reshape(_keep_axes(centred.shape, self.axes)) * (2 / divisor)
         return (centred * share,)
 
 
@@ -136,17 +135,17 @@ class Largest(_Reduction):
                 f"an array of shape {x.shape} has no largest or smallest element over axes"
                 f" {self.axes}"
             )
-        find = self.xp.max if self.largest else self.xp.min
+        find = np.max if self.largest else np.min
         result = find(x, axis=self.axes, keepdims=self.keepdims)
         self.saved = (x, result)
         return result
 
     def backward(self, grad: Array) -> Grads:
-        (x, result), xp = self.saved, self.xp
+        x, result = self.saved
         shape = _keep_axes(x.shape, self.axes)
-        ties = xp.empty(x.shape, grad.dtype)
-        xp.equal(x, xp.reshape(result, shape), out=ties)
-        share = xp.reshape(grad, shape) / xp.add.reduce(ties, axis=self.axes, keepdims=True)
+        ties = np.empty(x.shape, grad.dtype, like=x)
+        np.equal(x, result.reshape(shape), out=ties)
+        share = grad.reshape(shape) / self.xp.add.reduce(ties, axis=self.axes, keepdims=True)
         return (ties * share,)
 
 
@@ -186,7 +185,7 @@ class MatMul(Function):
         return y[..., 0] if b.ndim == 1 else y
 
     def backward(self, grad: Array) -> Grads:
-        (a, b), xp = self.saved, self.xp
+        a, b = self.saved
         # a vector on the left is a row, one on the right a column: add the missing axes here, and
         # remove them from the gradients at the end
         rows = a[None, :] if a.ndim == 1 else a
@@ -198,22 +197,17 @@ class MatMul(Function):
         to_a = to_b = None
         if self.needs[0]:
             # (..., n, m) @ (..., m, k) -> (..., n, k); gradients of broadcast stacks are summed
-            to_a = xp.reshape(
-                unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape
-            )
+            to_a = self.multiply(grad, columns.swapaxes(-1, -2))
+            to_a = unbroadcast(to_a, rows.shape).reshape(a.shape)
         if self.needs[1]:
             # (..., k, n) @ (..., n, m) -> (..., k, m)
-            to_b = xp.reshape(
-                unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape
-            )
+            to_b = self.multiply(rows.swapaxes(-1, -2), grad)
+            to_b = unbroadcast(to_b, columns.shape).reshape(b.shape)
         return to_a, to_b
 
     def multiply(self, a: Array, b: Array) -> Array:
         """Return the product of two stacks of matrices."""
-        xp = self.xp
         if b.ndim > 2 or a.ndim == 2:
-            return gemm(xp, a, b)
+            return gemm(a, b)
         rows = prod(a.shape[:-1])  # a stack times a single matrix is one product of more rows
-        return xp.reshape(
-            gemm(xp, xp.reshape(a, (rows, a.shape[-1])), b), (*a.shape[:-1], b.shape[-1])
-        )
+        return gemm(a.reshape(rows, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[-1])

@@ -39,10 +39,10 @@ class Reshape(Function):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        return self.xp.reshape(x, self.new)
+        return x.reshape(self.new)
 
     def backward(self, grad: Array) -> Grads:
-        return (self.xp.reshape(grad, self.saved[0]),)
+        return (grad.reshape(self.saved[0]),)
 
 
 class Transpose(Function):
@@ -83,7 +83,7 @@ class Concatenate(Function):
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
-        return kernels_of(inputs[0]).concatenate(self.xp, inputs, self.axis)
+        return kernels_of(inputs[0]).concatenate(inputs, self.axis)
 
     def backward(self, grad: Array) -> Grads:
         *stops, _ = accumulate(self.saved)
@@ -100,7 +100,7 @@ class Pad(Function):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        return self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
+        return np.pad(x, self.widths, mode="constant", constant_values=self.value)
 
     def backward(self, grad: Array) -> Grads:
         (shape,) = self.saved
@@ -169,7 +169,7 @@ class GetItem(Function):
         elif first.dtype.kind == "b":  # selects no element twice
             spread[first] = grad
         else:
-            add_rows(xp, spread, first, grad)
+            add_rows(spread, first, grad)
         return (spread,)
 
 
@@ -226,13 +226,13 @@ class View(Function):
         return self._part(x)
 
     def backward(self, grad: Array) -> Grads:
-        (shape, dtype), xp, edge = self.saved, self.xp, self.edges and self.edges[0]
+        (shape, dtype), edge = self.saved, self.edges and self.edges[0]
         if isinstance(edge, Function) and edge.edges is not None:
-            part = self._part(edge.own_grad(xp))
-            xp.add(part, grad, out=part)
+            part = self._part(edge.own_grad(self.xp))
+            part += grad
             return (None,)
-        spread = xp.zeros(shape, dtype)
-        xp.copyto(self._part(spread), grad)
+        spread = self.xp.zeros(shape, dtype)
+        np.copyto(self._part(spread), grad)
         return (spread,)
 
     def _part(self, x: Array) -> Array:

@@ -181,7 +181,7 @@ class Tensor(Variable):
                     f"backward of a tensor of shape {self.shape} needs grad; without it, reduce to"
                     " one number"
                 )
-            seed = ones(xp, 1, self._data.dtype).reshape(self._data.shape)
+            seed = ones(self._data, 1).reshape(self._data.shape)
         else:
             values = values_or_refuse("backward", grad)
             try:
@@ -451,7 +451,7 @@ class Tensor(Variable):
         refuse_words("argmax", words)
         refuse("argmax")
         # not every array library implements argmax of bfloat16
-        values: Any = to_float32(namespace(self._data), self._data)
+        values: Any = to_float32(self._data)
         at = None if axis is None else checked_axes(values.ndim, axis)[0]
         return values.argmax(axis=at, keepdims=keepdims)
 

@@ -84,7 +84,7 @@ def play(device: Backend) -> Play:
 def step(play: Play) -> tuple[Array, ...]:
     """Compute by functions, in place, in views, by a product, a sort and nnmpi's kernels."""
     xp, x = play.xp, play.x
-    y = gemm(xp, x, x.T)
+    y = gemm(x, x.T)
     y += 1
     y[0, 1:] = xp.exp(y[1, 1:] * -0.125)
     back = xp.argsort(-x[1])

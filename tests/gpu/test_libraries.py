@@ -63,12 +63,12 @@ def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) 
     terms = np.matmul(abs(a.astype(np.float64)), abs(b.astype(np.float64)))
     here, there = lying(a, ways[0], device), lying(b, ways[1], device)
     with use_precision(mode if mode in (TF32, BF16, FP16) else FLOAT32):
-        results = [gemm(device.xp, here, there)]
+        results = [gemm(here, there)]
         for wide in {np.dtype(np.float32), dtype} if dtype.itemsize == 2 else {dtype}:
             place = device.zeros(right.shape, wide)
-            gemm(device.xp, here, there, out=place)
+            gemm(here, there, out=place)
             results.append(place)
-            twice = gemm(device.xp, here, there, out=place.copy(), add=True)
+            twice = gemm(here, there, out=place.copy(), add=True)
             results.append(twice / twice.dtype.type(2))
     for result in results:
         error = np.abs(device.to_host(result).astype(np.float64) - right).max()
@@ -78,7 +78,7 @@ def test_product(device: Backend, sizes: Any, ways: tuple[str, str], mode: str) 
 def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
     """Unless it is asked for: 1 + 2^-20 has more bits than TF32."""
     a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
-    result = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
+    result = device.to_host(gemm(a, device.asarray(np.eye(256, dtype=np.float32))))
     assert (result == np.float32(1 + 2.0**-20)).all()
 
 
@@ -92,9 +92,9 @@ def test_rows_of_large_odd_products_are_aligned(
     """
     multiply, seen = gemm, []
 
-    def watch(xp: Any, a: Any, b: Any, out: Any = None, *args: Any, **options: Any) -> Any:
+    def watch(a: Any, b: Any, out: Any = None, *args: Any, **options: Any) -> Any:
         seen.extend(x for x in (a, a.T, out) if x is not None and x.shape[-1] == 67)
-        return multiply(xp, a, b, out, *args, **options)
+        return multiply(a, b, out, *args, **options)
 
     def loss(x: Any, table: Any, labels: Any) -> Any:
         logits = ops.linear_transposed(x, table)

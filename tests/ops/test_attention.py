@@ -112,7 +112,7 @@ def test_any_block(elements, blocks, causal, monkeypatch):
 def test_what_was_never_written_is_never_read(causal, monkeypatch):
     """New arrays full of NaN change nothing."""
 
-    def full(shape, dtype=None):
+    def full(shape, dtype=None, like=None):
         return np.full(shape, np.nan, dtype)
 
     monkeypatch.setattr(np, "empty", full)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed
+from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collapsed, namespace
 from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import (
     NAMES,
@@ -172,7 +172,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         size, numbers = running[0].size, (float(fraction), float(factor))
         self.flat("track", size, running[0].dtype.itemsize, *running, *values, *numbers, size)
 
-    def copy(self, xp: Any, target: Array, x: Array) -> None:
+    def copy(self, target: Array, x: Array) -> None:
         """Write x to `target`, rounded to its dtype.
 
         CuPy's copies of views, and to and from bfloat16, take two to four times as long on an H100.
@@ -181,13 +181,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         axes = collapsed(x.shape, Matrices.of(x).strides, Matrices.of(target).strides)
         is_known = works_on(x.dtype) and works_on(target.dtype)
         if x.shape != target.shape or twice or not is_known or len(axes) > COPY_AXES:
-            super().copy(xp, target, x)
+            super().copy(target, x)
             return
         axes = [(1, 0, 0)] * (COPY_AXES - len(axes)) + axes
         numbers = chain.from_iterable(zip(*axes, strict=True))
         self.flat("copy", x.size, target.dtype.itemsize, x, target, x.size, *numbers)
 
-    def _pair(self, name: str, xp: Any, a: Array, b: Any, out: Array | None = None) -> Array:
+    def _pair(self, name: str, a: Array, b: Any, out: Array | None = None) -> Array:
         """Return a + b or a * b; by a kernel for contiguous arrays of one shape and dtype.
 
         CuPy converts every element of bfloat16 by itself.
@@ -199,14 +199,14 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             and a.flags.c_contiguous
             and b.flags.c_contiguous
         ):
-            return super()._pair(name, xp, a, b, out)
-        result = xp.empty(a.shape, a.dtype) if out is None else out
+            return super()._pair(name, a, b, out)
+        result = np.empty_like(a, order="C") if out is None else out
         self.flat(name, a.size, a.dtype.itemsize, a, b, result, a.size)
         return result
 
-    def add_low(self, xp: Any, a: Array, b: Array) -> Array:
-        result = xp.empty(a.shape, a.dtype)
-        given = self.contiguous(xp, a), self.contiguous(xp, b)
+    def add_low(self, a: Array, b: Array) -> Array:
+        result = np.empty_like(a, order="C")
+        given = self.contiguous(a), self.contiguous(b)
         self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
         return result
 
@@ -217,7 +217,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     ) -> tuple[Array, Any]:
         y, code = xp.empty(x.shape, x.dtype), form.value
         numbers = (code, float(number), x.size)
-        self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(xp, x), y, *numbers)
+        self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(x), y, *numbers)
         # the result, where it suffices, is mostly kept by the next operation, too
         return y, y if form in (Activation.RELU, Activation.SIGMOID, Activation.TANH) else x
 
@@ -225,7 +225,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
     ) -> Array:
         to_x: Array = xp.empty(saved.shape, saved.dtype)
-        arrays = (self.contiguous(xp, grad), self.contiguous(xp, saved), to_x)
+        arrays = (self.contiguous(grad), self.contiguous(saved), to_x)
         numbers = (form.value, float(number), to_x.size)
         self.flat("activate_grad", to_x.size, to_x.dtype.itemsize, *arrays, *numbers)
         return to_x
@@ -244,7 +244,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
     ) -> tuple[Array, Any]:
         """See `PlainKernels.losses`; in float32 or more."""
-        x, target = self.contiguous(xp, x), self.contiguous(xp, target)
+        x, target = self.contiguous(x), self.contiguous(target)
         numbers = (form.value, float(delta))
         if share is None:
             result = xp.empty(x.shape, _accumulated(x))
@@ -268,39 +268,39 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         (x, target), shape, size = saved, saved[0].shape, saved[0].size
         results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
         numbers = (form.value, float(delta), float(share), int(grad.ndim > 0), size)
-        arrays = (x, target, self.contiguous(xp, grad), *results)
+        arrays = (x, target, self.contiguous(grad), *results)
         self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
         return results
 
-    def contiguous(self, xp: Any, x: Array) -> Array:
+    def contiguous(self, x: Array) -> Array:
         """Return x itself if it is C-contiguous, else a copy."""
         if x.flags.c_contiguous:
             return x
-        result = xp.empty(x.shape, x.dtype)
-        self.copy(xp, result, x)
+        result = np.empty_like(x, order="C")
+        self.copy(result, x)
         return result
 
-    def concatenate(self, xp: Any, arrays: Sequence[Array], axis: int) -> Array:
+    def concatenate(self, arrays: Sequence[Array], axis: int) -> Array:
         if any(x.dtype != arrays[0].dtype for x in arrays):
-            return super().concatenate(xp, arrays, axis)
+            return super().concatenate(arrays, axis)
         shape, start = list(arrays[0].shape), 0
         shape[axis] = sum(x.shape[axis] for x in arrays)
-        result = xp.empty(tuple(shape), arrays[0].dtype)
+        result = np.empty(tuple(shape), arrays[0].dtype, like=arrays[0])
         for x in arrays:
             part = result[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)]
-            self.copy(xp, part, x)
+            self.copy(part, x)
             start += x.shape[axis]
         return result
 
     # ---- dense layers: rows are all axes but the last
 
-    def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
+    def bias_grad(self, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
         # a sum's gradient is broadcast, so not contiguous
-        self.sums("column_sum", "column_total", (self.contiguous(xp, grad),), (to_bias,))
+        self.sums("column_sum", "column_total", (self.contiguous(grad),), (to_bias,))
 
-    def add_bias(self, xp: Any, y: Array, bias: Array) -> None:
-        self.over_columns("add_bias", y, y.shape[-1], self.contiguous(xp, bias))
+    def add_bias(self, y: Array, bias: Array) -> None:
+        self.over_columns("add_bias", y, y.shape[-1], self.contiguous(bias))
 
     def bias_activate(
         self,
@@ -341,7 +341,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     def attend(
         self,
-        xp: Any,
         inputs: tuple[Array, ...],
         y: Array,
         causal: bool,
@@ -359,6 +358,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         the exponential would magnify the rounding of bfloat16. Bands of queries, without the keys
         that none of a causal band sees, were 2 % faster on an H100 in a block of 2048 features.
         """
+        xp = namespace(y)
         q, k, v = inputs
         library = cudnn_of(self.xp) if is_low(q.dtype) and drop is None else None
         # A single query follows others: the keys grow at each call, and a plan takes longer to
@@ -372,15 +372,14 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     def _attend(self, xp: Any, inputs: Any, y: Array, causal: bool, drop: Any) -> Residuals:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
-        gemm(xp, q, k.swapaxes(2, 3), out=scores)
+        gemm(q, k.swapaxes(2, 3), out=scores)
         p = scores if scores.dtype == q.dtype else xp.empty(scores.shape, q.dtype)
         self._softmax("softmax", 1 / sqrt(q.shape[3]), causal, scores, p)
-        gemm(xp, self._left(xp, p, drop), v, out=y)
+        gemm(self._left(p, drop), v, out=y)
         return (q, k, v, p)
 
     def attend_grad(
         self,
-        xp: Any,
         grad: Array,
         residuals: Residuals,
         targets: tuple[Array, ...],
@@ -388,6 +387,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         drop: Any = None,
     ) -> None:
         """Write all three gradients; the dropout mask is drawn again, not saved."""
+        xp = namespace(grad)
         if len(residuals) == 5:  # cuDNN's
             *inputs, y, statistics = residuals
             library = cudnn_of(self.xp)
@@ -399,19 +399,19 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             residuals = self._attend(xp, inputs, xp.empty(y.shape, y.dtype), causal, None)
         (q, k, v, p), (to_q, to_k, to_v) = residuals, targets
         d = xp.empty(p.shape, p.dtype)
-        gemm(xp, grad, v.swapaxes(2, 3), out=d)
-        gemm(xp, self._left(xp, p, drop).swapaxes(2, 3), grad, out=to_v)
-        d = self._left(xp, d, drop)
+        gemm(grad, v.swapaxes(2, 3), out=d)
+        gemm(self._left(p, drop).swapaxes(2, 3), grad, out=to_v)
+        d = self._left(d, drop)
         self._softmax("softmax_grad", 1 / sqrt(q.shape[3]), causal, d, p, d)
-        gemm(xp, d, k, out=to_q)
-        gemm(xp, d.swapaxes(2, 3), q, out=to_k)
+        gemm(d, k, out=to_q)
+        gemm(d.swapaxes(2, 3), q, out=to_k)
 
-    def _left(self, xp: Any, p: Array, drop: Any) -> Array:
+    def _left(self, p: Array, drop: Any) -> Array:
         """Apply dropout to probabilities (batch, heads, queries, keys), or to their gradient."""
         return (
             p
             if drop is None
-            else self.dropout(xp, p, drop.rate, place_of(drop.key, drop.first_row), None)[0]
+            else self.dropout(p, drop.rate, place_of(drop.key, drop.first_row), None)[0]
         )
 
     # ---- rows
@@ -432,15 +432,15 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         if axis != x.ndim - 1:
             return self.softmax(xp, x.swapaxes(axis, -1), x.ndim - 1).swapaxes(axis, -1)
         y: Array = xp.empty(x.shape, x.dtype)
-        self._softmax("softmax", 1.0, False, self.contiguous(xp, x), y)
+        self._softmax("softmax", 1.0, False, self.contiguous(x), y)
         return y
 
     def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
         if axis != y.ndim - 1:
             grad, y = grad.swapaxes(axis, -1), y.swapaxes(axis, -1)
             return self.softmax_grad(xp, grad, y, y.ndim - 1).swapaxes(axis, -1)
-        y, to_x = self.contiguous(xp, y), xp.empty(y.shape, y.dtype)
-        self._softmax("softmax_grad", 1.0, False, self.contiguous(xp, grad), y, to_x)
+        y, to_x = self.contiguous(y), xp.empty(y.shape, y.dtype)
+        self._softmax("softmax_grad", 1.0, False, self.contiguous(grad), y, to_x)
         return to_x
 
     def softmax_loss(
@@ -451,7 +451,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         A label out of range gives NaN, also for the gradient; nothing out of bounds is read.
         """
         ignore_index, smoothing = settings
-        (logits, lead), labels = _in_rows(xp, logits), self.contiguous(xp, labels)
+        (logits, lead), labels = _in_rows(xp, logits), self.contiguous(labels)
         wide, count = _accumulated(logits), len(logits)
         losses, powers = xp.empty((count,), wide), xp.empty((2, count), wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
@@ -490,9 +490,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
         Without a shift the mean counts as 0.
         """
-        rows = self.contiguous(xp, x).reshape(x.size // scale.size, scale.size)
-        scale = self.contiguous(xp, scale)
-        shift = None if shift is None else self.contiguous(xp, shift)
+        rows = self.contiguous(x).reshape(x.size // scale.size, scale.size)
+        scale = self.contiguous(scale)
+        shift = None if shift is None else self.contiguous(shift)
         y, wide = xp.empty(rows.shape, x.dtype), _accumulated(x)
         inverse, mean = (xp.empty((len(rows),), wide) for _ in range(2))
         arrays = rows, scale, shift, float(eps), y, inverse, mean
@@ -503,7 +503,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         x, inverse, mean, scale = saved
-        saved, to_x = (self.contiguous(xp, grad), x, inverse, mean), None
+        saved, to_x = (self.contiguous(grad), x, inverse, mean), None
         if needs[0]:
             to_x = xp.empty(x.shape, grad.dtype)
             numbers = (int(len(targets) == 2), *x.shape)
@@ -516,12 +516,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
     # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
 
-    def moments(self, xp: Any, x: Array, count: int = 1) -> tuple[Array, Array, Array]:
+    def moments(self, x: Array, count: int = 1) -> tuple[Array, Array, Array]:
         """Return offsets, variances and means of columns, or of groups of `count` columns.
 
         An offset is the mean minus the first element of the column. Without rows all are 0. The
         means are those of columns in either case.
         """
+        xp = namespace(x)
         samples, rows, n = x.shape
         make = xp.empty if rows else xp.zeros
         offset, variance, mean = (make((samples, n), _accumulated(x)) for _ in range(3))
@@ -546,7 +547,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     def norm_sums(
         self,
-        xp: Any,
         grad: Array,
         moments: Residuals,
         targets: tuple[Array, Array],
@@ -593,25 +593,25 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.over_samples("norm_grad", grad, *arrays, *numbers)
         return to_x
 
-    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
-        return self.samples(xp, x, 1, channels)
+    def channel_rows(self, x: Array, channels: int) -> Array:
+        return self.samples(x, 1, channels)
 
-    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
-        rows = self.channel_rows(xp, x, channels)
-        return rows, *(item[0] for item in self.moments(xp, rows))
+    def batch_moments(self, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+        rows = self.channel_rows(x, channels)
+        return rows, *(item[0] for item in self.moments(rows))
 
-    def samples(self, xp: Any, x: Array, count: int, channels: int) -> Array:
+    def samples(self, x: Array, count: int, channels: int) -> Array:
         """Return x as (count, rows, channels), contiguous."""
         rows = x.size // max(count * channels, 1)
-        return self.contiguous(xp, x).reshape(count, rows, channels)
+        return self.contiguous(x).reshape(count, rows, channels)
 
     def group_norm(
         self, xp: Any, x: Array, eps: float, count: int, scale: Array, shift: Array
     ) -> tuple[Array, Residuals]:
-        images = self.samples(xp, x, len(x), scale.size)
+        images = self.samples(x, len(x), scale.size)
         moments, scale = (
-            (images, *self.moments(xp, images, count)[:2], eps),
-            self.contiguous(xp, scale),
+            (images, *self.moments(images, count)[:2], eps),
+            self.contiguous(scale),
         )
         return self.normalize(xp, moments, scale, shift), (moments, scale, count)
 
@@ -620,13 +620,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
     ) -> Array | None:
         moments, scale, count = saved
         images = moments[0]
-        grad = self.contiguous(xp, grad).reshape(images.shape)
+        grad = self.contiguous(grad).reshape(images.shape)
         below, products = sums = tuple(
             xp.empty((len(images), scale.size), scale.dtype) for _ in range(2)
         )
-        self.norm_sums(xp, grad, moments, sums)
+        self.norm_sums(grad, moments, sums)
         for item, target in zip((products, below), targets, strict=True):
-            self.bias_grad(xp, item, target)
+            self.bias_grad(item, target)
         if not needs[0]:
             return None
         means = self.group_sums(xp, sums, scale, count, images)
@@ -638,17 +638,16 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         if isinstance(integers, np.ndarray):
             super().check(function, integers, *args)
 
-    def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
+    def embedding(self, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; indices are not checked, one out of range gives NaN."""
-        rows = xp.empty((*indices.shape, table.shape[1]), dtype)
-        table, indices = self.contiguous(xp, table), self.contiguous(xp, indices)
+        rows = np.empty((*indices.shape, table.shape[1]), dtype, like=table)
+        table, indices = self.contiguous(table), self.contiguous(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
         self.flat("embedding", rows.size, dtype.itemsize, *args)
         return rows
 
     def embedding_grad(
         self,
-        xp: Any,
         grad: Array,
         indices: Array,
         shape: Shape,
@@ -657,9 +656,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         add: bool,
     ) -> Array:
         """Add rows in order, in place; indices out of range are skipped."""
+        xp = namespace(grad)
         spread = xp.empty(shape, dtype) if into is None else into
-        grad = self.contiguous(xp, grad)
-        indices = self.contiguous(xp, indices)
+        grad = self.contiguous(grad)
+        indices = self.contiguous(indices)
         count = indices.size
         if not add:
             spread.fill(0)
@@ -673,7 +673,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     def dropout(
         self,
-        xp: Any,
         x: Array,
         rate: float,
         key: Any,
@@ -685,9 +684,9 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
         y = x / (1 - rate) for elements with `random_bits` at or above the threshold, else 0 * x.
         """
-        result, saved = xp.empty(x.shape, x.dtype), (rate, key, columns)
+        result, saved = np.empty_like(x, order="C"), (rate, key, columns)
         # the right-hand side reads the old x: ascontiguousarray makes a 0-d array 1-D
-        x, rows = self.contiguous(xp, x), x.shape[0] if x.ndim else 1
+        x, rows = self.contiguous(x), x.shape[0] if x.ndim else 1
         numbers = (
             *((None, *key) if isinstance(key, tuple) else (key, 0, 0)),
             least_kept(rate),
@@ -698,8 +697,8 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
         return result, saved
 
-    def dropout_grad(self, xp: Any, grad: Array, saved: Any) -> Array:
-        return self.dropout(xp, grad, *saved)[0]
+    def dropout_grad(self, grad: Array, saved: Any) -> Array:
+        return self.dropout(grad, *saved)[0]
 
     # ---- images
 
@@ -737,12 +736,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
         self.total("column_total", partial, (to_weight,), x)
 
-    def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
+    def max_pool(self, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return maxima and positions.
 
         A NaN is the maximum of its window; the border never is.
         """
-        x = self.contiguous(xp, x)
+        xp = namespace(x)
+        x = self.contiguous(x)
         y = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
@@ -750,23 +750,23 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         self.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
         return y, winner
 
-    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
+    def max_pool_grad(self, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Gather each pixel's gradient from the windows of which it is the maximum."""
-        to_x = xp.empty(shape, grad.dtype)
+        to_x = np.empty(shape, grad.dtype, like=grad)
         numbers = (
             winner.dtype.itemsize,
             *shape,
             *grad.shape[1:3],
             *sum(over, ()),
         )
-        args = (self.contiguous(xp, grad), winner, to_x, *numbers)
+        args = (self.contiguous(grad), winner, to_x, *numbers)
         self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
-    def avg_pool(self, xp: Any, x: Array, over: Any, share: float) -> Array:
-        x = self.contiguous(xp, x)
+    def avg_pool(self, x: Array, over: Any, share: float) -> Array:
+        x = self.contiguous(x)
         (n, h, w, c), out = x.shape, over.out(*x.shape[1:3])
-        y = xp.empty((n, *out, c), x.dtype)
+        y = np.empty((n, *out, c), x.dtype, like=x)
         if over.kernel == (h, w) and over.padding == (0, 0):
             self.whole_samples("whole_pool", x.reshape(n, h * w, c), y, float(share))
         else:
@@ -774,10 +774,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             self.flat("avg_pool", y.size, x.dtype.itemsize, x, y, *numbers)
         return y
 
-    def avg_pool_grad(self, xp: Any, grad: Array, shape: Shape, over: Any, share: float) -> Array:
-        to_x = xp.empty(shape, grad.dtype)
+    def avg_pool_grad(self, grad: Array, shape: Shape, over: Any, share: float) -> Array:
+        to_x = np.empty(shape, grad.dtype, like=grad)
         numbers = (float(share), *shape, *grad.shape[1:3], *sum(over, ()))
-        args = (self.contiguous(xp, grad), to_x, *numbers)
+        args = (self.contiguous(grad), to_x, *numbers)
         self.flat("avg_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 

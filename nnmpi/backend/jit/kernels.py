@@ -212,26 +212,24 @@ class NumbaKernels(PlainKernels):
 
     # ---- batch normalization: x is read three times, for the mean, the squares, and the result
 
-    def channel_rows(self, xp: Any, x: Array, channels: int) -> Array:
-        return xp.ascontiguousarray(widened(xp, x, channels, WIDE))
+    def channel_rows(self, x: Array, channels: int) -> Array:
+        return np.ascontiguousarray(widened(x, channels, WIDE), like=x)
 
-    def batch_moments(self, xp: Any, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
+    def batch_moments(self, x: Array, channels: int) -> tuple[Array, Array, Array, Array]:
         """See `PlainKernels.batch_moments`; x itself is saved."""
-        kept = self.channel_rows(xp, x, channels)
-        mean, variance = (xp.empty((channels,), x.dtype) for _ in range(2))
-        self._sum_blocks(xp, kept, lambda part, _: (kept[part],), mean)
+        kept = self.channel_rows(x, channels)
+        mean, variance = (np.empty((channels,), x.dtype, like=x) for _ in range(2))
+        self._sum_blocks(kept, lambda part, _: (kept[part],), mean)
         mean /= max(x.size // channels, 1)
-        (means,) = repeated_in(xp, kept, mean)
+        (means,) = repeated_in(kept, mean)
         self._sums(_squares, (kept, means), variance)
         variance /= max(x.size // channels, 1)
         return kept, mean.copy(), variance, mean
 
-    def norm_sums(
-        self, xp: Any, grad: Array, moments: Residuals, targets: tuple[Array, Array]
-    ) -> None:
+    def norm_sums(self, grad: Array, moments: Residuals, targets: tuple[Array, Array]) -> None:
         (kept, offset, variance, eps, *_), to_scale = moments, targets[1]
-        self._sums(_products, (kept, grad, *repeated_in(xp, kept, offset)), *targets)
-        xp.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
+        self._sums(_products, (kept, grad, *repeated_in(kept, offset)), *targets)
+        np.multiply(to_scale, inverse_root(variance, eps), out=to_scale)
 
     def _sums(self, formula: Any, operands: tuple[Array, ...], *outs: Array) -> None:
         """Write each channel's sums of some terms."""
@@ -239,7 +237,7 @@ class NumbaKernels(PlainKernels):
         parts = xp.empty((len(outs), width), FLOAT32)
         self.rows(formula, *operands, sums=[*parts])
         for part, out in zip(parts, outs, strict=True):
-            fold(xp, part, out)
+            fold(part, out)
 
 
 def _bias_relu(y: Array, bias: Array) -> tuple[Array]:

@@ -76,13 +76,10 @@ class ConvAlgorithm(ABC):
         self.spec = spec
 
     @abstractmethod
-    def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
-    ) -> Any:
+    def forward(self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Any:
         """Write the result to y; return the values that `backward` needs besides x and weight.
 
         Args:
-            xp: the array library.
             x: images (n, h, w, c).
             weight: (kh, kw, c / groups, o), C-contiguous.
             bias: (o,), C-contiguous, or None.
@@ -91,13 +88,10 @@ class ConvAlgorithm(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients
-    ) -> None:
+    def backward(self, grad: Array, x: Array, weight: Array, kept: Any, out: Gradients) -> None:
         """Write the gradients.
 
         Args:
-            xp: the array library.
             grad: of the result, (n, out_h, out_w, o); not always contiguous, never written to.
             x, weight: the arguments of `forward`.
             kept: the result of `forward`.

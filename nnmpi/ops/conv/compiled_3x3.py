@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import load
 from nnmpi.backend.planes import flattened
 from nnmpi.ops.conv.algorithm import NO_POOL, ConvAlgorithm, Gradients, record_flat
@@ -41,8 +41,9 @@ class Compiled3x3(ConvAlgorithm):
         """
 
     def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+        self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> tuple[Array, ...]:
+        xp = namespace(x)
         kernels, places, counts = self.plan((*x.shape[1:], weight.shape[3]), False)
         corner = xp.empty(
             (0 if self.spec.pool == NO_POOL else y.size,), np.uint8
@@ -54,8 +55,9 @@ class Compiled3x3(ConvAlgorithm):
         return y, corner, u
 
     def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients
+        self, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients
     ) -> None:
+        xp = namespace(grad)
         kernels, _, counts = self.plan((*x.shape[1:], weight.shape[3]), True)
         # the kernel always writes the bias gradient
         to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias

@@ -92,10 +92,10 @@ class Conv2dFunction(Function):
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, algorithm, dtype = self.xp, self.algorithm, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-        x = x if self.product_dtype is None else cast(xp, x, self.product_dtype)
+        x = x if self.product_dtype is None else cast(x, self.product_dtype)
         bias = None if bias is None else xp.ascontiguousarray(bias)
         y = xp.empty((len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype)
-        saved = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
+        saved = algorithm.forward(x, weight, bias, y, True in self.needs)
         self.saved = (x, weight, saved, dtype)
         return y
 
@@ -108,8 +108,8 @@ class Conv2dFunction(Function):
                 for i, shape in ((1, weight.shape), (2, weight.shape[3:]))
             ),
         )
-        self.algorithm.backward(self.xp, grad, x, weight, saved, out)
-        return out if out.x is None else out._replace(x=cast(self.xp, out.x, dtype))
+        self.algorithm.backward(grad, x, weight, saved, out)
+        return out if out.x is None else out._replace(x=cast(out.x, dtype))
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> ConvAlgorithm | None:

@@ -20,7 +20,6 @@ of dy times x moved by (r, s).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -37,49 +36,46 @@ from nnmpi.ops.conv.im2col import input_gradient, pixel_rows
 class Depthwise(ConvAlgorithm):
     """A depthwise convolution, with one group per channel; no ReLU, no pooling."""
 
-    def convolve(self, xp: Any, x: Array, weight: Array, y: Array) -> None:
+    def convolve(self, x: Array, weight: Array, y: Array) -> None:
         """Write the convolution, without a bias, to y."""
         call(convolve, (x, weight), (y, self.spec))
 
-    def input_grad(self, xp: Any, grad: Array, weight: Array, to_x: Array) -> None:
+    def input_grad(self, grad: Array, weight: Array, to_x: Array) -> None:
         """Write the gradient of x, given that of y."""
-        input_gradient(xp, grad, weight, self.spec, to_x, type(self))
+        input_gradient(grad, weight, self.spec, to_x, type(self))
 
-    def weight_grad(self, xp: Any, x: Array, grad: Array, to_weight: Array) -> None:
+    def weight_grad(self, x: Array, grad: Array, to_weight: Array) -> None:
         """Write the gradient of the weight."""
         call(products, (x, grad), (to_weight, self.spec))
 
-    def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
-    ) -> None:
-        self.convolve(xp, x, weight, y)
+    def forward(self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+        self.convolve(x, weight, y)
         if bias is not None:
-            add_bias(xp, y, bias)
+            add_bias(y, bias)
 
-    def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
-    ) -> None:
-        grad = xp.ascontiguousarray(cast(xp, grad, x.dtype))
+    def backward(self, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
+        grad = np.ascontiguousarray(cast(grad, x.dtype), like=grad)
         if out.bias is not None:
-            bias_grad(xp, pixel_rows(grad), out.bias)
+            bias_grad(pixel_rows(grad), out.bias)
         if out.x is not None:
-            self.input_grad(xp, grad, weight, out.x)
+            self.input_grad(grad, weight, out.x)
         if out.weight is not None:
-            self.weight_grad(xp, x, grad, out.weight)
+            self.weight_grad(x, grad, out.weight)
 
 
 class CompiledDepthwise(Depthwise):
     """By numba's kernels, of images that are not empty."""
 
-    def convolve(self, xp: Any, *arrays: Array) -> None:
+    def convolve(self, *arrays: Array) -> None:
         """See `Depthwise.convolve`."""
-        self._call(xp, "forward", *arrays)
+        self._call("forward", *arrays)
 
-    def weight_grad(self, xp: Any, *arrays: Array) -> None:
+    def weight_grad(self, *arrays: Array) -> None:
         """See `Depthwise.weight_grad`."""
-        self._call(xp, "backward", *arrays)
+        self._call("backward", *arrays)
 
-    def _call(self, xp: Any, name: str, images: Array, given: Array, out: Array) -> None:
+    def _call(self, name: str, images: Array, given: Array, out: Array) -> None:
+        xp = namespace(images)
         (h, w, c), (top, left), spec = images.shape[1:], self.spec.padding, self.spec
         columns, size = w + 2 * left, spec.pooled_size(h, w)
         border = xp.empty(((h + 2 * top) * columns * c,), FLOAT32)
@@ -124,7 +120,7 @@ def convolve(images: Array, weight: Array, y: Array, spec: ConvSpec) -> None:
     """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y."""
     xp, (h, w, c) = namespace(images), y.shape[1:]
     taps = xp.empty((*spec.kernel, w, c), images.dtype)
-    copy(xp, taps, weight)
+    copy(taps, weight)
     taps = taps.reshape(*spec.kernel, w * c)
     for block, view in _seen(images, spec) if y.size else ():
         place = y[block].reshape(len(view), h, w * c)
@@ -136,7 +132,7 @@ def convolve(images: Array, weight: Array, y: Array, spec: ConvSpec) -> None:
             for i, j in np.ndindex(spec.kernel):
                 result += view[:, :, i, j] * taps[i, j]
         if result is not place:
-            copy(xp, place, result)
+            copy(place, result)
 
 
 def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
@@ -154,4 +150,4 @@ def products(images: Array, grad: Array, out: Array, spec: ConvSpec) -> None:
             else:
                 xp.add.reduce(seen * given[:, :, None], axis=(0, 1), out=out_j)
         sums += parts.reshape(*spec.kernel, w, c).sum(2, dtype=np.float64)
-    copy(xp, out, sums.reshape(out.shape))
+    copy(out, sums.reshape(out.shape))

@@ -21,9 +21,11 @@ A device adds up float16 and bfloat16 in float32, and keeps the kernels' gradien
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nnmpi.backend.array import Array
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy
 from nnmpi.backend.planes import flattened
@@ -47,7 +49,6 @@ class Columns:
         matrix: their windows (images rows columns, kh kw c)
 
     Args:
-        xp: the array library.
         x: all images, (n, h, w, c). Without padding, windows are views of them, not of a copy.
         spec: the convolution.
         outputs: elements of the result per row of columns.
@@ -56,14 +57,14 @@ class Columns:
         length: the most rows of a matrix.
     """
 
-    def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
-        self._xp, self._x, self._spec = xp, x, spec
+    def __init__(self, x: Array, spec: ConvSpec, outputs: int) -> None:
+        self._x, self._spec = x, spec
         (n, h, w, c), (top, left) = x.shape, spec.padding
         self._height, width = spec.pooled_size(h, w)
         # each window is one pixel: the images are the columns
         alone = spec[:3] == ((1, 1), (1, 1), (0, 0))
         self._is_pixels = alone and x.flags.c_contiguous
-        self._short, host = spec.kernel[1] * c < SHORT_RUN, xp.__name__ == "numpy"
+        self._short, host = spec.kernel[1] * c < SHORT_RUN, isinstance(x, np.ndarray)
         terms, row = prod(spec.kernel) * c, width
         room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if host else DEVICE_BYTES
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
@@ -71,12 +72,12 @@ class Columns:
         self._rows = max(1, min(self._height, most))
         self.length = self._count * self._rows * row
         size = 0 if self._is_pixels else self.length * terms
-        self._memory: Array = xp.empty((size,), x.dtype)
+        self._memory: Array = np.empty((size,), x.dtype, like=x)
         # receives a block's images; around it is a border of zeros
         self._inner: Array | None = None
         self._bordered = x
         if top or left:
-            self._bordered = xp.zeros((self._count, h + 2 * top, w + 2 * left, c), x.dtype)
+            self._bordered = np.zeros((self._count, h + 2 * top, w + 2 * left, c), x.dtype, like=x)
             self._inner = self._bordered[:, top : top + h, left : left + w]
 
     def __iter__(self) -> Iterator[tuple[tuple[slice, slice], Array]]:
@@ -89,7 +90,7 @@ class Columns:
             images = self._bordered[block]
             if self._inner is not None:
                 images = self._bordered[: block.stop - block.start]
-                copy(self._xp, self._inner[: len(images)], self._x[block])
+                copy(self._inner[: len(images)], self._x[block])
             # (n, out_h, out_w, kh, kw, c)
             seen = windows(images, spec.kernel, spec.stride, spec.dilation)
             for rows in steps(height, self._rows):
@@ -98,7 +99,7 @@ class Columns:
                 memory = self._memory[: pixels * terms]
                 if self._short:
                     part = part.transpose(3, 4, 5, 0, 1, 2)
-                copy(self._xp, memory.reshape(part.shape), part)
+                copy(memory.reshape(part.shape), part)
                 matrix = (
                     memory.reshape(terms, pixels).T
                     if self._short
@@ -111,22 +112,21 @@ class ProductSum:
     """A sum of products of matrices, or of stacks of them.
 
     Args:
-        xp: the library that computes.
         total: the array for the sum, of a product's shape.
     """
 
-    def __init__(self, xp: Any, total: Array) -> None:
-        self._xp, self._total, self._begun = xp, total, False
+    def __init__(self, total: Array) -> None:
+        self._total, self._begun = total, False
 
     def add(self, left: Array, right: Array) -> None:
         """Add left @ right."""
-        gemm(self._xp, left, right, self._total, self._begun)
+        gemm(left, right, self._total, self._begun)
         self._begun = True
 
     def finish(self) -> Array:
         """Return the sum; zeros if nothing was added."""
         if not self._begun:
-            self._xp.copyto(self._total, 0)
+            np.copyto(self._total, 0)
         return self._total
 
 
@@ -176,7 +176,6 @@ def _phases(
 
 
 def input_gradient(
-    xp: Any,
     grad: Array,
     weight: Array,
     spec: ConvSpec,
@@ -190,13 +189,13 @@ def input_gradient(
     results than it has pixels.
 
     Args:
-        xp: the library that computes.
         grad: of the result, (n, out_h, out_w, o), contiguous.
         weight: (kh, kw, c / groups, o).
         spec: the convolution.
         out: (n, h, w, c).
         algorithm: computes each phase.
     """
+    xp = namespace(grad)
     (c, o), groups, (height, width) = weight.shape[2:], spec.groups, grad.shape[1:3]
     (rows, top), (columns, left) = (
         _phases(*axis) for axis in zip(out.shape[1:3], (height, width), *spec[:4], strict=True)
@@ -205,59 +204,57 @@ def input_gradient(
     if spec.stride != (1, 1) and padding != (0, 0):
         inner, padding = grad, (0, 0)
         grad = xp.zeros((len(grad), height + 2 * top, width + 2 * left, o), grad.dtype)
-        copy(xp, grad[:, top : top + height, left : left + width], inner)
+        copy(grad[:, top : top + height, left : left + width], inner)
     for row, column in product(rows, columns):
         target, part = out[:, row.pixels, column.pixels], weight[row.taps, column.taps]
         if not part.size or not target.size:
-            xp.copyto(target, 0)
+            np.copyto(target, 0)
             continue
         kernel = part.shape[:2]
         turned = xp.empty((*kernel, o // groups, groups, c), grad.dtype)
         apart = part.reshape(*kernel, c, groups, o // groups)[::-1, ::-1]
-        copy(xp, turned, apart.transpose(0, 1, 4, 3, 2))
+        copy(turned, apart.transpose(0, 1, 4, 3, 2))
         convolution = ConvSpec(kernel, (1, 1), padding, (row.dilation, column.dilation), groups)
         seen = grad[:, row.start : row.stop, column.start : column.stop]
         plane = target if target.flags.c_contiguous else xp.empty(target.shape, out.dtype)
         kernels = turned.reshape(*kernel, o // groups, groups * c)
-        algorithm(convolution).forward(xp, seen, kernels, None, plane, False)
+        algorithm(convolution).forward(seen, kernels, None, plane, False)
         if plane is not target:
-            copy(xp, target, plane)
+            copy(target, plane)
 
 
 class Im2col(ConvAlgorithm):
     """Any convolution without ReLU and pooling, group by group."""
 
-    def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
-    ) -> None:
+    def forward(self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+        xp = namespace(x)
         biases: Array | None = None  # added while a block is in the cache
         in_blocks = self.spec.groups == 1 and xp.__name__ == "numpy"
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
             result = y[..., outputs]  # (n, out_h, out_w, o / groups)
-            kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
-            blocks = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
+            kernel = _matrix(cast(weight[..., outputs], x.dtype))
+            blocks = Columns(x[..., inputs], self.spec, kernel.shape[1])
             if bias is not None and in_blocks:
-                biases = repeated(xp, bias, blocks.length)
+                biases = repeated(bias, blocks.length)
             for pixels, columns in blocks:
-                gemm(xp, columns, kernel, pixel_rows(result[pixels]))
+                gemm(columns, kernel, pixel_rows(result[pixels]))
                 if biases is not None:
                     part = flattened(y[pixels])
-                    xp.add(part, biases[: len(part)], out=part)
+                    np.add(part, biases[: len(part)], out=part)
         if bias is not None and biases is None:
-            add_bias(xp, y, bias)
+            add_bias(y, bias)
 
-    def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients
-    ) -> None:
+    def backward(self, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
+        xp = namespace(grad)
         spec = self.spec
-        grad = cast(xp, xp.ascontiguousarray(grad), x.dtype)
+        grad = cast(xp.ascontiguousarray(grad), x.dtype)
         if out.bias is not None and xp.__name__ == "numpy":  # first over images, in long additions
-            sums = row_sum(xp, grad.reshape(len(grad), prod(grad.shape[1:])))
-            row_sum(xp, sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
+            sums = row_sum(grad.reshape(len(grad), prod(grad.shape[1:])))
+            row_sum(sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
         elif out.bias is not None:
-            bias_grad(xp, pixel_rows(grad), out.bias)
+            bias_grad(pixel_rows(grad), out.bias)
         if out.x is not None:
-            input_gradient(xp, grad, weight, spec, out.x, Im2col)
+            input_gradient(grad, weight, spec, out.x, Im2col)
         for inputs, outputs in (
             _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ()
         ):
@@ -265,12 +262,12 @@ class Im2col(ConvAlgorithm):
             shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
             # a group's outputs are not contiguous in `place`: a product cannot be written there
             summed = place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype)
-            total = ProductSum(xp, summed)
-            for pixels, columns in Columns(xp, x[..., inputs], spec, shape[1]):
+            total = ProductSum(summed)
+            for pixels, columns in Columns(x[..., inputs], spec, shape[1]):
                 total.add(columns.T, pixel_rows(sent[pixels]))
             total.finish()
             if spec.groups > 1:
-                xp.copyto(place, summed.reshape(place.shape))
+                np.copyto(place, summed.reshape(place.shape))
 
 
 def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
@@ -285,9 +282,9 @@ def steps(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _matrix(xp: Any, weight: Array) -> Array:
+def _matrix(weight: Array) -> Array:
     """Return kernels (kh, kw, c, o) as a matrix (kh kw c, o)."""
-    return xp.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
+    return np.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
 
 
 def pixel_rows(images: Array) -> Array:

@@ -15,7 +15,9 @@ The weight's gradient is written in float32, also in half precision, and copied 
 from functools import partial
 from typing import Any
 
-from nnmpi.backend.array import Array
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cuda.cudnn import Cudnn, is_aligned
 from nnmpi.backend.kernels import add_bias, bias_grad, cast, copy, cudnn_for, kernels_of
 from nnmpi.backend.precision import FLOAT32, is_low
@@ -65,48 +67,49 @@ class ByCudnn(ConvAlgorithm):
         self._library, self._other, self._windows = library, other, spec[1:4]
 
     def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+        self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Array | None:
-        x, kernels = _aligned(xp, x), _turned(xp, weight, x)
+        x, kernels = _aligned(x), _turned(weight, x)
         if not self._library.convolve(x, kernels, y, self._windows):
-            self._other.forward(xp, x, weight, bias, y, keep)
+            self._other.forward(x, weight, bias, y, keep)
             return None
         if bias is not None:
-            add_bias(xp, y, bias)
+            add_bias(y, bias)
         return kernels if keep else None
 
     def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
+        self, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
     ) -> None:
-        grad = _aligned(xp, cast(xp, xp.ascontiguousarray(grad), x.dtype))
+        xp = namespace(grad)
+        grad = _aligned(cast(xp.ascontiguousarray(grad), x.dtype))
         if out.bias is not None:
-            bias_grad(xp, pixel_rows(grad), out.bias)
+            bias_grad(pixel_rows(grad), out.bias)
         if out.x is not None:
-            kernels = _turned(xp, weight, grad) if kept is None else kept
+            kernels = _turned(weight, grad) if kept is None else kept
             if not self._library.input_gradient(grad, kernels, out.x, self._windows):
-                self._other.backward(xp, grad, x, weight, None, Gradients(out.x, None, None))
+                self._other.backward(grad, x, weight, None, Gradients(out.x, None, None))
         if out.weight is not None:
-            x, (kh, kw, c, o) = _aligned(xp, x), weight.shape
+            x, (kh, kw, c, o) = _aligned(x), weight.shape
             for dtype in (FLOAT32, x.dtype) if is_low(x.dtype) else (x.dtype,):
                 place = xp.empty((o, kh, kw, c), dtype)
                 if self._library.weight_gradient(x, grad, place, self._windows):
-                    copy(xp, out.weight, place.transpose(1, 2, 3, 0))
+                    copy(out.weight, place.transpose(1, 2, 3, 0))
                     return
-            self._other.backward(xp, grad, x, weight, None, Gradients(None, out.weight, None))
+            self._other.backward(grad, x, weight, None, Gradients(None, out.weight, None))
 
 
-def _aligned(xp: Any, x: Array) -> Array:
+def _aligned(x: Array) -> Array:
     """Return a contiguous array where cuDNN may read it: a view may begin anywhere."""
     if is_aligned(x):
         return x
-    result = xp.empty(x.shape, x.dtype)
-    copy(xp, result, x)
+    result = np.empty_like(x, order="C")
+    copy(result, x)
     return result
 
 
-def _turned(xp: Any, weight: Array, like: Array) -> Array:
+def _turned(weight: Array, like: Array) -> Array:
     """Return kernels (o, kh, kw, c / groups) of a weight, in the dtype of `like`."""
     kh, kw, c, o = weight.shape
-    kernels = xp.empty((o, kh, kw, c), like.dtype)
-    copy(xp, kernels, weight.transpose(3, 0, 1, 2))
+    kernels = np.empty((o, kh, kw, c), like.dtype, like=weight)
+    copy(kernels, weight.transpose(3, 0, 1, 2))
     return kernels

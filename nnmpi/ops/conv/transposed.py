@@ -47,10 +47,10 @@ class ConvTranspose2dFunction(Function):
     def forward(self, x: Array, weight: Array) -> Array:
         xp, dtype = self.xp, x.dtype
         x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-        x = x if self.product_dtype is None else cast(xp, x, self.product_dtype)
+        x = x if self.product_dtype is None else cast(x, self.product_dtype)
         y = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
         convolution = _algorithm(y, self.spec, x.shape[3])
-        convolution.backward(xp, x, y, weight, None, Gradients(y, None, None))
+        convolution.backward(x, y, weight, None, Gradients(y, None, None))
         self.saved = (x, weight, dtype)
         return y
 
@@ -60,11 +60,11 @@ class ConvTranspose2dFunction(Function):
         convolution = _algorithm(grad, self.spec, x.shape[3])
         if self.needs[0]:
             to_x = xp.empty(x.shape, x.dtype)
-            convolution.forward(xp, grad, weight, None, to_x, False)
-            to_x = cast(xp, to_x, dtype)
+            convolution.forward(grad, weight, None, to_x, False)
+            to_x = cast(to_x, dtype)
         if self.needs[1]:
             to_weight = place_for(self, 1, weight.shape, weight.dtype)
-            convolution.backward(xp, x, grad, weight, None, Gradients(None, to_weight, None))
+            convolution.backward(x, grad, weight, None, Gradients(None, to_weight, None))
         return to_x, to_weight
 
 

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, constant, ones
+from nnmpi.backend.array import Array, Shape, constant, namespace, ones
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.planes import flattened
 from nnmpi.backend.program.record import viewed
@@ -114,60 +114,62 @@ class WinogradNumpy(ConvAlgorithm):
         self._transforms = transforms(side, spec.kernel[0])
 
     def forward(
-        self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
+        self, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool
     ) -> Array | None:
+        xp = namespace(x)
         n, o, spec = len(x), weight.shape[3], self.spec
         saved: Array | None = None
         if keep and spec.relu:
             saved = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
-        kernel = self._kernel(xp, weight)  # (places, c, o)
+        kernel = self._kernel(weight)  # (places, c, o)
         biases: Array | None = None  # once per pixel, for the largest block
-        for images, tiles in self._blocks(xp, x, weight):
+        for images, tiles in self._blocks(x, weight):
             tiles.load(x[images])
             tiles.multiply(kernel)
             if bias is not None and biases is None:
-                biases = repeated(xp, bias, tiles.results.size // o)
+                biases = repeated(bias, tiles.results.size // o)
             flat = flattened(tiles.results)
             part = None if saved is None else flattened(saved[images])
             if spec.pool != NO_POOL:
                 pooled = flattened(tiles.pooled)
                 if part is not None:
-                    xp.copyto(part, 0)
+                    np.copyto(part, 0)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
                 tiles.planes.bias_relu(biases, pooled, part)
-                xp.copyto(flat_pixels(y[images]).transpose(1, 2, 0), flat_pixels(tiles.pooled))
+                np.copyto(flat_pixels(y[images]).transpose(1, 2, 0), flat_pixels(tiles.pooled))
                 continue
             if biases is not None:
-                xp.add(flat, biases[: len(flat)], out=flat)
+                np.add(flat, biases[: len(flat)], out=flat)
             if spec.relu:
-                xp.maximum(flat, constant(xp, 0, flat.dtype), out=flat)
+                np.maximum(flat, constant(flat, 0), out=flat)
                 if part is not None:
-                    xp.greater(flat, 0, out=part)
-            xp.copyto(tiles.pixels(flat_pixels(y[images])), flat_pixels(tiles.results))
+                    np.greater(flat, 0, out=part)
+            np.copyto(tiles.pixels(flat_pixels(y[images])), flat_pixels(tiles.results))
         return saved
 
     def backward(
-        self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
+        self, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients
     ) -> None:
+        xp = namespace(grad)
         grad = xp.ascontiguousarray(grad)
         groups, (_, _, c, o) = self.spec.groups, weight.shape
-        kernel = None if out.x is None else self._turned(xp, weight)
+        kernel = None if out.x is None else self._turned(weight)
         places = xp.empty((len(self._transforms.g), c, o), weight.dtype)
-        to_kernel = ProductSum(xp, _grouped(places, groups))
-        to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
-        for images, tiles in self._blocks(xp, x, weight):
+        to_kernel = ProductSum(_grouped(places, groups))
+        to_bias = ProductSum(out.bias) if out.bias is not None else None
+        for images, tiles in self._blocks(x, weight):
             if kept is None:
-                xp.copyto(flat_pixels(tiles.results), tiles.pixels(flat_pixels(grad[images])))
+                np.copyto(flat_pixels(tiles.results), tiles.pixels(flat_pixels(grad[images])))
             elif self.spec.pool == NO_POOL:
-                xp.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
-                xp.multiply(tiles.results, tiles.pixels(grad[images]), out=tiles.results)
+                np.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
+                np.multiply(tiles.results, tiles.pixels(grad[images]), out=tiles.results)
             else:
-                xp.copyto(flat_pixels(tiles.pooled), flat_pixels(grad[images]).transpose(1, 2, 0))
+                np.copyto(flat_pixels(tiles.pooled), flat_pixels(grad[images]).transpose(1, 2, 0))
                 planes = tiles.results.reshape(4, tiles.results.size // 4)
                 tiles.planes.gradient(flattened(tiles.pooled), flattened(kept[images]), planes)
             sums = tiles.spread()
             if to_bias is not None:
-                to_bias.add(ones(xp, len(sums), sums.dtype), sums)
+                to_bias.add(ones(sums, len(sums)), sums)
             if out.weight is not None:
                 tiles.load(x[images])
                 to_kernel.add(*tiles.kernel_gradient())
@@ -176,31 +178,35 @@ class WinogradNumpy(ConvAlgorithm):
         if out.weight is not None:
             to_kernel.finish()
             g = self._transforms.g.T.astype(places.dtype)
-            xp.matmul(g, places.reshape(len(places), c * o), out=out.weight.reshape(len(g), c * o))
+            np.matmul(g, places.reshape(len(places), c * o), out=out.weight.reshape(len(g), c * o))
         if to_bias is not None:
             to_bias.finish()
 
-    def _kernel(self, xp: Any, weight: Array) -> Array:
+    def _kernel(self, weight: Array) -> Array:
         """Return G g G^T for the kernels g of a weight (.., .., c, o): (places, c, o)."""
+        xp = namespace(weight)
         (_, _, c, o), g = weight.shape, self._transforms.g.astype(weight.dtype)
         places = xp.empty((len(g), c, o), weight.dtype)
-        xp.matmul(g, xp.reshape(weight, (g.shape[1], c * o)), out=places.reshape(len(g), c * o))
+        np.matmul(g, np.reshape(weight, (g.shape[1], c * o)), out=places.reshape(len(g), c * o))
         return places
 
-    def _turned(self, xp: Any, weight: Array) -> Array:
+    def _turned(self, weight: Array) -> Array:
         """Return the transposed kernels' matrices, by group: (places, [groups,] o, c).
 
         Large ones are views. Small products of a transposed matrix take twice as long.
         """
         groups, (rows, columns, c, o) = self.spec.groups, weight.shape
         if c * o >= LARGE_KERNELS:
-            return _grouped(self._kernel(xp, weight), groups).swapaxes(-1, -2)
+            return _grouped(self._kernel(weight), groups).swapaxes(-1, -2)
         apart = weight.reshape(rows, columns, c, groups, o // groups).transpose(0, 1, 4, 3, 2)
-        turned = xp.ascontiguousarray(apart).reshape(rows, columns, o // groups, groups * c)
-        return _grouped(self._kernel(xp, turned), groups)
+        turned = np.ascontiguousarray(apart, like=weight).reshape(
+            rows, columns, o // groups, groups * c
+        )
+        return _grouped(self._kernel(turned), groups)
 
-    def _blocks(self, xp: Any, x: Array, weight: Array) -> Iterator[tuple[slice, Tiles]]:
+    def _blocks(self, x: Array, weight: Array) -> Iterator[tuple[slice, Tiles]]:
         """Yield blocks of images, with memory for their tiles."""
+        xp = namespace(x)
         (n, h, w, c), o, matrices = x.shape, weight.shape[3], self._transforms
         room = max(TILES_BYTES, len(matrices.g) * weight[0, 0].size * x.dtype.itemsize)
         image = places_per_image(h, w, matrices.side, self.spec.kernel[0]) * (c + o)
@@ -248,7 +254,7 @@ class Tiles:
     ) -> None:
         (count, h, w, c), side, each = shape, matrices.side, len(matrices.b)
         rows, columns, run, shared = h // side, w // side, count * c, each - side
-        self._xp, self._side, self._groups, border = xp, side, groups, shared // 2
+        self._side, self._groups, border = side, groups, shared // 2
         self._own = slice(border, border + side)  # a patch's pixels of its own tile
         b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
         self._matrices = [b, a, a.T.copy(), b.T.copy()]
@@ -277,13 +283,13 @@ class Tiles:
 
     def load(self, images: Array) -> None:
         """Transform the patches of images: B^T d B."""
-        xp, patches = self._xp, self._patches
-        xp.copyto(flat_pixels(self._inner), flat_pixels(images).transpose(1, 2, 0))
+        patches = self._patches
+        np.copyto(flat_pixels(self._inner), flat_pixels(images).transpose(1, 2, 0))
         # rows first, B^T d, and then columns
-        xp.matmul(self._matrices[0], self._rows, out=self._seen)
+        np.matmul(self._matrices[0], self._rows, out=self._seen)
         each, _, rows, columns, count, c = patches.shape
         patches = patches.reshape(each, each, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
-        xp.matmul(self._matrices[0], self._tiles, out=patches)
+        np.matmul(self._matrices[0], self._tiles, out=patches)
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
@@ -295,7 +301,7 @@ class Tiles:
     def _multiply(self, places: Array, kernel: Array, out: Array) -> None:
         """Write the products of each place and group."""
         left, result = (_grouped(_stacked(item), self._groups) for item in (places, out))
-        self._xp.matmul(left, kernel, out=result)
+        np.matmul(left, kernel, out=result)
 
     def spread(self) -> Array:
         """Transform the output gradient, A dy A^T; return the tiles' sums (tiles count, o)."""
@@ -304,11 +310,11 @@ class Tiles:
         return _stacked(self._places)[len(self._places) + 1]
 
     def _both_ways(self, matrix: Array, x: Array, out: Array) -> None:
-        (n, k), xp = matrix.shape, self._xp
+        n, k = matrix.shape
         size = x.size // (k * k)
         half = self._half.reshape(n, k, size)
-        xp.matmul(matrix, x.reshape(k, k * size), out=half.reshape(n, k * size))
-        xp.matmul(matrix, half, out=out.reshape(n, n, size))
+        np.matmul(matrix, x.reshape(k, k * size), out=half.reshape(n, k * size))
+        np.matmul(matrix, half, out=out.reshape(n, n, size))
 
     def kernel_gradient(self) -> tuple[Array, Array]:
         """Return two arrays whose product is the loaded images' part of the kernel gradient."""
@@ -323,18 +329,18 @@ class Tiles:
         Args:
             kernel: (places, [groups,] o, c), of the transposed kernels.
         """
-        xp, v, back, side = self._xp, self._patches, self._back, self._side
+        v, back, side = self._patches, self._back, self._side
         each, _, rows, columns, count, c = v.shape
         size, b, own = rows * columns * count * c, self._matrices[3], self._own
         self._multiply(self._places, kernel, v)
-        xp.matmul(b, v.reshape(each, each, size), out=back.reshape(each, each, size))
+        np.matmul(b, v.reshape(each, each, size), out=back.reshape(each, each, size))
         self._add_ends(back.swapaxes(0, 1))
         pixels = back.reshape(each, each * size)[:, own.start * size : own.stop * size]
         # `v` is free by now
         local = v.reshape(v.size)[: each * side * size].reshape(each, side, rows, columns, count, c)
-        xp.matmul(b, pixels, out=local.reshape(each, side * size))
+        np.matmul(b, pixels, out=local.reshape(each, side * size))
         self._add_ends(local.swapaxes(2, 3))
-        xp.copyto(self.pixels(flat_pixels(out)), flat_pixels(local[own]))
+        np.copyto(self.pixels(flat_pixels(out)), flat_pixels(local[own]))
 
     def _add_ends(self, patches: Array) -> None:
         """Add the pixels at the ends of patches to those of the tiles that they lie in.
@@ -344,8 +350,8 @@ class Tiles:
         """
         own, border = patches[self._own], self._own.start
         head, tail = own[:border, :, :, 1:], own[-border:, :, :, :-1]
-        self._xp.add(head, patches[-border:, :, :, :-1], out=head)
-        self._xp.add(tail, patches[:border, :, :, 1:], out=tail)
+        np.add(head, patches[-border:, :, :, :-1], out=head)
+        np.add(tail, patches[:border, :, :, 1:], out=tail)
 
 
 def _clear(pixels: Array, results: Array) -> None:
@@ -357,7 +363,7 @@ def _clear(pixels: Array, results: Array) -> None:
     """
     side, _, rows, columns, count, _ = results.shape
     kernel, c = len(pixels) - rows * side + 1, pixels.shape[3]
-    channels, one = pixels.reshape(pixels.size // c, c), ones(np, c, pixels.dtype)
+    channels, one = pixels.reshape(pixels.size // c, c), ones(pixels, c)
     if np.count_nonzero(np.dot(channels, one)) == rows * columns * side * side * count:
         return  # only the border sums to 0
     # a sum of magnitudes is 0 for zeros alone

@@ -51,6 +51,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.attend import (
     AttentionDropout,
@@ -87,7 +89,6 @@ class RingAttention:
 
     def attend(
         self,
-        xp: Any,
         inputs: Trio,
         y: Heads,
         causal: bool,
@@ -97,14 +98,14 @@ class RingAttention:
         """See `backend.attend.attend`, for this rank's positions."""
         q = inputs[0]
         top, total = (
-            xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2)
+            np.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype, like=y)
+            for _ in range(2)
         )
         call(self._forward, (*inputs, y, (top, total), causal, drop))
         return (*inputs, y, top, total) if keep else ()
 
     def attend_grad(
         self,
-        xp: Any,
         grad: Heads,
         residuals: Residuals,
         grads: Trio,
@@ -124,7 +125,7 @@ class RingAttention:
         causal: bool,
         drop: AttentionDropout | None,
     ) -> None:
-        xp, wide = namespace(q), to_float32(namespace(q), q)
+        xp, wide = namespace(q), to_float32(q)
         sums, (top, total) = xp.zeros(y.shape, wide.dtype), statistics
         top.fill(-xp.inf)
         total.fill(0)
@@ -132,8 +133,8 @@ class RingAttention:
             for rows, columns, which in self.visible(source, causal, drop):
                 inputs = wide[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 so_far = sums[:, :, rows], top[:, :, rows], total[:, :, rows]
-                attend_more(xp, inputs, *so_far, which)
-        y[...] = cast(xp, sums / total[..., None], y.dtype)
+                attend_more(inputs, *so_far, which)
+        y[...] = cast(sums / total[..., None], y.dtype)
 
     def _backward(
         self,
@@ -145,7 +146,7 @@ class RingAttention:
     ) -> None:
         q, k, v, y, top, total = residuals
         xp = namespace(q)
-        q, y, grad = (to_float32(xp, item) for item in (q, y, grad))
+        q, y, grad = (to_float32(item) for item in (q, y, grad))
         share = grad / total[..., None]
         inner = (share * y).sum(axis=3)
         to_q, own_grads = xp.zeros(q.shape, q.dtype), self._zeros(k, v, self._group.rank)
@@ -157,7 +158,7 @@ class RingAttention:
                 inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 to = to_q[:, :, rows], target[0][:, :, columns], target[1][:, :, columns]
                 statistics = share[:, :, rows], inner[:, :, rows], inputs, top[:, :, rows]
-                attend_more_grad(xp, *statistics, to, which)
+                attend_more_grad(*statistics, to, which)
             if hop:
                 if follow is not None:
                     _add(target, follow)
@@ -166,7 +167,7 @@ class RingAttention:
         if follow is not None:
             _add(own_grads, follow)
         for grad_out, total in zip(grads, (to_q, *own_grads), strict=True):
-            grad_out[...] = cast(xp, total, grad_out.dtype)
+            grad_out[...] = cast(total, grad_out.dtype)
 
     def _round(self, k: Heads, v: Heads) -> Iterator[tuple[int, Heads, Heads]]:
         """Yield each rank's keys and values, this rank's first, and pass them on meanwhile."""
@@ -180,7 +181,7 @@ class RingAttention:
                     xp.empty((*x.shape[:2], length, x.shape[3]), x.dtype) for x in (k, v)
                 )
                 request = self._start(current, arriving)
-            yield source, to_float32(xp, current[0]), to_float32(xp, current[1])
+            yield source, to_float32(current[0]), to_float32(current[1])
             if not last:
                 self._wait(request, current)
                 current = arriving
@@ -272,7 +273,6 @@ class UlyssesAttention:
 
     def attend(
         self,
-        xp: Any,
         inputs: Trio,
         y: Heads,
         causal: bool,
@@ -288,7 +288,6 @@ class UlyssesAttention:
 
     def attend_grad(
         self,
-        xp: Any,
         grad: Heads,
         residuals: Residuals,
         grads: Trio,
@@ -310,7 +309,7 @@ class UlyssesAttention:
         xp = namespace(y)
         full = self._to_heads(xp.concatenate(inputs, axis=3))
         result = xp.empty((*full.shape[:3], y.shape[3]), y.dtype)
-        residuals[:] = [self._kernels.attend(xp, _split_like(full, inputs), result, *options)]
+        residuals[:] = [self._kernels.attend(_split_like(full, inputs), result, *options)]
         y[...] = self._to_positions(result, y.shape[1])
 
     def _backward(
@@ -319,9 +318,7 @@ class UlyssesAttention:
         xp = namespace(grad)
         full = self._to_heads(grad)
         gradients = xp.empty((*full.shape[:3], sum(item.shape[3] for item in grads)), grad.dtype)
-        self._kernels.attend_grad(
-            xp, full, residuals.pop(), _split_like(gradients, grads), *options
-        )
+        self._kernels.attend_grad(full, residuals.pop(), _split_like(gradients, grads), *options)
         local = self._to_positions(gradients, grad.shape[1])
         for target, entry in zip(grads, _split_like(local, grads), strict=True):
             target[...] = entry

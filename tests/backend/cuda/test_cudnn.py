@@ -261,7 +261,7 @@ def test_attention(
     refused: tuple[str, ...],
 ) -> None:
     """Also of packed heads, of later queries, and where cuDNN has a plan for one way alone."""
-    xp, heads, features, kernels = backend.xp, 3, 8, Kernels(backend.xp)
+    heads, features, kernels = 3, 8, Kernels(backend.xp)
     double.REFUSED.update(refused)
 
     def place(time: int, packed: bool) -> Any:
@@ -278,8 +278,8 @@ def test_attention(
             item[...] = backend.asarray(RNG.uniform(-2, 2, item.shape).astype(dtype))
         *inputs, grad = places
         y, *targets = (place(time, packed) for time in (queries, queries, keys, keys))
-        residuals = kernels.attend(xp, tuple(inputs), y, causal, True)
-        kernels.attend_grad(xp, grad, residuals, tuple(targets), causal)
+        residuals = kernels.attend(tuple(inputs), y, causal, True)
+        kernels.attend_grad(grad, residuals, tuple(targets), causal)
         right = attended(*map(backend.to_host, places), causal)
         for ours, value in zip((y, *targets), right, strict=True):
             error = np.abs(backend.to_host(ours).astype(np.float64) - value).max()
@@ -298,11 +298,11 @@ def test_attention_that_cudnn_does_not_compute(backend: Backend, double: Any) ->
             for time in (queries, 4, 4)
         )
         y = backend.zeros(q.shape, dtype)
-        residuals = kernels.attend(xp, (q, k, v), y, False, keep)
+        residuals = kernels.attend((q, k, v), y, False, keep)
         if keep:
             one = xp.broadcast_to(backend.asarray(np.ones(1, dtype)), y.shape)
             targets = tuple(xp.empty_like(x) for x in (q, k, v))
-            kernels.attend_grad(xp, one, residuals, targets, False)
+            kernels.attend_grad(one, residuals, targets, False)
             right = attended(*(backend.to_host(x) for x in (q, k, v, one)), False)
             for ours, value in zip(targets, right[1:], strict=True):
                 assert np.abs(backend.to_host(ours).astype(np.float64) - value).max() < 0.05
