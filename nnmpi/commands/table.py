@@ -13,7 +13,7 @@ GROUPS = {
     "Train, and use a run": {
         "train": "train a network: mpirun -n 4 nnmpi train",
         "lab.run": "train, and restart after each fault from the last checkpoint",
-        "lab.report": "make a page of a run: curves, where time went, memory, options",
+        "lab.report": "make a page of one run or several: curves, where time went, options",
         "commands.evaluate": "evaluate a run on data",
         "commands.predict": "predict the classes of samples and images",
         "commands.generate": "generate text with a language model",

@@ -1,6 +1,8 @@
-"""`nnmpi report RUN`: one page of a run: curves, where time went, memory, options.
+"""`nnmpi report RUN...`: one page of a run: curves, where time went, memory, options; or of several:
+their curves in the same pictures, their results, and the options that differ.
 
     nnmpi report runs/digits-cnn                 writes runs/digits-cnn/report.html
+    nnmpi report runs/a runs/b runs/c            writes report.html here
     nnmpi report runs/digits-cnn --out page.html
     nnmpi report runs/digits-cnn --tensorboard FOLDER
 
@@ -49,7 +51,7 @@ class ReportConfig:
     """Output."""
 
     out: Path | None = None
-    """The page (default: RUN/report.html)."""
+    """The page (default: RUN/report.html; of several runs report.html)."""
     tensorboard: Path | None = None
     """Folder to write the metrics to for TensorBoard, too."""
 
@@ -60,13 +62,75 @@ def main(words: Sequence[str]) -> str:
     Raises:
         UsageError: without a run, for unreadable files, and for a page that cannot be written.
     """
-    run, options = read_command("RUN", "nnmpi report", __doc__ or "", (ReportConfig,), words)
-    file = options.out or RunFolder(run).page
-    if options.tensorboard is not None:
+    runs, options = read_command("RUN...", "nnmpi report", __doc__ or "", (ReportConfig,), words)
+    is_alone = len(runs) == 1
+    names = [run.resolve().name for run in runs]
+    if len({*names}) < len(runs):
+        names = [str(run) for run in runs]
+    for run, name in zip(runs, names, strict=True) if options.tensorboard is not None else ():
         read_run(run, str(run))
-        write_events(options.tensorboard, read_metrics(RunFolder(run).metrics))
-    write_page(file, "run", f"run {run.resolve().name}", gather(run))
+        events = options.tensorboard if is_alone else options.tensorboard / name.replace("/", "-")
+        write_events(events, read_metrics(RunFolder(run).metrics))
+    file = options.out or (RunFolder(runs[0]).page if is_alone else Path("report.html"))
+    data = gather(runs[0]) if is_alone else compare(dict(zip(names, runs, strict=True)))
+    write_page(file, "run", f"run{'s' * (not is_alone)} {', '.join(names)}", data)
     return f"open {file} in a browser"
+
+
+def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the data of a page of several runs, as `gather` does that of one.
+
+    Raises:
+        UsageError: see `gather`.
+    """
+    pages = {name: gather(run) for name, run in runs.items()}
+    options = [read_run(run, str(run)) for run in runs.values()]
+    rows = [
+        [name, *(as_words(name, each.get(name)).partition(" ")[2] for each in options)]
+        for name in all_options()
+        if len({str(each.get(name)) for each in options}) > 1
+    ]
+    charts = [
+        {
+            "title": title,
+            "accuracy": key == ACCURACY,
+            "lines": [
+                line | {"name": f"{name}, {line['name']}"}
+                for name, page in pages.items()
+                for chart in page["charts"]
+                if chart["title"] == title
+                for line in chart["lines"]
+            ],
+        }
+        for title, key, _ in PANELS
+    ]
+    return {
+        "many": True,
+        "results": [],
+        "head": [[name, _result(page["results"])] for name, page in pages.items()],
+        "charts": [chart for chart in charts if chart["lines"]],
+        "names": [],
+        "times": {},
+        "parts": [],
+        "memory": {},
+        "staleness": {"heights": []},
+        "evaluation": {},
+        "options": [["", *runs], *rows] if rows else [],
+        "commands": [],
+    }
+
+
+def _result(tests: Sequence[Mapping[str, Any]]) -> str:
+    """Return a run's last evaluation as text."""
+    if not tests:
+        return "not evaluated yet"
+    last = tests[-1]
+    numbers = [
+        f"{name} {f'{100 * last[name]:.2f} %' if name == ACCURACY else f'{last[name]:.4g}'}"
+        for name in (ACCURACY, "perplexity", "loss")
+        if last[name] is not None
+    ]
+    return f"{', '.join(numbers)} after epoch {last['epoch']:.4g}"
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:

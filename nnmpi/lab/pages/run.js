@@ -1,6 +1,7 @@
 // DATA: {head: [[name, text]], results, times: {part: seconds}, memory: {kind: bytes}, evaluation,
 //   charts: [{title, accuracy, lines: [{name, points: [[step, seconds, value]]}]}],
-//   options: [[option, value]], commands,
+//   options: [[option, value]], commands; of several runs many is true, head has their results,
+//   and options a value for each;
 //   names: of a step's parts, whose: the times are, parts: [[step, seconds of each]],
 //   staleness: {heights: [worker][staleness], mean, max}}
 
@@ -13,7 +14,9 @@ const rows = (pairs) =>
   el(
     "table",
     {},
-    ...pairs.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, value))),
+    ...pairs.map(([name, ...values]) =>
+      el("tr", {}, el("th", {}, name), ...values.map((value) => el("td", {}, value))),
+    ),
   );
 
 // Draw a bar per entry of {name: value}, labelled by `words`.
@@ -50,7 +53,9 @@ const settings = { along: "steps" };
 function curves(grid, title, lines, along, options = {}) {
   const drawn = lines.map((line, i) => ({
     ...line,
-    colour: PAINT[line.name] || COLOURS[i % COLOURS.length],
+    colour:
+      PAINT[line.name] ||
+      (lines.length > COLOURS.length ? colour(i, lines.length) : COLOURS[i]),
   }));
   const place = el("div", { class: "chart" });
   const y = options.y || number;
@@ -263,17 +268,18 @@ function show() {
         confusionOf(DATA.evaluation),
       ),
     );
-  if (DATA.head.length) PAGE.append(card("The run", el("div", { class: "wide" }, rows(DATA.head))));
+  if (DATA.head.length) PAGE.append(card(`The run${DATA.many ? "s" : ""}`, el("div", { class: "wide" }, rows(DATA.head))));
   if (DATA.options.length)
     PAGE.append(
       el(
         "section",
         { class: "card" },
-        el("h2", {}, "Options that differ from their defaults"),
+        el("h2", {}, `Options that differ${DATA.many ? "" : " from their defaults"}`),
         el("div", { class: "wide" }, rows(DATA.options)),
       ),
     );
-  PAGE.append(card("Commands", ...DATA.commands.map((item) => el("pre", {}, item))));
+  if (DATA.commands.length)
+    PAGE.append(card("Commands", ...DATA.commands.map((item) => el("pre", {}, item))));
 }
 show();
 addEventListener("theme", show);

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from nnmpi.base.errors import UsageError
 from nnmpi.lab.pages.page import make_page
-from nnmpi.lab.report import gather, main
+from nnmpi.lab.report import compare, gather, main
 from nnmpi.train.config import Config, assemble, flatten
 from tests.lab.pages.browser import look
 
@@ -168,6 +169,35 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path, tmp_path: Path) -> None
     assert [n / lengths[0] for n in lengths] == pytest.approx(
         [n / expected[0] for n in expected], abs=0.01
     )
+
+
+def test_several_runs_are_on_one_page(run: Path, tmp_path: Path) -> None:
+    """Their curves in one picture, their results, and the options that differ."""
+    other, young = tmp_path / "other", tmp_path / "young"
+    shutil.copytree(run, other)
+    shutil.copytree(run, young)
+    options = json.loads((run / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(options | {"lr": 0.5, "clip": 1.0}))
+    (young / "metrics.jsonl").unlink()
+    (young / "metrics.jsonl").touch()
+    data = compare({path.name: path for path in (run, other, young)})
+    assert data["options"] == [
+        ["", "my-run", "other", "young"],
+        ["lr", "0.25", "0.5", "0.25"],
+        ["clip", "None", "1.0", "None"],
+    ]
+    ended = "accuracy 75.00 %, loss 0.5 after epoch 2"
+    assert data["head"] == [["my-run", ended], ["other", ended], ["young", "not evaluated yet"]]
+    (chart,) = data["charts"]
+    names = [
+        f"{name}, {kind}" for name in ("my-run", "other") for kind in ("training", "test data")
+    ]
+    assert [line["name"] for line in chart["lines"]] == names
+    file = tmp_path / "page.html"
+    main([str(run), str(other), str(young), "--out", str(file)])
+    script = 'return { told: [texts("h2"), texts("tr"), texts("title")] };'
+    heads, rows, _ = look(file.read_text(), script, tmp_path)["told"]
+    assert heads == ["Loss", "The runs", "Options that differ"] and "lr0.250.50.25" in rows
 
 
 def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> None:
