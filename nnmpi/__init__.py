@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from nnmpi.asynchronous.worker import AsynchronousWorker
     from nnmpi.backend.kernels import jit
     from nnmpi.backend.precision import use_precision
+    from nnmpi.base.errors import StopTraining
     from nnmpi.comm.group import Group
     from nnmpi.comm.mpi.start import start
     from nnmpi.comm.simulated.simulated_world import simulate
@@ -79,6 +80,7 @@ __all__ = [
     "NnmpiError",
     "Numerics",
     "ShardedDataParallel",
+    "StopTraining",
     "Sync",
     "Tensor",
     "Worker",
@@ -115,6 +117,7 @@ _WHEN_USED = {
     "Layout": "nnmpi.compose.layout",
     "Numerics": "nnmpi.compose.layout",
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
+    "StopTraining": "nnmpi.base.errors",
     "Sync": "nnmpi.comm.synchrony.sync",
     "Tensor": "nnmpi.tensor.tensor",
     "Worker": "nnmpi.compose.worker",

@@ -25,6 +25,7 @@ import difflib
 import inspect
 import os
 import re
+import shutil
 import sys
 import traceback
 import types
@@ -691,6 +692,19 @@ def silence(stream: TextIO) -> None:
         os.close(null)
 
 
+def _is_terminal(stream: TextIO) -> bool:
+    """Return whether people watch a stream: under Open MPI, which gives each rank a terminal, the
+    launcher's own.
+    """
+    try:
+        watched = stream.isatty() and (
+            read_launch(os.environ) is None or os.readlink(f"/proc/{os.getppid()}/fd/1")
+        )
+    except (OSError, ValueError):  # no /proc, or another user's launcher; a closed stream
+        return False
+    return watched is True or str(watched).startswith("/dev/")
+
+
 class Console:
     """Print lines on one rank and nothing on the others.
 
@@ -705,6 +719,8 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         # sys.stdout is None if it was closed before Python started
         self._quiet = quiet or self._stream is None
+        self.is_terminal = not self._quiet and _is_terminal(self._stream)
+        self._shown = 0  # characters in a terminal's line that will be replaced
         self._copy: TextIO | None = None
         self._error: OSError | None = None
 
@@ -716,6 +732,7 @@ class Console:
         try:
             yield
         finally:
+            self.say()  # erase what is shown
             if self._copy is not None:
                 with suppress(OSError):
                     self._copy.close()
@@ -723,20 +740,39 @@ class Console:
 
     def say(self, *lines: str) -> None:
         """Print the lines and flush."""
+        text = "".join(f"{printable(line)}\n" for line in lines)
+        self._write_copy(text)
+        self._print(text)
+
+    def show(self, line: str, keep: bool) -> None:
+        """Show how far the work is: in a terminal's last line, which the next output replaces.
+
+        Args:
+            line: to show.
+            keep: whether it is for logs, too: the copy, and a stream that is no terminal.
+        """
+        if keep:
+            self._write_copy(f"{line}\n")
+        if self.is_terminal:
+            room = shutil.get_terminal_size().columns - 1
+            self._print(line[:room], shown=min(room, len(line)))
+        elif keep:
+            self._print(f"{line}\n")
+
+    def _write_copy(self, text: str) -> None:
         if self._copy is not None:
             with suppress(OSError):
-                self._copy.write("".join(f"{printable(line)}\n" for line in lines))
+                self._copy.write(text)
                 self._copy.flush()
+
+    def _print(self, text: str, shown: int = 0) -> None:
         if self._quiet:
             return
         # the terminal's encoding may lack some characters
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        blank, self._shown = "\r".join(["", " " * self._shown, ""]) * (self._shown > 0), shown
         try:
-            for line in lines:
-                print(
-                    printable(line).encode(encoding, "backslashreplace").decode(encoding),
-                    file=self._stream,
-                )
+            self._stream.write(blank + text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except (OSError, ValueError) as error:
             # OSError: broken pipe or full disk; ValueError: the stream is closed

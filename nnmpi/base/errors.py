@@ -5,7 +5,7 @@ failure, 65 (EX_DATAERR) for a failure that recurs when the same command runs ag
 (EX_CANTCREAT) for a disk on which nothing can be written.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EISDIR, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EROFS
 from functools import wraps
@@ -303,6 +303,26 @@ class DivergenceError(NnmpiError):
     """A loss or gradient with NaN or infinity; the message names rank, step and layer."""
 
     exit_status = EX_DATAERR
+
+
+class StopTraining(Exception):
+    """Raised by a callback to end the training as the string "stop", returned, does.
+
+    Example:
+        >>> def on_record(record):  # of nnmpi train --callback FILE.py:on_record
+        ...     if record["kind"] == "eval" and record["accuracy"] > 0.98:
+        ...         raise nnmpi.StopTraining
+        >>> on_record({"kind": "eval", "accuracy": 0.9})
+    """
+
+
+def asks_to_stop(callback: Callable[[Any], object], item: Any) -> bool:
+    """Call a user's callback; return whether it asks to end the training."""
+    try:
+        answer = callback(item)
+    except StopTraining:
+        return True
+    return isinstance(answer, str) and answer == "stop"
 
 
 class CommError(NnmpiError):

@@ -174,8 +174,7 @@ def describe_idle(command: str, ranks: int = 1, replica: int = 1, most: float = 
     more, idle = min(cores // threads // replica, most) * replica, cores - ranks * threads
     if more <= ranks:
         return ""
-    are = f"core{' is' if idle == 1 else 's are'} idle"
-    return f"{idle} {are}; to use {'it' if idle == 1 else 'them'}: {command.format(more)}"
+    return f"{idle} of {cores} cores idle; to use more: {command.format(more)}"
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.base.errors import CheckpointError, Settled, UsageError, expect
+from nnmpi.base.errors import CheckpointError, Settled, UsageError, asks_to_stop, expect
 from nnmpi.comm.group import Group
 from nnmpi.comm.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.compose.arrange import Arrangement, replicate, require_same_options
@@ -67,7 +67,7 @@ class SegmentReport:
         totals: over the completed batches (fewer than given after a signal), and the samples of the
             used gradients. Out of step, times are means over the workers, and `wall_s` lasts until
             all have ended.
-        signal: the number of the signal that ended it early, or 0.
+        signal: the number of the signal that ended it early, STOPPED, or 0.
 
     For ranks out of step:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
@@ -106,8 +106,9 @@ class SegmentReport:
 
 
 Rate: TypeAlias = Callable[[int], float]
-OnProgress: TypeAlias = Callable[[Progress], None]
+OnProgress: TypeAlias = Callable[[Progress], object]
 PollSignal: TypeAlias = Callable[[], int]
+STOPPED = 128  # in the place of a signal's number: `progress` has asked to stop
 
 
 @dataclass
@@ -267,7 +268,9 @@ class Trainer(
             step: the number of earlier batches in the whole run, which keys dropout and the
                 learning rate.
             lr: step -> learning rate.
-            progress: called for every step, or on rank 0 for every gradient; see `in_step`.
+            progress: called for every step, or on rank 0 for every gradient; see `in_step`. If it
+                returns "stop" or raises `nnmpi.StopTraining` on a rank, all ranks end with a full
+                batch, soon after, and the report's `signal` is STOPPED.
             poll_signal: returns the number of a signal that this rank got, or 0; after a signal all
                 ranks end with a full batch.
 
@@ -278,8 +281,18 @@ class Trainer(
             DivergenceError: on all ranks, when a loss or gradient was not finite; it was not used.
             UsageError: for a loader of another rank's part, if the mode needs this rank's.
         """
-        more = progress or (lambda _: None), poll_signal or (lambda: 0)
-        return self.run_segment(TrainingSegment(loader, epoch, range(first, stop), step, lr, *more))
+        asked = 0
+
+        def note(item: Progress) -> None:
+            nonlocal asked
+            if progress is not None and asks_to_stop(progress, item):
+                asked = STOPPED
+
+        def poll() -> int:
+            return asked or (0 if poll_signal is None else poll_signal())
+
+        batches = range(first, stop)
+        return self.run_segment(TrainingSegment(loader, epoch, batches, step, lr, note, poll))
 
     @abstractmethod
     def run_segment(self, segment: TrainingSegment) -> SegmentReport:

@@ -209,8 +209,8 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
             if step < total:
                 return (
                     (
-                        f"The run is not finished: it stopped after {step} of {total} steps, the"
-                        " limit of --stop-after."
+                        f"The run is not finished: it stopped after {step} of {total} steps,"
+                        f" {end.get('stopped', 'the limit of --stop-after')}."
                     ),
                     f"continue with: {resume}",
                 )

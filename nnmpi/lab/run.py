@@ -148,10 +148,8 @@ class Supervisor:
         with suppress(OSError, ValueError, KeyError, TypeError):
             end = read_json(self._files.finished)
             if end["step"] < end["of_steps"]:
-                how = (
-                    f"stopped after {end['step']} of {end['of_steps']} steps, the limit of"
-                    " --stop-after, and"
-                )
+                why = end.get("stopped", "the limit of --stop-after")
+                how = f"stopped after {end['step']} of {end['of_steps']} steps, {why}, and"
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"{how} {counted(starts, 'start')}; {progress_s / seconds:.0%} of"

@@ -3,13 +3,15 @@
 `train.run.set_up` calls these functions in the order of the parts' dependences.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.base.command import require
@@ -23,7 +25,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import CROSS_ENTROPY, SumCrossEntropy, SumError, vocabulary_of
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
-from nnmpi.data.dataset import Samples
+from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Batch
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -32,6 +34,7 @@ from nnmpi.models.mlp import mlp
 from nnmpi.models.pretrained import load_pretrained, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, RateSchedule, StepDecay, Warmup
@@ -302,6 +305,13 @@ def build_trainer(
     else:
         common["loss"] = SumCrossEntropy(where, options.label_smoothing)
         common["evaluation_loss"] = SumCrossEntropy(where)
+    if options.class_weights:
+        with agreed(group):
+            weights = weigh(options.class_weights, inputs.train)
+        smoothing = options.label_smoothing
+        common["loss"] = partial(
+            cross_entropy, weight=weights, reduction="none", label_smoothing=smoothing
+        )
     if sync.asynchronous:
         return offered("AsynchronousWorker")(model, optimizer, group, sync, **common)
     fused = False if verified else None  # the fused update leaves no gradients
@@ -319,6 +329,25 @@ def build_trainer(
         synchronous_sends=verified,
         **common,
     )
+
+
+def weigh(weights: Sequence[int] | str, train: Samples) -> Array:
+    """Return the weight of each class.
+
+    Raises:
+        UsageError: for samples without classes, and for another number of weights.
+    """
+    if not isinstance(train, Dataset) or train.predicts != "classes":
+        raise UsageError("--class-weights is for classes, which the data have not; leave it out")
+    if weights == "balanced":
+        counts = np.bincount(train.y[train.y >= 0], minlength=train.classes)
+        return len(train) / (train.classes * np.maximum(counts, 1))
+    if len(weights) != train.classes or not any(weights):
+        raise UsageError(
+            f"--class-weights {' '.join(map(str, weights))} is for {train.classes} classes; give a"
+            " number for each, not 0 for all"
+        )
+    return np.array(weights, "float64")
 
 
 @contextmanager

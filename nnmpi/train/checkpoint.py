@@ -145,10 +145,10 @@ class RunState:
         """Begin the next epoch."""
         self.epoch, self.batch, self.in_epoch = self.epoch + 1, 0, Totals()
 
-    def after_evaluation(self, report: Totals, by_loss: bool) -> RunState:
-        """Return the state with this evaluation of its weights as the best if it is better."""
+    def after_evaluation(self, report: Totals, by_loss: bool, gain: float) -> RunState:
+        """Return the state with this evaluation of its weights as the best if it gains more."""
         value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
-        better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
+        better = isfinite(value) and (not self.best_step or sign * (value - self.best) > gain)
         return replace(self, best=value, best_step=self.step) if better else self
 
     @classmethod

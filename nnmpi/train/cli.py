@@ -54,7 +54,7 @@ RANKS = ("--ranks", "-n")
 FIXED = """
 model hidden activation dropout layers features heads experts experts_top experts_capacity context
 dataset target tokenizer text_columns text_samples test_fraction normalize partition batch_size
-optimizer loss dtype seed
+optimizer loss class_weights dtype seed
 """
 
 

@@ -66,7 +66,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "optimizer": {"momentum": taking("momentum")},
-    "loss": {"label_smoothing": (CROSS_ENTROPY,)},
+    "loss": dict.fromkeys(("label_smoothing", "class_weights"), (CROSS_ENTROPY,)),
 }
 
 
@@ -362,13 +362,17 @@ class OptimizationConfig:
     """Epochs of linear warm-up from near 0 (default: 1, at most a tenth of the run)."""
     label_smoothing: float = 0.0
     """Probability moved from the right class to all classes, in the training loss."""
+    class_weights: tuple[int, ...] | Literal["balanced"] = ()
+    """Weights of the classes in the training loss, in their order, such as 2 5 5; balanced: inverse
+    to how many training samples each has. None: equal ones.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "epochs max_steps stop_after batch_size", 1)
         check_numbers(self, "lr", 0, above=True)
         check_numbers(self, "momentum label_smoothing", 0, 1)
         check_numbers(self, "warmup_epochs", 0, LONG)
-        check_numbers(self, "weight_decay", 0)
+        check_numbers(self, "weight_decay class_weights", 0)
         _ = self.drops  # raises UsageError for a bad --lr-schedule
         for option in ("loss", "optimizer"):
             check_idle(self, option, ONLY_WITH[option])
@@ -451,7 +455,7 @@ class RunConfig:
     """Steps between two lines of training metrics in metrics.jsonl."""
     callback: Custom | None = None
     """FILE.py:NAME: your own function (record), called on rank 0 with each record of metrics.jsonl
-    as a dictionary.
+    as a dictionary. It ends the training if it returns "stop" or raises nnmpi.StopTraining.
     """
     quiet: bool = False
     """Print errors only. The run's console.txt has the full output in any case."""
@@ -469,14 +473,25 @@ class RunConfig:
     """
     keep_best: bool = False
     """Also save after each evaluation that beats all earlier ones, and keep that checkpoint."""
+    early_stopping: int | None = None
+    """Stop after this many evaluations, see --eval-every, of which none has beaten the best one, in
+    accuracy, or in the loss of tokens and quantities. The best weights are kept as by --keep-best.
+    """
+    least_gain: float = 0.0
+    """By how much an evaluation must beat the best one, such as 0.001 for 0.1 % of accuracy."""
     stall_limit: float = LIMIT_S
     """Seconds after which a stalled job is ended with status 75; each rank leaves a record in
     flight/ of the run's folder. Ten times as long while the missing rank is busy. 0: never.
     """
 
     def __post_init__(self) -> None:
-        check_numbers(self, "ranks log_every", 1)
-        check_numbers(self, "stall_limit seed", 0)
+        check_numbers(self, "ranks log_every early_stopping", 1)
+        check_numbers(self, "stall_limit seed least_gain", 0)
+        require(
+            self.early_stopping is None or bool(self.eval_every.steps or self.eval_every.epochs),
+            "--early-stopping counts evaluations, and --eval-every 0 has none; leave one of them"
+            " out",
+        )
         require(
             not self.stall_limit or self.stall_limit >= WARNING_S,
             f"--stall-limit {self.stall_limit:g} is below the warning's {WARNING_S:g} s; give more",
@@ -485,6 +500,11 @@ class RunConfig:
             None in (self.out, self.resume) or self.out == self.resume,
             f"--resume continues in the run's folder {self.resume}; leave --out {self.out} out",
         )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best evaluation's weights are kept."""
+        return self.keep_best or self.early_stopping is not None
 
 
 def having(section: T, values: Mapping[str, Any]) -> T:
@@ -524,7 +544,15 @@ class Config:
                     f"--layout auto chooses {flag_of(name)} itself; leave one of them out",
                 )
         model, given = self.model.model, non_defaults(self.data) | non_defaults(self.optimization)
-        for name in ("target", "drop", "sample_shape", "decimal", "augment", "loss"):
+        for name in (
+            "target",
+            "drop",
+            "sample_shape",
+            "decimal",
+            "augment",
+            "loss",
+            "class_weights",
+        ):
             require(
                 model not in SEQUENCE_MODELS or name not in given or is_custom(given[name]),
                 f"{flag_of(name)} is not for --model {model}, whose samples and labels are tokens;"

@@ -1,8 +1,7 @@
 """Reports of a run: lines for people and records for programs, both on rank 0.
 
-Lines are plain, without colours or progress bars: they are the same on a terminal and in a log
-file. Under MPI a rank cannot find out whether its output is a terminal, since Open MPI gives every
-rank a pseudoterminal.
+Lines are plain, without colours or bars. Within an epoch a terminal shows one line, which is
+rewritten, and a log gets one each minute.
 
 To log another number per step: add it to `compose.stats.Totals` if it is a sum over steps, else to
 `Trainer.details`; write it in `Reporter.steps`; explain it in metrics.py.
@@ -14,7 +13,7 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.command import Console
-from nnmpi.base.units import format_seconds
+from nnmpi.base.units import format_duration, format_seconds
 from nnmpi.compose.stats import PARTS, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.checkpoint import RunState
@@ -22,7 +21,8 @@ from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
 
 TRAFFIC = ("comm_bytes", "comm_calls")
-PRINT_EVERY_S = 5.0  # between two lines of progress within an epoch
+# Between two reports of progress within an epoch: on a terminal, and in a log.
+SHOW_EVERY_S, LOG_EVERY_S = 0.5, 60.0
 
 
 def percent(share: float) -> str:
@@ -94,8 +94,10 @@ class Reporter:
     ) -> None:
         self._extent, self._console, self._recorder = run.extent, console, recorder
         self._tokens = run.inputs.train.is_tokens  # adds perplexity and tokens per second
-        self._inputs, self._verbose = run.inputs, run.config.run.verbose
-        self._due_s = clock.now() + PRINT_EVERY_S  # earliest time of the next line of progress
+        self._inputs, self._options = run.inputs, run.config.run
+        self._began = clock.now(), run.step or 0
+        self.due_s = self._log_s = 0.0  # earliest times of the next line of progress
+        self._wait()
         self._below: Sequence[str] = ()  # the last lines below an epoch
         replicas = run.trainer.arrangement.mesh.model.size == 1 and run.trainer.in_step
         self._hosts = len(set(run.group.nodes())) if replicas else 1
@@ -134,12 +136,21 @@ class Reporter:
                 **more,
             },
         )
-        if clock.now() >= self._due_s:
-            self._progress(f"{self._at(state)}: {self.result(window)}, {self._rate(window)}")
 
-    def _progress(self, *lines: str) -> None:
-        self._console.say(*lines)
-        self._due_s = clock.now() + PRINT_EVERY_S
+    def progress(self, state: RunState) -> None:
+        """Show the steps in the state's window, and the time left; from `due_s` on."""
+        (began_s, first), now_s, window = self._began, clock.now(), state.window
+        left_s = (now_s - began_s) / (state.step - first) * (self._extent.stop - state.step)
+        at = f"  step {state.step}/{self._extent.steps}, {format_duration(left_s)} left"
+        is_kept = now_s >= self._log_s
+        self._console.show(f"{at}: {self.result(window)}, {self._rate(window)}", is_kept)
+        self._wait(is_kept)
+
+    def _wait(self, was_kept: bool = True) -> None:
+        now_s = clock.now()
+        if was_kept:
+            self._log_s = now_s + LOG_EVERY_S
+        self.due_s = now_s + SHOW_EVERY_S if self._console.is_terminal else self._log_s
 
     def result(self, totals: Totals, prefix: str = "") -> str:
         """Return loss and measures as text, see `describe_result`."""
@@ -189,23 +200,25 @@ class Reporter:
         self._console.say(
             f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}"
         )
-        if self._verbose:
+        if self._options.verbose:
             self._console.say(f"  {totals.breakdown(suffix)}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
-        self._progress()
+        self._wait()
 
     def between(self, state: RunState, report: Totals) -> None:
         """Print an evaluation within an epoch."""
-        self._progress(
+        self._console.say(
             f"{self._at(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s"
         )
+        self._wait()
 
     def best(self, state: RunState, report: Totals) -> str:
         """Return the best evaluation as text; "" if the last one is the only one."""
         if not state.best_step:
             return ""
-        state = state.after_evaluation(report, self._inputs.best_by_loss)
+        by_loss, gain = self._inputs.best_by_loss, self._options.least_gain
+        state = state.after_evaluation(report, by_loss, gain)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
         if self._inputs.train.variance is not None:

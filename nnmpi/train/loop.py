@@ -50,7 +50,7 @@ from nnmpi.comm.agreement import CollectivePhase, agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.stats import PARTS, StepReport, Totals
-from nnmpi.compose.trainer import Progress, TrainingSegment
+from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.checkpoint import (
@@ -164,6 +164,7 @@ class Loop:
     Attributes:
         state: of the run, at the end of the last segment.
         report: the evaluation of the final weights, after `run`.
+        stopped: why the training has ended before its last step; empty if it has not.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Loop:
         self.state = state
         self._run, self._trainer, self.reporter = run, run.trainer, reporter
         self.report = Totals()
+        self._recorder, self.stopped = recorder, ""
         self._signals = StopSignals()
         self._saved_step = state.step
         self._started = clock.now()
@@ -182,6 +184,7 @@ class Loop:
         self._tracer = Tracer(run, reporter.say)
         self._reports = 0  # progress reports in this segment: steps, or workers' gradients
         self._last = Progress(0, 0, StepReport())  # the last report
+        self._lose_patience()  # a resumed run may have none left
 
     def run(self) -> None:
         """Train to the last step, save, and evaluate the final weights on the test data.
@@ -198,16 +201,15 @@ class Loop:
                 while not self._finished:
                     state, stop = self.state, self._stop_at()
                     with self._tracer.steps(stop - state.batch):
-                        report = trainer.run_segment(
-                            TrainingSegment(
-                                run.inputs.train_loader,
-                                state.epoch,
-                                range(state.batch, stop),
-                                state.step,
-                                run.schedule,
-                                self._note,
-                                self._signals.noted,
-                            )
+                        report = trainer.run(
+                            run.inputs.train_loader,
+                            state.epoch,
+                            state.batch,
+                            stop,
+                            state.step,
+                            run.schedule,
+                            self._note,
+                            self._signals.noted,
                         )
                     if not trainer.in_step or state.step + report.batches == run.extent.stop:
                         self._log()
@@ -219,7 +221,7 @@ class Loop:
                 self._tracer.finish()
                 self.reporter.say([*trainer.summary(), *trainer.memory()])
                 self.report = self._evaluate()
-                if run.config.run.keep_best:
+                if run.config.run.keeps_best:
                     before, self.state = self.state, self._with_best(self.report)
                     if self.state != before:
                         self._saved_step = -1  # save again, so that `best` names the checkpoint
@@ -235,7 +237,17 @@ class Loop:
 
     @property
     def _finished(self) -> bool:
-        return self.state.step >= self._run.extent.stop
+        return self.state.step >= self._run.extent.stop or bool(self.stopped)
+
+    def _lose_patience(self) -> None:
+        """Stop if as many evaluations as --early-stopping have not beaten the best one."""
+        options, state = self._run.config.run, self.state
+        every, batches = options.eval_every, self._run.extent.train_batches
+        size = every.steps or every.epochs * batches
+        if options.early_stopping and (
+            state.step // size - state.best_step // size >= options.early_stopping
+        ):
+            self.stopped = f"as no evaluation was better than that after step {state.best_step}"
 
     @property
     def _step(self) -> int:
@@ -255,27 +267,34 @@ class Loop:
             steps.append(self._tracer.left)
         return state.batch + min(steps)
 
-    def _note(self, progress: Progress) -> None:
-        """Count a progress report, and log the steps if it is due.
+    def _note(self, progress: Progress) -> str:
+        """Count a progress report, and log the steps if it is due; return "stop" to stop.
 
         Synchronous trainers report each step. Asynchronous ones report each gradient; a step counts
         one gradient per worker.
         """
         self._reports, self._last = self._reports + 1, progress
         if not self._run.group.is_root:
-            return
+            return ""
         workers = self._trainer.reporters
         is_step = self._reports % workers == 0
         self.state.window.add(progress.totals.mean_over(workers, int(is_step)))
+        if is_step and clock.now() >= self.reporter.due_s:
+            self.reporter.progress(self._here())
         if is_step and is_due(self._step, self._run.config.run.log_every):
             self._log()
+        return "stop" if self._recorder.asks_to_stop else ""
+
+    def _here(self) -> RunState:
+        """Return the state after the last reported step."""
+        batch = self.state.batch + self._step - self.state.step
+        return replace(self._on_time(), step=self._step, batch=batch)
 
     def _log(self) -> None:
         """Write a line of metrics on the steps since the last line, if there are any."""
-        last, step, state = self._last, self._step, self.state
+        last, state = self._last, self._here()
         if state.window.samples:
             state.window.steps = max(state.window.steps, 1)
-            state = replace(self._on_time(), step=step, batch=state.batch + step - state.step)
             more = self._trainer.details(last.totals)
             if self._run.backend.is_device:
                 more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
@@ -283,7 +302,7 @@ class Loop:
                 more["workers"] = self._trainer.reporters
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # the segment's record has them
-            lr = self._run.schedule(max(step - 1, 0))
+            lr = self._run.schedule(max(state.step - 1, 0))
             self.reporter.steps(state, last.totals.grad_norm, lr, more)
         self.state.window = Totals()
 
@@ -304,11 +323,14 @@ class Loop:
             report = self._evaluate()
             self.reporter.evaluation("eval", self._on_time(), report)
             self.state = self._with_best(report)
+            self._lose_patience()
+        if options.callback and self._run.group.share(self._recorder.asks_to_stop):
+            self.stopped, number = "as --callback asked", 0
         if ended or self._finished:  # a run may end within an epoch
             self._end_epoch(report)
         elif report:
             self.reporter.between(self.state, report)
-        best = options.keep_best and report is not None and self.state.best_step == self.state.step
+        best = options.keeps_best and report is not None and self.state.best_step == self.state.step
         if best or self._is_saving_due(ended):
             self._save()
         if number and not self._finished:
@@ -361,7 +383,8 @@ class Loop:
         return replace(totals, **means), text
 
     def _with_best(self, report: Totals) -> RunState:
-        return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
+        gain = self._run.config.run.least_gain
+        return self.state.after_evaluation(report, self._run.inputs.best_by_loss, gain)
 
     def _evaluate(self) -> Totals:
         """Return the evaluation of the current weights; once per step. Collective."""
@@ -400,7 +423,7 @@ class Loop:
         if self._saved_step == self.state.step:
             return
         run, state = self._run, self._on_time()
-        best = run.config.run.keep_best and state.best_step == state.step
+        best = run.config.run.keeps_best and state.best_step == state.step
         values = state_values(run.trainer, state)
         if state.step:
             values["rate"] = run.schedule(state.step - 1)
@@ -514,7 +537,7 @@ def begin(
                 folder.withdraw()
             folder.note_error(error)  # by the first rank that gets here
             raise
-        _finish(run, loop.state, loop.report, console, loop.reporter)
+        _finish(run, loop, console)
         if group.is_root:
             if chosen is not None:
                 console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
@@ -563,16 +586,15 @@ def _how_to_continue(run: TrainingRun) -> str:
     return f"the run is finished, all {many} are done; give {more}"
 
 
-def _finish(
-    run: TrainingRun, state: RunState, report: Totals, console: Console, reporter: Reporter
-) -> None:
+def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     """Write a GPT's weights and finished.json, and print the summary. Collective.
 
     finished.json proves that all ranks have reached the end, or the limit of --stop-after: its
-    "step" is then below its "of_steps". The launcher's status does not:
+    "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's status does not:
     MPICH's mpirun reports success if a rank exits early with status 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
+    state, report, reporter, stopped = loop.state, loop.report, loop.reporter, loop.stopped
     gpt = options.model == "gpt" and options.experts is None  # GPT-2's files have no experts
     weights = run.trainer.state()[0].to_dict() if gpt else {}
     last_steps, measures = group.gather(state.step), reporter.measures(report)
@@ -596,6 +618,7 @@ def _finish(
                 "step": state.step,
                 "of_steps": run.extent.steps,
                 "ranks": len(last_steps),
+                **({"stopped": stopped} if stopped else {}),
                 **{name: value if isfinite(value) else None for name, value in numbers.items()},
                 "weights_sha256": stored["files"][MODEL_FILE]["sha256"],
             }
@@ -604,8 +627,9 @@ def _finish(
     on_root(group, write)
     run.trainer.release()  # free MPI's requests and communicators before MPI ends
     is_final = state.step >= run.extent.steps
+    how = f"stopped after {state.step} of {run.extent.steps} steps, {stopped}"
     console.say(
-        *([] if is_final else [_how_to_continue(run)]),
+        *([] if is_final else [how if stopped else _how_to_continue(run)]),
         f"test {quality} ({loss}) with the {'final' if is_final else 'present'} weights"
         f"{reporter.best(state, report)}",
         f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "

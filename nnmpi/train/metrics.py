@@ -71,7 +71,7 @@ from typing import Any
 
 import nnmpi.base.clock as clock
 from nnmpi.base.custom import fault
-from nnmpi.base.errors import CheckpointError, NnmpiError, raised_as
+from nnmpi.base.errors import CheckpointError, NnmpiError, asks_to_stop, raised_as
 from nnmpi.base.files import (
     foreign,
     json_text,
@@ -136,7 +136,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     Args:
         folder: of the run; None on ranks that record nothing.
-        callback: called with each record, as in the file.
+        callback: called with each record, as in the file; it may ask to stop, see
+            `nnmpi.StopTraining`.
 
     Raises:
         NnmpiError: when the file cannot be opened.
@@ -146,6 +147,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self, folder: RunFolder | None, callback: Callable[[dict[str, Any]], object] | None = None
     ) -> None:
         self._folder, self._pending, self._callback = folder, b"", callback
+        self.asks_to_stop = False  # whether the callback does
         self._stream: FileIO | None = None
         if folder is not None:
             with self._explain_errors():
@@ -174,7 +176,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             NnmpiError: for an exception in it, with its line.
         """
         try:
-            callback(record)
+            self.asks_to_stop |= asks_to_stop(callback, record)
         except (NnmpiError, KeyboardInterrupt):
             raise
         except BaseException as error:  # also SystemExit and GeneratorExit

@@ -478,6 +478,7 @@ def _read_config(folder: Path, trust: bool) -> Config:
     if is_pretrained(folder):
         return Config(ModelConfig("gpt", pretrained=folder))
     options, final = read_run(folder, str(folder)), RunFolder(folder).model
+    options.pop("callback", None)  # which training alone calls
     check_trust(folder, options, {}, trust)
     config = assemble(options)
     if config.model.pretrained is None or not final.is_dir():

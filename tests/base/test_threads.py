@@ -45,10 +45,10 @@ def test_the_cores_of_this_machine() -> None:
 @pytest.mark.parametrize(
     ("idle", "quota", "threads", "expected"),
     [
-        ([0, 5, 5, 5, 5], 9, "1", "2 cores are idle; to use them: go -n 3"),
-        ([0, 5, 0, 5, 5], 9, "1", "1 core is idle; to use it: go -n 2"),
+        ([0, 5, 5, 5, 5], 9, "1", "2 of 3 cores idle; to use more: go -n 3"),
+        ([0, 5, 0, 5, 5], 9, "1", "1 of 2 cores idle; to use more: go -n 2"),
         ([0, 5, 0, 0, 5], 9, "1", ""),
-        ([5, 5, 5, 5, 5], 2, "1", "1 core is idle; to use it: go -n 2"),
+        ([5, 5, 5, 5, 5], 2, "1", "1 of 2 cores idle; to use more: go -n 2"),
         ([5, 5, 5, 5, 5], 9, "3", ""),
     ],
 )

@@ -441,5 +441,5 @@ def test_a_lone_workers_notice_names_idle_cores(
 ) -> None:
     monkeypatch.setattr("nnmpi.base.launcher.idle_cores", lambda: 4)
     model = models.mlp((4,), 3).initialize(seed=0)
-    expected = "3 cores are idle; to use them: mpirun -n 4 python ..." * (group.size == 1)
+    expected = "3 of 4 cores idle; to use more: mpirun -n 4 python ..." * (group.size == 1)
     assert Worker(model, optim.SGD(model.storage, lr=0.1), group).notice == expected

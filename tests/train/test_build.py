@@ -1,5 +1,6 @@
 """Options reach the parts that they are for."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 
 from nnmpi import Group, Tensor, simulate
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.base.errors import UsageError
+from nnmpi.base.files import read_json
 from nnmpi.comm.mesh import Mesh
-from nnmpi.data import Loader, Normalize
+from nnmpi.data import Dataset, Loader, Normalize
 from nnmpi.optim import SGD, Adam, AdamW, Muon
 from nnmpi.train import build
 from nnmpi.train.checkpoint import Extent
+from nnmpi.train.cli import main, parse
 from nnmpi.train.config import (
     Config,
     ExchangeConfig,
@@ -192,3 +196,34 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
         assert third.train is first.train
 
     simulate(program, ranks=2)
+
+
+def test_weights_of_the_classes() -> None:
+    train = Dataset("t", np.zeros((9, 2)), np.array([0] * 4 + [1] * 2 + [2] * 3), 3)
+    assert build.weigh("balanced", train).tolist() == [0.75, 1.5, 1.0]
+    assert build.weigh((0, 2, 5), train).tolist() == [0, 2, 5]
+    numbers = Dataset("t", np.zeros((2, 2)), np.array([0.5, 1.5]), 0)
+    for weights, samples, text in (
+        ((1, 2), train, "--class-weights 1 2 is for 3 classes; give a number for each"),
+        ((0, 0, 0), train, "not 0 for all"),
+        ("balanced", numbers, "is for classes, which the data have not"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            build.weigh(weights, samples)
+    for wrong in ("1 a", "1 0.5", "-1 1"):
+        with pytest.raises(UsageError, match="--class-weights is"):
+            parse(["--class-weights", *wrong.split()])
+
+
+def test_class_weights_are_the_same_in_every_layout(tmp_path: Path) -> None:
+    words = "--model mlp --dataset iris --dtype float64 --epochs 1 --quiet --label-smoothing 0.1"
+    found = []
+    for more in ("", "--pp 2", "--tp 2", "--zero 1", "--reduction fixed", "unweighted"):
+        weighted = "" if more == "unweighted" else f"--class-weights 1 5 0 {more}"
+        out = tmp_path / str(len(found))
+        command = f"{words} {weighted} --out {out}".split()
+        simulate(lambda group, given=command: main(given, group), 2 if found else 1)
+        found.append(read_json(out / "finished.json")["loss"])
+    assert (
+        found[:-1] == pytest.approx(found[:1] * 5, rel=1e-12) and abs(found[-1] - found[0]) > 0.01
+    )

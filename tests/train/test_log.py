@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from shlex import join
 
 import pytest
 
@@ -16,6 +17,7 @@ from nnmpi.compose.stats import Totals
 from nnmpi.train.cli import main
 from nnmpi.train.log import compare_hosts, percent
 from tests.harness.commands import on_ranks
+from tests.harness.job import mpirun, run
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -112,3 +114,14 @@ def test_a_run_on_several_hosts_is_compared_once(
     words = f"--dataset iris --model mlp --epochs 2 --log-every 1 --out {tmp_path / 'run'}"
     on_ranks(main, words, 2)
     assert capsys.readouterr().out.count("on these links 2 hosts") == nodes - 1
+
+
+@pytest.mark.parametrize("start", [[], mpirun(1)])
+def test_a_terminal_is_known_under_a_launcher_too(start: list[str], tmp_path: Path) -> None:
+    """Open MPI gives each rank a terminal, so its own output counts."""
+    program = "from nnmpi.base.command import Console; print('seen', Console(False).is_terminal)"
+    line = join([*start, sys.executable, "-c", program])
+    words = ["sh", "-c", f"{line} && {line} > log; cat log"]
+    job = [sys.executable, "-c", f"import pty; pty.spawn({words!r})"]
+    ending = run(job, tmp_path / "output", 60.0, cwd=tmp_path)
+    assert re.findall(r"seen (\w+)", ending.output) == ["True", "False"]

@@ -1,6 +1,7 @@
 """Runs in this process: what they leave behind, and that every option does what it says."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -173,7 +174,7 @@ def test_the_header_says_what_runs_on_what(
         "numpy on CPU, float32",
         "120 training and 30 test samples",
         "9,091 parameters",
-        "3 cores are idle; to use them: nnmpi train --ranks 4 ... (nnmpi speedup",
+        "3 of 4 cores idle; to use more: nnmpi train --ranks 4 ... (nnmpi speedup",
     ):
         assert text in printed
     assert "ms = compute" in printed
@@ -290,12 +291,24 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
 def test_progress_is_printed_inside_an_epoch(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nnmpi.train.log.PRINT_EVERY_S", 0.0)
-    train("--epochs 2 --log-every 1")
-    assert capsys.readouterr().out.count("  step ") >= 4
-    monkeypatch.setattr("nnmpi.train.log.PRINT_EVERY_S", 99.0)
-    train("--epochs 2 --log-every 1")
-    assert ", epoch " not in capsys.readouterr().out
+    """Rewritten on a terminal, and in console.txt a line when one of a log is due; none if quiet."""
+    monkeypatch.setattr("nnmpi.train.log.SHOW_EVERY_S", 0.0)
+    for words, is_watched, log_s in (
+        ("", False, 0.0),
+        ("", False, 99.0),
+        ("", True, 0.0),
+        ("", True, 99.0),
+        ("--quiet", True, 0.0),
+    ):
+        monkeypatch.setattr("nnmpi.train.log.LOG_EVERY_S", log_s)
+        monkeypatch.setattr("nnmpi.base.command._is_terminal", lambda _, is_it=is_watched: is_it)
+        run = train(f"--epochs 2 --max-steps 3 {words}")
+        printed, kept = capsys.readouterr().out, (run / "console.txt").read_text()
+        assert kept.count(" left: loss ") == 3 * (log_s == 0)
+        shown = re.findall(r"  step (\d)/3, [0-9.]+ s left: loss [^\r\n]*, \d+ samples/s", printed)
+        assert shown == list("123" if is_watched or log_s == 0 else "") * (words == "")
+        assert printed.count("\r") == 2 * len(shown) * is_watched
+        assert "left" not in re.sub(r"(?m)^.*\r", "", printed) or not is_watched
 
 
 @pytest.mark.parametrize(

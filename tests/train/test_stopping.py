@@ -1,0 +1,125 @@
+"""A training that ends before its last step, by its evaluations or by a function of its user."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import Group, StopTraining, Worker, data, models, optim, simulate
+from nnmpi.base.errors import UsageError
+from nnmpi.base.files import read_json
+from nnmpi.compose.trainer import STOPPED
+from nnmpi.train.cli import main, parse
+from nnmpi.train.metrics import read_metrics
+
+WORDS = "--model mlp --dataset iris --eval-every 3steps --quiet --out run"
+CALLBACKS = """
+import nnmpi
+def within(record):
+    return "stop" if record["kind"] == "train" and record["global_step"] == 20 else "go"
+def after(record):
+    if record["kind"] == "eval" and record["global_step"] == 9:
+        raise nnmpi.StopTraining
+"""
+
+
+def start(words: str, ranks: int = 1) -> dict[str, Any]:
+    simulate(lambda group: main(words.split(), group), ranks)
+    return dict(read_json(Path("run/finished.json")))
+
+
+def patient(patience: int, gain: float) -> int:
+    """Return the step after which the evaluations of the finished run had to stop it."""
+    best, best_step = -1.0, 0
+    for record in read_metrics(Path("run/metrics.jsonl")):
+        if record["kind"] == "eval":
+            if record["accuracy"] - best > gain:
+                best, best_step = record["accuracy"], record["global_step"]
+            if record["global_step"] - best_step >= 3 * patience:
+                return int(record["global_step"])
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(1, ""), (3, "--least-gain 0.2"), (2, "--pp 2"), (2, "--sync local"), (2, "--sync asp")],
+)
+def test_patience_ends_with_the_evaluations(
+    ranks: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    end = start(f"{WORDS} --early-stopping 2 {words}", ranks)
+    gain = 0.2 * ("gain" in words)
+    assert 0 < end["step"] < 80 and end["step"] == patient(2, gain)
+    best = end["step"] - 6
+    assert end["stopped"] == f"as no evaluation was better than that after step {best}"
+    assert Path("run/checkpoints/best").read_text().strip() == f"step-{best:08d}"
+    assert start("--resume run --quiet", 2)["step"] == end["step"]
+    assert start("--resume run --quiet --early-stopping 3", ranks)["step"] == patient(3, gain)
+
+
+def test_a_resumed_run_knows_its_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    end = start(f"{WORDS} --early-stopping 2")
+    Path("run").rename("full")
+    start(f"{WORDS} --early-stopping 2 --stop-after {end['step'] - 2}", 2)
+    again = start("--resume run --quiet")
+    assert (again["step"], again["stopped"]) == (end["step"], end["stopped"])
+
+
+@pytest.mark.parametrize(("name", "step"), [("within", 20), ("after", 9)])
+@pytest.mark.parametrize("words", ["", "--sync ssp"])
+def test_a_callback_stops_all_ranks_and_is_not_asked_for_later(
+    name: str, step: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(CALLBACKS)
+    for ranks in (1, 3):
+        end = start(f"{WORDS} --callback own.py:{name} {words}", ranks)
+        assert step <= end["step"] <= step + 3 * (name == "within" and ranks > 1)
+        assert end["stopped"] == "as --callback asked"
+        Path("own.py").rename("gone.py")
+        assert nnmpi.load("run").predict(np.zeros((1, 4))).shape == (1, 3)
+        with pytest.raises(UsageError, match="give --trust"):
+            start("--resume run")
+        Path("gone.py").rename("own.py")
+        Path("run").rename(f"run{ranks}")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.mpi
+@pytest.mark.simulated(max_size=3)
+def test_progress_stops_a_worker_on_all_ranks(group: Group, raises: bool) -> None:
+    """The last rank alone asks."""
+    train, _ = data.load("iris")
+    model = models.mlp((4,), 3).initialize(seed=0)
+    worker = Worker(model, optim.SGD(model.storage, lr=0.01), group)
+    loader = data.Loader(train, group.size, group)
+
+    def progress(item: object) -> str:
+        if group.rank == group.size - 1 and getattr(item, "batch", 0) >= 3:
+            if raises:
+                raise StopTraining
+            return "stop"
+        return "on"
+
+    report = worker.run(loader, 0, 0, loader.batches_per_epoch, 0, lambda _: 0.01, progress)
+    assert report.signal == STOPPED
+    assert len(set(group.gather(report.batches))) == 1
+    assert 4 <= report.batches < loader.batches_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--early-stopping 0", "--early-stopping is 0; give a whole number, 1 or more"),
+        ("--early-stopping 2 --eval-every 0steps", "and --eval-every 0 has none"),
+        ("--least-gain -1", "--least-gain is -1.0; give a finite number, 0 or more"),
+    ],
+)
+def test_what_cannot_stop_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(words.split())
+    assert sentence in str(caught.value)
