@@ -26,7 +26,7 @@ from nnmpi.base.command import (
     split_command,
 )
 from nnmpi.base.custom import load_custom
-from nnmpi.base.errors import UsageError, raised_as
+from nnmpi.base.errors import UsageError, name_ranks, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.picture import check_figure
 from nnmpi.base.units import Bytes, format_bytes, format_seconds
@@ -161,11 +161,15 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
     machine = parse_network(asked.network, ranks, ranks)
     operation, collective = _collective(algorithm, asked, machine.nodes)
     result = simulate_collective(collective, ranks, asked.bytes, machine)
+    first = [rank for rank, seconds in enumerate(result) if seconds == min(result)]
     return (
         f"{operation} by {algorithm}, {ranks} ranks, {format_bytes(asked.bytes)}:"
         f" {format_seconds(max(result))}, messages by {describe_network(asked.network)}\n"
-        f"the first to finish is rank {result.index(min(result))}"
-        f" after {format_seconds(min(result))}"
+        + (
+            "all ranks finish at once"
+            if len(first) == ranks
+            else f"the first to finish: {name_ranks(first)}, after {format_seconds(min(result))}"
+        )
     )
 
 

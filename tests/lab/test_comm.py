@@ -1,5 +1,6 @@
 """The command line over collectives: what it says, and one sentence for each mistake."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,9 @@ def test_simulate_and_list() -> None:
     assert text.startswith(
         "all-reduce by ring, 4 ranks, 400 B: 193.5 s, messages by alpha=1,beta=0.25,gamma=0.125\n"
     )
+    assert text.endswith("\nall ranks finish at once")
+    uneven = main(["simulate", "tree", "--ranks", "5", *words[2:]])
+    assert re.search(r"\nthe first to finish: ranks? [0-4, -]+, after [\d.]+ s$", uneven)
     assert (
         main(["list", "--network", "gbit=10"]).splitlines()[1] == "messages by gbit=10 (no latency)"
     )
