@@ -59,7 +59,7 @@ class _Form(Enum):
 
 
 class Activation(_Form):
-    """The activations, by their numbers in activation.cu."""
+    """The activations."""
 
     RELU = 0
     LEAKY_RELU = 1
@@ -71,7 +71,7 @@ class Activation(_Form):
 
 
 class Loss(_Form):
-    """The losses of an element; the first four by their numbers in sums.cu."""
+    """The losses of an element."""
 
     MSE = 0
     MAE = 1
@@ -314,7 +314,7 @@ class PlainKernels:
         """Return the gradient of x."""
         if form in ACTIVATIONS:
             return self.rows(ACTIVATIONS[form][1], grad, saved, number, blocks=False)[0]
-        return grad * saved.reshape(grad.shape)
+        return self.multiply(grad, saved.reshape(grad.shape))
 
     # ---- dense layers
 
@@ -353,7 +353,7 @@ class PlainKernels:
             y = self.bias_relu(xp, y, bias)
             return y, y
         dtype = y.dtype
-        if is_low(dtype):  # of a device without its kernels
+        if is_low(dtype) and not self.of_device:  # of a device without its kernels
             y = self.cast(y, FLOAT32)
         operands = y, SMOOTH[form], keep, *([] if bias is None else [bias])
         result, *rest = self.rows(_biased, *operands, reuse=reuse)
@@ -617,26 +617,29 @@ class PlainKernels:
     ) -> tuple[Array, Residuals]:
         """Return x normalized over the scale's axes, times the scale plus the shift.
 
-        Without a shift the mean counts as 0. Saved first and second: normalized rows, and the
-        inverse deviations.
+        Without a shift the mean counts as 0. Saved first and second: normalized rows, or a
+        device's, which it normalizes again rather than writes; and the inverse deviations.
         """
         n = scale.size
         rows = x.reshape(x.size // n, n)
         vectors = [item.reshape(n) for item in (scale, shift) if item is not None]
-        y, *saved = self.rows(_layer_norm, rows, float(eps), *vectors)
-        return y, (*saved, vectors[0])
+        y, *saved = self.rows(_layer_norm, rows, float(eps), self.of_device, *vectors)
+        kept = (rows,) if self.of_device else ()
+        return y, (*kept, *saved, vectors[0])
 
     def layer_norm_grad(
         self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
     ) -> Array | None:
         """Return the gradient of x, and write those of scale and shift; each if it is needed."""
-        (normal, inverse, scale), learns = saved, any(needs[1:])
+        (kept, inverse, *means, scale), learns = saved, any(needs[1:])
         sums = [
             x.reshape(scale.size) if need else xp.empty(scale.shape, scale.dtype)
             for x, need in zip(targets if learns else (), needs[1:], strict=False)
         ]
-        given = grad.reshape(normal.shape), normal, inverse, scale, len(targets) == 2, learns
-        return self.rows(_layer_norm_grad, *given, sums=sums)[0]
+        given = grad.reshape(kept.shape), kept, inverse, scale, len(targets) == 2, learns
+        settings = needs[0], self.of_device
+        found = self.rows(_layer_norm_grad, *given, *settings, *means, sums=sums)
+        return found[0] if found else None
 
     # ---- tables and labels
 
@@ -1084,24 +1087,37 @@ def _powers(logits: Array, smooth: bool) -> tuple[Array, ...]:
     return (powers, sums, top, *([below.mean(axis=-1, keepdims=True)] if smooth else []))
 
 
-def _layer_norm(x: Array, eps: float, scale: Array, *shift: Array) -> tuple[Array, ...]:
+def _layer_norm(
+    x: Array, eps: float, again: bool, scale: Array, *shift: Array
+) -> tuple[Array, ...]:
     n = x.shape[-1]
     # not a product with 1 / n: the mean of equal numbers must be that number exactly
-    away = x - x.sum(axis=-1, keepdims=True) / n if shift else x
+    means = (x.sum(axis=-1, keepdims=True) / n,) if shift else ()
+    away = x - means[0] if means else x
     inverse = inverse_root(row_dots(away, away) / n, eps)
     normal = away * inverse
     y = normal * scale
-    return y + shift[0] if shift else y, normal, inverse
+    return y + shift[0] if shift else y, *((inverse, *means) if again else (normal, inverse))
 
 
 def _layer_norm_grad(
-    grad: Array, normal: Array, inverse: Array, scale: Array, is_centered: bool, learns: bool
+    grad: Array,
+    kept: Array,
+    inverse: Array,
+    scale: Array,
+    is_centered: bool,
+    learns: bool,
+    needed: bool,
+    again: bool,
+    *means: Array,
 ) -> tuple[Array, ...]:
-    n, h, products = grad.shape[-1], grad * scale, grad * normal
+    n, h = grad.shape[-1], grad * scale
+    normal = (kept - means[0] if means else kept) * inverse if again else kept
+    products = grad * normal
     if is_centered:
         h = h - row_dots(grad, scale) / n
     to_x = (h - normal * (row_dots(products, scale) / n)) * inverse
-    return (to_x, products, grad)[: 1 + learns * (1 + is_centered)]
+    return *((to_x,) if needed else ()), *(products, grad)[: learns * (1 + is_centered)]
 
 
 def _affine(x: Array, factors: Array, shifts: Array) -> tuple[Array]:
@@ -1158,7 +1174,7 @@ def _from_probabilities(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     return losses, (x - target) / np.maximum(x * (1 - x), 1e-12), no - yes
 
 
-def _relative_entropy(x: Array, target: Array, log_target: float) -> tuple[Array, ...]:
+def _relative_entropy(x: Array, target: Array, log_target: bool) -> tuple[Array, ...]:
     """t (log(t) - x) of probabilities t, 0 where t is 0; or of the target's logarithms."""
     logs = target if log_target else np.log(np.where(target == 0, 1, target))
     share = np.exp(target) if log_target else target

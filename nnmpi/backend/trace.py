@@ -11,13 +11,14 @@ them becomes lines; what is no arithmetic on whole rows raises TypeError, and th
 printed.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache, lru_cache, partial
 from types import FunctionType, ModuleType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nnmpi.backend.array import Dtype
 from nnmpi.backend.precision import FLOAT32
 
 # What a line has: a number for all rows, for each row, for each column, for each element
@@ -26,9 +27,21 @@ NUMBER, CELL, VECTOR, ROW = range(4)
 _CALLABLE = {FunctionType, partial}
 STATIC = {bool, int, FunctionType, np.ufunc}  # operands that are no arrays and no numbers
 _SETTINGS = {int, float, bool, str, type, NoneType, ModuleType, np.ufunc}
+OPERATORS = {
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "greater": ">",
+    "greater_equal": ">=",
+    "less": "<",
+    "less_equal": "<=",
+    "equal": "==",
+    "not_equal": "!=",
+}
+CHOICES = [*OPERATORS][4:]  # 1 or 0
 _FUNCTIONS = (
-    "greater less greater_equal less_equal equal not_equal logical_not add subtract multiply divide"
-    " negative maximum minimum absolute sign copysign sqrt exp expm1 log log1p tanh"
+    "logical_not negative maximum minimum absolute sign copysign sqrt exp expm1 log log1p tanh"
 )
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "logaddexp": lambda a, b: np.maximum(a, b) + np.log1p(np.exp(-abs(a - b))),
@@ -41,6 +54,7 @@ class Trace:
     Args:
         formula: the function.
         kinds: of its operands.
+        dtype: in which it is computed.
 
     Attributes:
         lines: a name and the numbers of earlier lines each; or the value of a constant, or the
@@ -53,7 +67,10 @@ class Trace:
         TypeError: when it is no formula of rows.
     """
 
-    def __init__(self, formula: Callable[..., Any], kinds: Iterable[Any]) -> None:
+    def __init__(
+        self, formula: Callable[..., Any], kinds: Iterable[Any], dtype: Dtype = FLOAT32
+    ) -> None:
+        self.dtype = dtype
         self.lines: list[tuple[Any, ...]] = []
         self.kinds: list[int] = []
         self.levels: list[int] = []
@@ -105,10 +122,14 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
 
     __slots__ = ("number", "trace")
     __hash__ = None  # type: ignore[assignment]
-    dtype = FLOAT32
 
     def __init__(self, trace: Trace, number: int) -> None:
         self.trace, self.number = trace, number
+
+    @property
+    def dtype(self) -> Dtype:
+        """In which the formula is computed."""
+        return self.trace.dtype
 
     @property
     def shape(self) -> tuple[Any, Any]:
@@ -119,7 +140,7 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
         name = ufunc.__name__
         if name in _COMPOSED:
             return _COMPOSED[name](*inputs)
-        if method != "__call__" or name not in _FUNCTIONS.split():
+        if method != "__call__" or name not in (*OPERATORS, *_FUNCTIONS.split()):
             raise TypeError(f"a row formula has no {name}")
         result = self.trace.add((name, *map(self.trace.number_of, inputs)))
         if out is None:
@@ -171,6 +192,89 @@ class Symbol(np.lib.mixins.NDArrayOperatorsMixin):
         return self.sum(axis, keepdims) / self.shape[1]
 
 
+class RowPass(NamedTuple):
+    """A loop over a row's elements.
+
+    Attributes:
+        cells: the lines of one number that are computed before it.
+        body: those of elements, computed in it.
+        ends: the sums and maxima that it computes.
+        written: what it writes: (name, line) of results and of terms.
+        later: the lines that later loops compute.
+    """
+
+    cells: list[int]
+    body: list[int]
+    ends: list[int]
+    written: list[tuple[str, int]]
+    later: list[int]
+
+
+class Printed:
+    """A formula's lines as loops, from which a loop of numba or a kernel of CUDA is printed.
+
+    Args:
+        formula, kinds, dtype: as for `Trace`.
+        sums: how many of its results, the last ones, are added up over the rows.
+        reuse: how many of the first results take the memory of the first operands.
+
+    Attributes:
+        name: for a profiler.
+        kept: rows that earlier loops left in memory, by their lines.
+        outs: (name, line) of the results: x0, x1 ... in the operands' memory, then y1, y2 ...
+        terms: (name, line) of what is added up.
+        is_flat: whether rows do not matter.
+
+    Raises:
+        TypeError: when it is no formula of rows, or a row would be read after it was overwritten.
+    """
+
+    def __init__(
+        self, formula: Any, kinds: Sequence[Any], sums: int, reuse: int, dtype: Dtype = FLOAT32
+    ) -> None:
+        self.trace = trace = Trace(formula, kinds, dtype)
+        self.kinds, self.kept = kinds, dict[int, str]()
+        count = len(trace.results) - sums
+        names = [f"{'x' if k < reuse else 'y'}{k}" for k in range(count)]
+        self.outs = [*zip(names, trace.results, strict=False)]
+        self.terms = [(f"t{k}", i) for k, i in enumerate(trace.results[count:])]
+        self.forms = [trace.kinds[i] for _, i in self.outs]
+        if {NUMBER, VECTOR} & {*self.forms}:
+            raise TypeError("a row formula returns rows, or a number for each row")
+        self.is_flat = not sums and {*trace.kinds} <= {NUMBER, ROW}
+        parts = (formula.func, *formula.args) if isinstance(formula, partial) else (formula,)
+        parts += (*(kind[0] for kind in kinds if type(kind) is tuple),)
+        self.name = "_".join(x.__name__.strip("_<>") for x in parts if callable(x))
+
+    def loops(self, targets: Sequence[tuple[str, int]]) -> Iterator[RowPass]:
+        """Yield the loops that compute some results and terms."""
+        lines, levels, kinds = self.trace.lines, self.trace.levels, self.trace.kinds
+        needed = self.trace.needed(i for _, i in targets)
+        ends = [i for i in needed if lines[i][0] in ("sum", "max")]
+        cells = [i for i in needed if kinds[i] <= CELL]
+        whole = [(name, i) for name, i in targets if kinds[i] == ROW or name[0] == "t"]
+
+        def wanted(start: int, stop: int) -> list[int]:
+            some = [lines[i][1] for i in ends if start < levels[i] <= stop]
+            return some + [i for _, i in whole if start <= levels[i] < stop]
+
+        most = 1 + max(levels[i] for i in needed)
+        for level in range(most):
+            known = {*cells, *self.kept}
+            written = [(name, i) for name, i in whole if levels[i] == level]
+            later = self.trace.needed(wanted(level + 1, most), known)
+            overwritten = {("operand", int(name[1:])) for name, _ in written if name[0] == "x"}
+            if overwritten & {lines[i] for i in later}:
+                raise TypeError("a row is read after it was overwritten")
+            yield RowPass(
+                [i for i in cells if levels[i] == level and lines[i][0] != "constant"],
+                self.trace.needed(wanted(level, level + 1), known),
+                [i for i in ends if levels[i] == level + 1],
+                written,
+                later,
+            )
+
+
 def key_of(x: Any) -> Any:
     """Return what is equal for formulas of equal text and settings.
 
@@ -202,20 +306,35 @@ def _text(x: Any) -> tuple[Any, tuple[str, ...] | None]:
     return x.__code__, None if is_fixed else names
 
 
-def kinds_of(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+@cache
+def name_of(dtype: Dtype) -> str:
+    """Return a dtype's name, which NumPy puts together anew at each request."""
+    return dtype.name
+
+
+def kinds_of(
+    operands: tuple[Any, ...], dtypes: Collection[str] = ("float32",), sampled: bool = False
+) -> tuple[Any, ...]:
     """Return what the operands of a row formula are, the first rows; nothing if they are others.
 
     A setting's kind has itself: it is a part of the formula.
+
+    Args:
+        operands: of the formula.
+        dtypes: that they may have.
+        sampled: whether a vector may be one for each sample, (samples, 1, n) of (samples, rows, n).
     """
     shape, found = operands[0].shape, list[Any]()
-    column, row = shape[-1:], (*shape[:-1], 1)
+    forms = {(*shape[:-1], 1): CELL, shape[-1:]: VECTOR, shape: ROW}
+    if sampled and len(shape) == 3 and shape[1] > 1:
+        forms = {(shape[0], 1, shape[2]): VECTOR} | forms
     for x in operands:
         if type(x) is float:
             found.append(NUMBER)
         elif type(x) in STATIC:
             found.append((x,))
-        elif x.dtype != FLOAT32 or (form := x.shape) not in (shape, column, row):
+        elif name_of(x.dtype) not in dtypes or x.shape not in forms:
             return ()
         else:
-            found.append(ROW if form == shape else VECTOR if form == column else CELL)
+            found.append(forms[x.shape])
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import Any, Never
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels import PLAIN, kernels_of
+from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.plain import Loss
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.backend.recording import call, to_library
@@ -97,8 +97,7 @@ class ElementwiseLoss(Reduced):
 
     __slots__ = ("delta", "form")
 
-    computes = "kernels"
-    returns = "float32"
+    computes = returns = "float32"
 
     def __init__(self, reduction: str, form: Loss, delta: float) -> None:
         super().__init__(reduction)
@@ -110,12 +109,8 @@ class ElementwiseLoss(Reduced):
         shape = self.saved[0][0].shape
         return (shape[0], shape[0], prod(shape)) if shape and self.reduction != "none" else ()
 
-    def kernels(self, x: Array) -> Any:
-        """Return what has these losses."""
-        return kernels_of(x)
-
     def forward(self, x: Array, target: Array) -> Array:
-        kernels, share = self.kernels(x), 1.0
+        kernels, share = kernels_of(x), 1.0
         if self.reduction == "mean":
             share = 1 / max(x.size, 1)
         taken = None if self.reduction == "none" else share
@@ -126,18 +121,6 @@ class ElementwiseLoss(Reduced):
     def backward(self, grad: Array) -> Grads:
         saved, share, kernels = self.saved
         return kernels.losses_grad(self.xp, self.form, grad, saved, self.needs, self.delta, share)
-
-
-class ProbabilityLoss(ElementwiseLoss):
-    """A loss that no library has kernels for."""
-
-    __slots__ = ()
-
-    computes = "float32"
-
-    def kernels(self, x: Array) -> Any:
-        """Return the array library's functions."""
-        return PLAIN
 
 
 def cross_entropy(
@@ -243,7 +226,7 @@ def binary_nll(x: Tensor, target: Any, reduction: str = "mean", **words: Never) 
     refuse_words("binary_nll", words)
     if isinstance(require_floating("binary_nll", x)._data, np.ndarray):
         call(_check_probabilities, (x._data,), ())
-    return _error(Loss.BINARY_NLL, x, target, reduction, make=ProbabilityLoss)
+    return _error(Loss.BINARY_NLL, x, target, reduction)
 
 
 def kl_div(
@@ -263,7 +246,7 @@ def kl_div(
     _refuse_softmax("kl_div", require_floating("kl_div", x))
     by_rows = reduction == "batchmean"
     taken = "sum" if by_rows else reduction
-    terms = _error(Loss.KL_DIV, x, target, taken, float(bool(log_target)), ProbabilityLoss)
+    terms = _error(Loss.KL_DIV, x, target, taken, bool(log_target))
     return terms / max(len(x), 1) if by_rows else terms
 
 
@@ -442,7 +425,6 @@ def _error(
     target: Any,
     reduction: str,
     delta: float = 0.0,
-    make: type[ElementwiseLoss] = ElementwiseLoss,
 ) -> Tensor:
     check_reduction(reduction)
     require_floating(name := f"{form}", x)
@@ -454,7 +436,7 @@ def _error(
     may_meet(name, x, target)
     if x.dtype != target.dtype:
         x, target = converted(x, FLOAT32), converted(target, FLOAT32)
-    return make(reduction, form, delta)(x, target)
+    return ElementwiseLoss(reduction, form, delta)(x, target)
 
 
 def _averaged(values: Array, count: Any, reduction: str) -> Array:

@@ -9,21 +9,12 @@ import pytest
 
 from nnmpi.backend.kernels import PLAIN, load
 from nnmpi.backend.trace import key_of
+from tests.backend.formulas import LEFT, ONE, STEPS, chain, late, mish, mixed, own_norm, rows
 from tests.harness.slow import KERNELS
 
 pytest.importorskip("numba")
 
 pytestmark = pytest.mark.host_only("loops that numba compiles for NumPy's arrays")
-
-SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1e-7, -1e-7, 0.5, -0.5, 87, -87]
-
-
-def rows(*shape, seed=0):
-    """Return random rows, among them what functions treat apart."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape, dtype=np.float32) * np.float32(3)
-    x.reshape(-1)[: len(SPECIAL)] = SPECIAL[: x.size]
-    return x
 
 
 def loops_of(formula):
@@ -50,36 +41,11 @@ def compare(formula, *operands, share=4e-7, **words):
     return found, expected
 
 
-ONE = {
-    "exp": lambda x: (np.exp(np.minimum(x, 80)), np.expm1(np.minimum(x, 80)), np.tanh(x)),
-    "log": lambda x: (np.log(abs(x)), np.log(x), np.log1p(np.maximum(x, -0.9)), np.sqrt(x)),
-    "choices": lambda x: (
-        *(np.maximum(x, -x * 0.5), np.maximum(0.25, x), np.minimum(x, 1 - x), np.clip(x, -1, 2)),
-        *(np.where(x > 0, x / 3, x * 2), np.where(np.logical_not(x <= 1), 0, x), np.sign(x)),
-        *((x == 0) * 2.0 + (x != x) * 3.0 + (x >= 0.5), -x + (x < 0), np.copysign(2, x)),
-    ),
-}
-
-
 @pytest.mark.parametrize("name", ONE)
 def test_functions_of_an_element(name):
     """Infinities, NaN and zeros as in NumPy, others within a few units of the last place."""
     with np.errstate(all="ignore"):
         compare(ONE[name], rows(9, 70), share=7e-7)
-
-
-def mish(x):
-    """A user's activation, and its derivative."""
-    t = np.tanh(np.logaddexp(x, 0))
-    return x * t, t + x * (1 - t * t) / (1 + np.exp(-x))
-
-
-def own_norm(x, eps, scale):
-    """A norm by the largest and the mean."""
-    away = x - x.mean(axis=-1, keepdims=True)
-    size = abs(away).max(axis=-1, keepdims=True) + eps
-    away /= size  # in place
-    return away * scale, size
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (3, 33), (300, 5), (2, 3, 40), (40,)])
@@ -95,22 +61,17 @@ def test_shapes(shape):
 def test_numbers_of_rows_and_columns():
     """Read and returned; a sum of many rows, whose last part is not full."""
 
-    def formula(x, each, column, number):
-        y = x * each + column * number
-        total = y.sum(axis=-1, keepdims=True)
-        return y / (abs(total) + 1), total, y, each * column
-
     rng = np.random.default_rng(0)
     x, each, column = (
         rng.standard_normal(shape, dtype=np.float32) for shape in ((131, 7), (131, 1), 7)
     )
     sums = np.full((2, 7), 9, np.float32)
-    found, expected = compare(formula, x, each, column, 0.5, sums=[*sums], share=1e-4)
+    found, expected = compare(mixed, x, each, column, 0.5, sums=[*sums], share=1e-4)
     assert len(found) == 2
     for mine, term in zip(sums, expected[2:], strict=True):
         np.testing.assert_allclose(mine, term.sum(axis=0), rtol=2e-5, atol=1e-5)
     plain = np.empty_like(sums)
-    PLAIN.rows(formula, x, each, column, 0.5, sums=[*plain])
+    PLAIN.rows(mixed, x, each, column, 0.5, sums=[*plain])
     np.testing.assert_allclose(plain, sums, rtol=2e-5, atol=1e-5)
 
 
@@ -129,10 +90,6 @@ def test_memory_is_used_again():
     given = abs(x[1:].copy())
     (y,) = load().rows(lambda x: (x * 2,), given, reuse=True)
     assert y is given
-
-    def late(x):
-        y = x * 2
-        return y, x - y.sum(axis=-1, keepdims=True)
 
     x = np.ones((3, 4), np.float32)
     for y, other in zip(load().rows(late, x, reuse=True), late(np.ones((3, 4))), strict=True):
@@ -175,18 +132,6 @@ def test_settings_are_seen(monkeypatch):
         loops_of(Scaled().formula)
 
 
-SPECIAL_ROW = np.ones(40, np.float32)
-LEFT = {
-    "values decide": lambda x: (x if x.max() > 0 else -x,),
-    "other axes": lambda x: (x - x.mean(axis=0, keepdims=True),),
-    "parts of rows": lambda x: (x[:, ::-1] * 1,),
-    "other functions": lambda x: (np.sort(x, axis=-1),),
-    "powers": lambda x: (x**3,),
-    "axes that go": lambda x: (x.sum(axis=-1),),
-    "arrays around": lambda x, table=SPECIAL_ROW: (x * table,),
-}
-
-
 @pytest.mark.parametrize("name", LEFT)
 def test_other_functions_are_left_to_numpy(name):
     """And their results are its."""
@@ -204,28 +149,6 @@ def test_other_dtypes_and_operands_are_left_to_numpy():
         (y,) = load().rows(lambda x, y: (x + y,), x, other)
         np.testing.assert_array_equal(y, x + other)
         assert y.dtype == (x + other).dtype
-
-
-STEPS = [
-    lambda a, b, total, scale: a / total + b,
-    lambda a, b, total, scale: np.tanh(a) * b,
-    lambda a, b, total, scale: np.exp(-abs(a)) + b * 0.5,
-    lambda a, b, total, scale: np.maximum(a, b) - total,
-    lambda a, b, total, scale: np.where(a > b, a, b * scale),
-    lambda a, b, total, scale: np.log1p(abs(a)) - b / (abs(a).max(axis=-1, keepdims=True) + 1),
-    lambda a, b, total, scale: np.sqrt(a * a + 1) - total,
-    lambda a, b, total, scale: np.clip(a, -1, 1) * total,
-]
-
-
-def chain(steps, x, scale, each):
-    """Return what some steps make of rows."""
-    values = [x, x * scale, x * 0.5 + each]
-    for i, step in enumerate(steps):
-        a = values[-1]
-        total = abs(a).mean(axis=-1, keepdims=True) + 1
-        values.append(step(a, values[i % len(values)], total, scale))
-    return (*values[-2:], total)
 
 
 @pytest.mark.slow(KERNELS)

@@ -82,7 +82,7 @@ OPTIONAL |= {"cudnn", "cupy", "cupyx", "nvmath"}
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})
-EXPLAINED = frozenset({"PlainKernels"})  # base classes that explain each
+EXPLAINED = frozenset({"PlainKernels", "PrintedKernels"})  # base classes that explain each
 
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {

@@ -31,6 +31,7 @@ BACKEND, STORE = (
 )
 OPTIMIZERS = "tests/gpu/test_training.py::test_optimizers_are_the_hosts[sgd-float32]"
 ROWS = "tests/backend/test_rows.py"
+KERNELS = "tests/gpu/test_rows.py"
 RECORDED = "tests/gpu/test_training.py::test_a_recorded_step_is_the_plain_one -k dropout"
 FAULTS = (
     # ---- recorded twice, audited ----
@@ -675,9 +676,9 @@ FAULTS = (
     ),
     Fault(
         "device: ReLU lets a gradient through at 0",
-        "nnmpi/backend/cuda/dense.cu",
-        "other > 0 ? value",
-        "other >= 0 ? value",
+        "nnmpi/backend/trace.py",
+        '"greater": ">",',
+        '"greater": ">=",',
         "tests/gpu/test_operations.py::test_relu_stops_gradients_at_0",
         "exact",
     ),
@@ -700,7 +701,7 @@ FAULTS = (
     ),
     Fault(
         "interpreted: an update does not look at its guard",
-        "nnmpi/backend/cuda/updates.cu",
+        "nnmpi/backend/cuda/common.cuh",
         "guard && !(*guard - *guard == 0)",
         "false",
         "tests/gpu/test_training.py::test_numbers_that_are_read_a_step_late_change_nothing[adam-4]",
@@ -891,8 +892,8 @@ FAULTS = (
     ),
     Fault(
         "printed loops: a row is read after it was overwritten",
-        "nnmpi/backend/jit/rows.py",
-        'if out == "x0" and any(lines[j] == ("operand", 0) for j in later):',
+        "nnmpi/backend/trace.py",
+        "if overwritten & {lines[i] for i in later}:",
         "if False:",
         ROWS,
     ),
@@ -926,7 +927,7 @@ FAULTS = (
     ),
     Fault(
         "printed loops: elements of tall rows have a sum of their own",
-        "nnmpi/backend/jit/rows.py",
+        "nnmpi/backend/trace.py",
         "self.is_flat = not sums and {*trace.kinds} <= {NUMBER, ROW}",
         "self.is_flat = not sums",
         ROWS,
@@ -937,6 +938,102 @@ FAULTS = (
         "out[0].number = result.number  # in place",
         "pass",
         ROWS,
+    ),
+    Fault(
+        "printed kernels: a row is read after it was overwritten",
+        "nnmpi/backend/trace.py",
+        "if overwritten & {lines[i] for i in later}:",
+        "if False:",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: what rows need is that of the loop before",
+        "nnmpi/backend/trace.py",
+        "if start < levels[i] <= stop]",
+        "if start <= levels[i] < stop]",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: a sum over rows without the last block",
+        "nnmpi/backend/cuda/common.cuh",
+        "p < parts; p += 8",
+        "p + 1 < parts; p += 8",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: NaN is not the largest",
+        "nnmpi/backend/cuda/common.cuh",
+        "return x >= y || x != x ? x : y;",
+        "return x < y ? y : x;",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: the last elements of a row are left out",
+        "nnmpi/backend/cuda/common.cuh",
+        "c < end; c += blockDim.x) f(c",
+        "c + 1 < end; c += blockDim.x) f(c",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: the last elements of all are left out",
+        "nnmpi/backend/cuda/common.cuh",
+        "i < n; i += step",
+        "i + 1 < n; i += step",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: a sum of half a warp",
+        "nnmpi/backend/cuda/common.cuh",
+        "by = 16; by",
+        "by = 8; by",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: a block's warps are added up before all are there",
+        "nnmpi/backend/cuda/common.cuh",
+        "shared[threadIdx.x / 32] = value;\n    __syncthreads();",
+        "shared[threadIdx.x / 32] = value;",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: a row's sum is rounded at each step",
+        "nnmpi/backend/cuda/rows.py",
+        '"sum": "double s{} = 0;"',
+        '"sum": "A s{} = 0;"',
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: vectors of the first sample serve all",
+        "nnmpi/backend/cuda/rows.py",
+        "' + s * n' if",
+        "'' if",
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: packs of vectors are read where they do not begin",
+        "nnmpi/backend/cuda/rows.py",
+        'packs = "n % PACK == 0 && " if VECTOR in self.kinds else ""',
+        'packs = ""',
+        KERNELS,
+        "exact",
+    ),
+    Fault(
+        "printed kernels: kernels of one dtype serve another",
+        "nnmpi/backend/cuda/kernels.py",
+        "(name_of(x.dtype), x.ndim == 3 and kind == VECTOR)",
+        '("float32", x.ndim == 3 and kind == VECTOR)',
+        KERNELS,
+        "exact",
     ),
     Fault(
         "numba's pooling: a later one of equal pixels wins",

@@ -20,7 +20,6 @@ using A = NNMPI_A;
 
 // ---------------------------------------------------------------- 16-bit numbers
 
-#ifdef __CUDACC__
 __device__ __forceinline__ float widen(float16 x) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
@@ -31,18 +30,12 @@ __device__ __forceinline__ float16 to_float16(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
     return result;
 }
-#else
-__device__ __forceinline__ float widen(float16 x) { return __builtin_bit_cast(_Float16, x.bits); }
-__device__ __forceinline__ float16 to_float16(float x) {
-    return {__builtin_bit_cast(unsigned short, (_Float16)x)};
-}
-#endif
 
 __device__ __forceinline__ float widen(bfloat16 x) {
     return __uint_as_float((unsigned)x.bits << 16);
 }
 __device__ __forceinline__ bfloat16 to_bfloat16(float x) {
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800
     bfloat16 result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
     return result;
@@ -79,28 +72,19 @@ template <class X> __device__ __forceinline__ void set(X& target, A x) {
 
 __device__ __forceinline__ A wide(T x) { return (A)widen(x); }
 
-// ---------------------------------------------------------------- functions in the precision of A
-
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float logarithm(float x) { return logf(x); }
-__device__ __forceinline__ double logarithm(double x) { return log(x); }
-__device__ __forceinline__ float logarithm_plus_1(float x) { return log1pf(x); }
-__device__ __forceinline__ double logarithm_plus_1(double x) { return log1p(x); }
-__device__ __forceinline__ float root(float x) { return sqrtf(x); }
-__device__ __forceinline__ double root(double x) { return sqrt(x); }
-__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
-__device__ __forceinline__ float error_function(float x) { return erff(x); }
-__device__ __forceinline__ double error_function(double x) { return erf(x); }
+// ---------------------------------------------------------------- functions
 
 __device__ __forceinline__ A infinity() { return (A)__int_as_float(0x7F800000); }
 __device__ __forceinline__ A not_a_number() { return (A)__int_as_float(0x7FC00000); }
-__device__ __forceinline__ A relu(A x) { return x < 0 ? (A)0 : x; }  // of NaN: NaN
-// e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows
-__device__ __forceinline__ A sigmoid_of(A x) {
-    A small = exponential(x < 0 ? x : -x);
-    return (x < 0 ? small : (A)1) / (1 + small);
+// Of a NaN and a number: NaN.
+template <class X> __device__ __forceinline__ X maximum(X x, X y) {
+    return x >= y || x != x ? x : y;
+}
+template <class X> __device__ __forceinline__ X minimum(X x, X y) {
+    return x <= y || x != x ? x : y;
+}
+template <class X> __device__ __forceinline__ X sign(X x) {
+    return x > 0 ? (X)1 : x < 0 ? (X)-1 : x;
 }
 
 // ---------------------------------------------------------------- 16 bytes at a time
@@ -115,7 +99,6 @@ template <int N, class X> __device__ __forceinline__ Pack<X, N> load(const X* fr
     return *reinterpret_cast<const Pack<X, N>*>(from);
 }
 template <int N, class X> __device__ __forceinline__ void store(X* to, const Pack<X, N>& values) {
-#ifdef __CUDACC__
     // Inline assembly, since the compiler often splits a pack into stores of single elements.
     constexpr int BYTES = (int)sizeof(Pack<X, N>);
     if constexpr (BYTES % 16 == 0) {
@@ -144,7 +127,6 @@ template <int N, class X> __device__ __forceinline__ void store(X* to, const Pac
             : "memory");
         return;
     }
-#endif
     *reinterpret_cast<Pack<X, N>*>(to) = values;
 }
 
@@ -158,66 +140,42 @@ __device__ __forceinline__ long long first_of_grid() {
 }
 __device__ __forceinline__ long long size_of_grid() { return gridDim.x * (long long)blockDim.x; }
 
-// An array as an argument of `for_each`: read, written, or both.
-template <class X> struct In {
-    const X* at;
-    template <int N> __device__ __forceinline__ Pack<X, N> get(long long i) const {
-        return load<N>(at + i);
-    }
-    template <int N> __device__ __forceinline__ void put(long long, const Pack<X, N>&) const {}
+template <int N> struct Count {
+    static constexpr int value = N;
 };
-template <class X> struct Out {
-    X* at;
-    template <int N> __device__ __forceinline__ Pack<X, N> get(long long) const { return {}; }
-    template <int N>
-    __device__ __forceinline__ void put(long long i, const Pack<X, N>& values) const {
-        store<N>(at + i, values);
-    }
-};
-template <class X> struct Both {
-    X* at;
-    template <int N> __device__ __forceinline__ Pack<X, N> get(long long i) const {
-        return load<N>(at + i);
-    }
-    template <int N>
-    __device__ __forceinline__ void put(long long i, const Pack<X, N>& values) const {
-        store<N>(at + i, values);
-    }
-};
-template <class X> __device__ __forceinline__ In<X> in(const X* at) { return {at}; }
-template <class X> __device__ __forceinline__ Out<X> out(X* at) { return {at}; }
-template <class X> __device__ __forceinline__ Both<X> both(X* at) { return {at}; }
 
-template <int N, class F, class... Arrays>
-__device__ __forceinline__ void apply(long long i, F f, Arrays... arrays) {
-    auto compute = [&](auto... packs) {
-#pragma unroll
-        for (int k = 0; k < N; ++k) f(packs.at[k]...);
-        (arrays.template put<N>(i, packs), ...);
-    };
-    compute(arrays.template get<N>(i)...);
+// Calls f(first element, their number as a constant) for n elements, which the threads of the grid
+// divide: packs, if the arrays begin at multiples of 16 bytes, and the rest one by one.
+template <class F> __device__ __forceinline__ void over_packs(long long n, bool packed, F f) {
+    long long start = first_of_grid(), step = size_of_grid(), packs = packed ? n / PACK : 0;
+    for (long long i = start; i < packs; i += step) f(i * PACK, Count<PACK>());
+    for (long long i = packs * PACK + start; i < n; i += step) f(i, Count<1>());
 }
 
-// Calls f with references to the i-th element of every array, for all i < n. The threads of the
-// grid divide the elements.
-template <class F, class... Arrays>
-__device__ __forceinline__ void for_each(long long n, F f, Arrays... arrays) {
-    long long start = first_of_grid(), step = size_of_grid(),
-              packs = aligned(arrays.at...) ? n / PACK : 0;
-    for (long long i = start; i < packs; i += step) apply<PACK>(i * PACK, f, arrays...);
-    for (long long i = packs * PACK + start; i < n; i += step) apply<1>(i, f, arrays...);
+// An optimizer's update changes nothing if its guard, a number, is infinite or NaN: the host need
+// not know whether a gradient is finite when it launches the update.
+__device__ __forceinline__ bool refuses(const double* guard) {
+    return guard && !(*guard - *guard == 0);
 }
 
 // ------------------------------------------ matrices (rows, n): columns along x, rows along y
 
-// Calls f(c) once for each pack of N columns, and its result with the index r n + c of each row.
+// Calls f(sample) for each sample of this grid, which are along z.
+template <class F> __device__ __forceinline__ void over_samples(long long samples, F f) {
+    for (long long s = blockIdx.z; s < samples; s += gridDim.z) {
+        f(s);
+        __syncthreads();  // shared memory serves the next sample
+    }
+}
+
+// Calls f(c) once for each pack of N columns, and its result with (index r n + c, row r).
 template <int N, class F>
 __device__ __forceinline__ void over_columns(long long rows, long long n, F f) {
     for (long long c = first_of_grid() * N; c < n; c += size_of_grid() * N) {
         auto at = f(c);  // holds the values that all rows share, such as the bias
         for (long long r = blockIdx.y * (long long)blockDim.y + threadIdx.y; r < rows;
              r += gridDim.y * (long long)blockDim.y)
-            at(r * n + c);
+            at(r * n + c, r);
     }
 }
 
@@ -264,10 +222,6 @@ __device__ __forceinline__ void sum_columns(long long rows, long long n, P* cons
 
 // The second phase: result[m] = the sum of partial (parts, M, n) over the parts. Each of the M n
 // columns has one thread along x.
-#define NNMPI_COLUMN_TOTALS(M, ...)     \
-    P* const result[M] = {__VA_ARGS__}; \
-    __shared__ A shared[256];           \
-    column_totals<M>(partial, parts, n, result, shared)
 template <int M>
 __device__ __forceinline__ void column_totals(const A* partial, long long parts, long long n,
                                               P* const (&result)[M], A* shared) {
@@ -290,17 +244,20 @@ __device__ __forceinline__ void column_totals(const A* partial, long long parts,
 // ---------------------------------------------- rows: a team per row, which is a warp or a block
 
 struct Add {
-    __device__ __forceinline__ A operator()(A x, A y) const { return x + y; }
+    template <class X> __device__ __forceinline__ X operator()(X x, X y) const { return x + y; }
 };
 struct Largest {
-    __device__ __forceinline__ A operator()(A x, A y) const { return y > x ? y : x; }
+    template <class X> __device__ __forceinline__ X operator()(X x, X y) const {
+        return maximum(x, y);
+    }
 };
 
 // Combines a value of each thread of the team; all get the result. The block's shape is (threads)
 // for one team, (32, warps) for teams of warps.
-template <bool BLOCK, class F> __device__ __forceinline__ A combine(A value, F f, A* shared) {
+template <bool BLOCK, class X, class F>
+__device__ __forceinline__ X combine(X value, F f, X* shared) {
 #pragma unroll
-    for (int by = 16; by; by /= 2) value = f(value, (A)__shfl_xor_sync(0xFFFFFFFFu, value, by));
+    for (int by = 16; by; by /= 2) value = f(value, (X)__shfl_xor_sync(0xFFFFFFFFu, value, by));
     if (!BLOCK) return value;
     int warps = blockDim.x / 32;
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
@@ -323,9 +280,6 @@ template <bool BLOCK> __device__ __forceinline__ long long row_step() {
 // over the team. Columns between two addresses that are multiples of 16 bytes are read in packs.
 // skew is the distance, in elements, of the row's first element from such an address; -1 if the
 // arrays differ in it: then all columns are read one by one.
-template <int N> struct Count {
-    static constexpr int value = N;
-};
 template <class F>
 __device__ __forceinline__ void along(long long begin, long long end, int skew, F f) {
     if (skew >= 0) {

@@ -41,7 +41,14 @@ extern "C" __global__ void __launch_bounds__(256)
          long long x4, long long x5, long long y0, long long y1, long long y2, long long y3,
          long long y4, long long y5) {
     if (l5 == n && x5 == 1 && y5 == 1) {
-        for_each(n, [](const P& from, T& to) { to = Convert<P, T>::of(from); }, in(x), out(y));
+        over_packs(n, aligned(x, y), [&](long long i, auto count) {
+            constexpr int N = decltype(count)::value;
+            Pack<P, N> values = load<N>(x + i);
+            Pack<T, N> result;
+#pragma unroll
+            for (int k = 0; k < N; ++k) result.at[k] = Convert<P, T>::of(values.at[k]);
+            store<N>(y + i, result);
+        });
         return;
     }
     Axes axes = {{l0, l1, l2, l3, l4, l5}, {x0, x1, x2, x3, x4, x5}, {y0, y1, y2, y3, y4, y5}};

@@ -4,7 +4,7 @@ They override `PlainKernels`, whose docstrings explain arguments and results.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from itertools import chain
 from math import prod, sqrt
 from types import ModuleType
@@ -16,13 +16,18 @@ from nnmpi.backend.array import Array, Dtype, Matrices, Residuals, Shape, collap
 from nnmpi.backend.cuda.cudnn import cudnn_of
 from nnmpi.backend.cuda.launch import (
     NAMES,
+    ROWS_EACH,
     SUM_BLOCKS,
+    THREADS,
     KernelLauncher,
 )
+from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.plain import Activation, Loss, PlainKernels
+from nnmpi.backend.plain import inverse_root
 from nnmpi.backend.precision import is_low, low_dtype
+from nnmpi.backend.printed import PrintedKernels
 from nnmpi.backend.random import least_kept, place_of
+from nnmpi.backend.trace import VECTOR, kinds_of, name_of
 
 COPY_AXES = 6  # as in copy.cu
 
@@ -39,47 +44,20 @@ COPY_AXES = 6  # as in copy.cu
 #     u    uint32
 #     .    a number
 #
-# Further arguments are numbers. In kernels that sum columns T is first, since `sums` needs it.
+# Further arguments are numbers.
 _FAMILIES = {
-    "dense": {
-        "add_bias": "TP",
-        "bias_relu": "TP",
-        "relu_grad_bias": "TTTPA",
-        "slope_grad_bias": "TTTPA",
-        "column_sum": "TPA",
-        "column_total": "AP",
-    },
     "copy": {"copy": "XY"},
-    "activation": {
-        "bias_gelu_slope": "TPT",
-        "bias_gelu_tanh_slope": "TPT",
-        "activate": "TT",
-        "activate_grad": "TTT",
-        "add": "TTT",
-        "multiply": "TTT",
-        "add_low": "PTP",
-    },
     "softmax": {
         "softmax": "ST",
         "softmax_grad": "TTT",
         "softmax_loss": "Yi.AA",
         "softmax_loss_grad": "Yi.AAY",
     },
-    "layer_norm": {
-        "layer_norm": "TPP.TAA",
-        "layer_norm_grad": "TTAAPT",
-        "layer_norm_sums": "TTAAPPA",
-        "layer_norm_total": "APP",
-    },
     "norm": {
         "moments": "TPPPA",
         "moments_total": "TPPPA",
         "group_moments": "TPP",
         "group_sums": "PPPPP",
-        "normalize": "TPPPPT",
-        "norm_sums": "TTPPPPA",
-        "norm_total": "APP",
-        "norm_grad": "TTPPPPPT",
     },
     "embedding": {"embedding": "Si.T", "embedding_grad": "Ti.iS"},
     "dropout": {"dropout": "TTuu"},
@@ -102,23 +80,14 @@ _FAMILIES = {
         "whole_pool": "TT",
     },
     "sums": {
-        "loss": "TTAD",
-        "loss_grad": "TTATT",
         "squares": "TD",
-        "sum_total": "DAD",
-    },
-    "updates": {
-        "sgd": "TT",
-        "sgd_momentum": "TTT",
-        "adam": "TTTT",
-        "track": "TTTT",
+        "sum_total": "DD",
     },
 }
-# The layers that need a family. Nearly every model needs the first four.
-_ALWAYS = "dense", "activation", "softmax", "copy"
+# The layers that need a family. Nearly every model needs the first two.
+_ALWAYS = "softmax", "copy"
 _USERS = {
     "norm": "BatchNorm GroupNorm",
-    "layer_norm": "RMSNorm LayerNorm",
     "embedding": "Embedding",
     "dropout": "Dropout",
     "recurrent": "GRULayer LSTMDirection",
@@ -133,10 +102,10 @@ KERNELS = {
 
 def works_on(dtype: Dtype) -> bool:
     """True if there are kernels for activations of this dtype."""
-    return dtype.name in NAMES
+    return name_of(dtype) in NAMES
 
 
-class DeviceKernels(KernelLauncher, PlainKernels):
+class DeviceKernels(KernelLauncher, PrintedKernels):
     """Kernels on CuPy's arrays, queued on the current stream, each compiled at its first use.
 
     They read and write contiguous arrays. `xp` is the library, or a recorder's stand-in for it.
@@ -144,23 +113,49 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     of_device = convolves = True
     table = KERNELS
+    printed = RowKernel
+
+    def __init__(self, xp: ModuleType) -> None:
+        KernelLauncher.__init__(self, xp)
+        PrintedKernels.__init__(self)
+
+    # ---- row formulas
+
+    def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
+        """See `PrintedKernels`."""
+        kinds = kinds_of(operands, NAMES, True)
+        if not kinds:
+            return ()
+        types = [
+            (name_of(x.dtype), x.ndim == 3 and kind == VECTOR) if hasattr(x, "ndim") else None
+            for x, kind in zip(operands, kinds, strict=True)
+        ]
+        return kinds, (*types,), name_of((sums or operands)[0].dtype)
+
+    def launch(
+        self,
+        loop: Any,
+        operands: tuple[Any, ...],
+        sums: Sequence[Array],
+        guard: Array | None = None,
+    ) -> Any:
+        """See `PrintedKernels`; with a number that is not finite as the guard nothing is written."""
+        return loop(self, operands, sums, guard)
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
 
-    def _update(self, name: str, block: Any, *numbers: float, guard: Array | None) -> None:
-        data = block.data
-        arrays, numbers = (data, block.grad, *block.slots), tuple(map(float, numbers))
-        self.flat(name, data.size, data.dtype.itemsize, *arrays, *numbers, guard, data.size)
-
     def adam(self, block: Any, *numbers: Any) -> None:
-        self._update("adam", block, *numbers[:-1], guard=numbers[-1])
+        self._update(_adam, block, *numbers)
 
     def sgd(self, block: Any, *numbers: Any) -> None:
-        lr, _, decay, _, guard = numbers
-        if block.slots:
-            self._update("sgd_momentum", block, *numbers[:-1], guard=guard)
-        else:
-            self._update("sgd", block, lr, decay, guard=guard)
+        *rates, nesterov, guard = numbers
+        formula = partial(_sgd, bool(nesterov)) if block.slots else _plain_sgd
+        self._update(formula, block, *rates, guard)
+
+    def _update(self, formula: Any, block: Any, *numbers: Any) -> None:
+        *rates, guard = numbers
+        arrays = block.data, *block.slots, block.grad
+        self.rows(formula, *arrays, *map(float, rates), reuse=len(arrays) - 1, guard=guard)
 
     def track(
         self,
@@ -169,8 +164,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         fraction: float,
         factor: float,
     ) -> None:
-        size, numbers = running[0].size, (float(fraction), float(factor))
-        self.flat("track", size, running[0].dtype.itemsize, *running, *values, *numbers, size)
+        self.rows(_track, *running, *values, float(fraction), float(factor), reuse=2)
 
     def copy(self, target: Array, x: Array) -> None:
         """Write x to `target`, rounded to its dtype.
@@ -200,35 +194,13 @@ class DeviceKernels(KernelLauncher, PlainKernels):
             and b.flags.c_contiguous
         ):
             return super()._pair(name, a, b, out)
-        result = np.empty_like(a, order="C") if out is None else out
-        self.flat(name, a.size, a.dtype.itemsize, a, b, result, a.size)
-        return result
+        if out is None or out is a:
+            return self.rows(_paired, a, b, getattr(np, name), reuse=out is a)[0]
+        self.copy(out, self._pair(name, a, b))
+        return out
 
     def add_low(self, a: Array, b: Array) -> Array:
-        result = np.empty_like(a, order="C")
-        given = self.contiguous(a), self.contiguous(b)
-        self.flat("add_low", b.size, b.dtype.itemsize, *given, result, b.size)
-        return result
-
-    # ---- activations; the number is the slope of a leaky ReLU below 0
-
-    def activate(
-        self, xp: Any, form: Activation, x: Array, number: float, keep: bool
-    ) -> tuple[Array, Any]:
-        y, code = xp.empty(x.shape, x.dtype), form.value
-        numbers = (code, float(number), x.size)
-        self.flat("activate", x.size, x.dtype.itemsize, self.contiguous(x), y, *numbers)
-        # the result, where it suffices, is mostly kept by the next operation, too
-        return y, y if form in (Activation.RELU, Activation.SIGMOID, Activation.TANH) else x
-
-    def activate_grad(
-        self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
-    ) -> Array:
-        to_x: Array = xp.empty(saved.shape, saved.dtype)
-        arrays = (self.contiguous(grad), self.contiguous(saved), to_x)
-        numbers = (form.value, float(number), to_x.size)
-        self.flat("activate_grad", to_x.size, to_x.dtype.itemsize, *arrays, *numbers)
-        return to_x
+        return self.rows(_paired, a, b, np.add)[0]
 
     # ---- sums of all elements, in float64
 
@@ -238,39 +210,12 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         Not by cuBLAS's dot, which no graph of CUDA's can capture through CuPy, and whose float32
         overflows.
         """
-        self.total_of("squares", (grad,), to, None)
-
-    def losses(
-        self, xp: Any, form: Loss, x: Array, target: Array, delta: float, share: float | None
-    ) -> tuple[Array, Any]:
-        """See `PlainKernels.losses`; in float32 or more."""
-        x, target = self.contiguous(x), self.contiguous(target)
-        numbers = (form.value, float(delta))
-        if share is None:
-            result = xp.empty(x.shape, _accumulated(x))
-            size = x.dtype.itemsize
-            self.flat("loss", x.size, size, x, target, result, None, *numbers, x.size)
-        else:
-            result = xp.empty((), _accumulated(x))
-            self.total_of("loss", (x, target, None), result, share, *numbers)
-        return result, (x, target)
-
-    def losses_grad(
-        self,
-        xp: Any,
-        form: Loss,
-        grad: Array,
-        saved: Any,
-        needs: tuple[bool, ...],
-        delta: float,
-        share: float,
-    ) -> tuple[Array | None, ...]:
-        (x, target), shape, size = saved, saved[0].shape, saved[0].size
-        results = tuple(xp.empty(shape, x.dtype) if need else None for need in needs)
-        numbers = (form.value, float(delta), float(share), int(grad.ndim > 0), size)
-        arrays = (x, target, self.contiguous(grad), *results)
-        self.flat("loss_grad", size, x.dtype.itemsize, *arrays, *numbers)
-        return results
+        grad = self.contiguous(grad)
+        least = 16 * THREADS * ROWS_EACH
+        blocks = min(SUM_BLOCKS, 1 + grad.size * grad.dtype.itemsize // least)
+        parts = namespace(grad).empty((blocks,), "float64")
+        self.run("squares", (blocks,), (THREADS,), grad, parts, grad.size)
+        self.run("sum_total", (1,), (1024,), parts, to, blocks, like=grad)
 
     def contiguous(self, x: Array) -> Array:
         """Return x itself if it is C-contiguous, else a copy."""
@@ -296,39 +241,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     def bias_grad(self, grad: Array, to_bias: Array) -> None:
         """Sum the rows; with few columns this is several times as fast as CuPy's sum."""
-        # a sum's gradient is broadcast, so not contiguous
-        self.sums("column_sum", "column_total", (self.contiguous(grad),), (to_bias,))
+        self.rows(_itself, grad, sums=(to_bias,))
 
     def add_bias(self, y: Array, bias: Array) -> None:
-        self.over_columns("add_bias", y, y.shape[-1], self.contiguous(bias))
-
-    def bias_activate(
-        self,
-        xp: Any,
-        y: Array,
-        bias: Array | None,
-        form: Activation,
-        keep: bool,
-        reuse: bool = True,
-    ) -> tuple[Array, Array | None]:
-        shift = xp.zeros(y.shape[-1:], y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        if form is Activation.RELU:
-            self.over_columns("bias_relu", y, y.shape[-1], shift)
-            return y, y
-        slope = xp.empty(y.shape, y.dtype)
-        self.over_columns(f"bias_{form}_slope", y, y.shape[-1], shift, slope)
-        return y, slope
-
-    def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
-    ) -> Array:
-        name = "relu_grad_bias" if form is Activation.RELU else "slope_grad_bias"
-        grad, result = xp.ascontiguousarray(grad), xp.empty(grad.shape, grad.dtype)
-        if to_bias is not None:
-            self.sums(name, "column_total", (grad, saved, result), (to_bias,))
-        else:
-            self.over_columns(name, grad, grad.shape[-1], saved, result, None, None)
-        return result
+        self.rows(_paired, y, bias, np.add, reuse=True)
 
     # ---- recurrent layers: the steps halve the sums
 
@@ -428,21 +344,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         numbers = (float(scale), rows, shape[-1], queries, int(causal))
         self.over_rows(name, rows, shape[-1], *arrays, *numbers)
 
-    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
-        if axis != x.ndim - 1:
-            return self.softmax(xp, x.swapaxes(axis, -1), x.ndim - 1).swapaxes(axis, -1)
-        y: Array = xp.empty(x.shape, x.dtype)
-        self._softmax("softmax", 1.0, False, self.contiguous(x), y)
-        return y
-
-    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
-        if axis != y.ndim - 1:
-            grad, y = grad.swapaxes(axis, -1), y.swapaxes(axis, -1)
-            return self.softmax_grad(xp, grad, y, y.ndim - 1).swapaxes(axis, -1)
-        y, to_x = self.contiguous(y), xp.empty(y.shape, y.dtype)
-        self._softmax("softmax_grad", 1.0, False, self.contiguous(grad), y, to_x)
-        return to_x
-
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, *settings: Any
     ) -> tuple[Array, Residuals]:
@@ -483,36 +384,6 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         )
         return to_logits
 
-    def layer_norm(
-        self, xp: Any, x: Array, eps: float, scale: Array, shift: Array | None = None
-    ) -> tuple[Array, Residuals]:
-        """Normalize rows in one pass; x is saved instead of the normalized rows.
-
-        Without a shift the mean counts as 0.
-        """
-        rows = self.contiguous(x).reshape(x.size // scale.size, scale.size)
-        scale = self.contiguous(scale)
-        shift = None if shift is None else self.contiguous(shift)
-        y, wide = xp.empty(rows.shape, x.dtype), _accumulated(x)
-        inverse, mean = (xp.empty((len(rows),), wide) for _ in range(2))
-        arrays = rows, scale, shift, float(eps), y, inverse, mean
-        self.over_rows("layer_norm", *rows.shape, *arrays, *rows.shape)
-        return y, (rows, inverse, mean, scale)
-
-    def layer_norm_grad(
-        self, xp: Any, grad: Array, saved: Residuals, needs: tuple[bool, ...], *targets: Array
-    ) -> Array | None:
-        x, inverse, mean, scale = saved
-        saved, to_x = (self.contiguous(grad), x, inverse, mean), None
-        if needs[0]:
-            to_x = xp.empty(x.shape, grad.dtype)
-            numbers = (int(len(targets) == 2), *x.shape)
-            self.over_rows("layer_norm_grad", *x.shape, *saved, scale, to_x, *numbers)
-        outs = [item if need else None for item, need in zip(targets, needs[1:], strict=True)]
-        if any(needs[1:]):
-            self.sums("layer_norm_sums", "layer_norm_total", saved, (*outs, None)[:2])
-        return to_x
-
     # ---- channels of x (samples, rows, n), contiguous: a batch is one sample. Means, variances and
     # sums are (samples, n), parameters (n,), all in float32 or x's dtype if that is wider.
 
@@ -539,29 +410,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
 
     def normalize(self, xp: Any, moments: Residuals, scale: Array, shift: Array) -> Array:
         """See `PlainKernels.normalize`; with a fifth of the moments the offsets are means."""
-        x, offset, variance, eps, *fixed = moments
-        y, (scale, shift) = xp.empty(x.shape, x.dtype), map(xp.ascontiguousarray, (scale, shift))
-        numbers = (float(eps), int(not fixed))
-        self.over_samples("normalize", x, offset, variance, scale, shift, y, *numbers)
-        return y
+        return self.rows(_normalize, *_deviations(moments), scale, shift)[0]
 
-    def norm_sums(
-        self,
-        grad: Array,
-        moments: Residuals,
-        targets: tuple[Array, Array],
-    ) -> None:
-        x, offset, variance, eps, *fixed = moments
-        samples, _, n = x.shape
-        if not x.size:
-            for target in targets:
-                target.fill(0)
-            return
-        arrays = (grad, x, offset, variance)
-        partial, parts = self.sample_sums("norm_sums", arrays, targets, float(eps), int(not fixed))
-        if partial is not None:
-            grid = (1 + (2 * n - 1) // 32, 1, min(samples, 65535))
-            self.run("norm_total", grid, (32, 8), partial, *targets, parts, n, samples, like=x)
+    def norm_sums(self, grad: Array, moments: Residuals, targets: tuple[Array, Array]) -> None:
+        self.rows(_norm_terms, grad, *_deviations(moments), sums=targets)
 
     def group_sums(
         self, xp: Any, sums: tuple[Array, Array], scale: Array, count: int, like: Array
@@ -586,12 +438,10 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         count: float,
         scaled: bool = False,
     ) -> Array:
-        """See `PlainKernels.norm_grad`, and the kernel."""
-        (x, offset, variance, eps, *_), share = moments, 1 / max(count, 1)
-        to_x, numbers = xp.empty(x.shape, x.dtype), (float(eps), float(share), int(scaled))
-        arrays = (x, offset, variance, xp.ascontiguousarray(scale), *sums, to_x)
-        self.over_samples("norm_grad", grad, *arrays, *numbers)
-        return to_x
+        """See `PlainKernels.norm_grad`; if `scaled`, the sums are already multiplied by the scale."""
+        given, share = _deviations(moments), 1 / max(float(count), 1)
+        vectors = scale, *(_each(x) for x in sums)
+        return self.rows(_norm_grad, grad, *given, *vectors, share, scaled)[0]
 
     def channel_rows(self, x: Array, channels: int) -> Array:
         return self.samples(x, 1, channels)
@@ -734,7 +584,7 @@ class DeviceKernels(KernelLauncher, PlainKernels):
         partial = xp.empty((parts, kh * kw * c), _accumulated(x))
         sizes = _depthwise_sizes(x, grad, spec)
         self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
-        self.total("column_total", partial, (to_weight,), x)
+        self.rows(_itself, partial, sums=(to_weight.reshape(to_weight.size),))
 
     def max_pool(self, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Return maxima and positions.
@@ -840,7 +690,103 @@ def compile_for(xp: ModuleType, layers: Collection[str], wide: Dtype, mode: str)
     narrow = wide.name if low is None else low.name
     inside = families & {"recurrent"}  # computes in float32 inside of half precision
     kernels.compile_ahead(families - inside, narrow, wide.name)
-    kernels.compile_ahead(["updates", "sums", *inside], wide.name, wide.name)
+    kernels.compile_ahead(["sums", *inside], wide.name, wide.name)
     # copies within a dtype and between them; the seed of a backward pass is float64
     for target, source in {(narrow, narrow), (wide.name, narrow), (wide.name, "float64")}:
         kernels.compile_ahead(["copy"], target, source)
+
+
+# ---- row formulas of a device's own
+
+
+def _deviations(moments: Residuals) -> tuple[Any, ...]:
+    """Return x, eps, variances, and what to subtract: the first row, unless means are given."""
+    x, offset, variance, eps, *fixed = moments
+    firsts = [] if fixed else [x[:, :1]]
+    return x, float(eps), is_low(x.dtype), *map(_each, (variance, offset)), *firsts
+
+
+def _each(x: Array) -> Array:
+    """Return numbers of columns, (n,) or of each sample (samples, n), as operands of samples."""
+    return x if x.ndim == 1 else x[:, None]
+
+
+def _away(x: Array, low: bool, offset: Array, *first: Array) -> Array:
+    if not first:
+        return x - offset
+    # in 16 bits x has so few digits that one number holds them all, and fits the registers
+    return x - (first[0] + offset) if low else x - first[0] - offset
+
+
+def _normalize(
+    x: Array, eps: float, low: bool, variance: Array, offset: Array, *more: Array
+) -> tuple[Array]:
+    *first, scale, shift = more
+    away = _away(x, low, offset, *first)
+    return (away * (inverse_root(variance, eps) * scale) + shift,)
+
+
+def _norm_terms(
+    grad: Array, x: Array, eps: float, low: bool, variance: Array, offset: Array, *first: Array
+) -> tuple[Array, ...]:
+    return grad, grad * (_away(x, low, offset, *first) * inverse_root(variance, eps))
+
+
+def _norm_grad(
+    grad: Array, x: Array, eps: float, low: bool, variance: Array, offset: Array, *more: Any
+) -> tuple[Array]:
+    """inverse (scale g - share (center + x^ slope)), of sums that are `scaled` or yet to be."""
+    *first, scale, center, slope, share, scaled = more
+    inverse = inverse_root(variance, eps)
+    factor = inverse * scale
+    part = share * (inverse if scaled else factor)
+    center, slope = part * center, part * inverse * slope
+    if low and first:  # three numbers of a column fit the registers
+        return (grad * factor - x * slope + ((first[0] + offset) * slope - center),)
+    return (grad * factor - center - _away(x, low, offset, *first) * slope,)
+
+
+def _itself(x: Array) -> tuple[Array]:
+    return (x,)
+
+
+def _paired(a: Array, b: Array, function: Any) -> tuple[Array]:
+    return (function(a, b),)
+
+
+def _track(
+    mean: Array, variance: Array, to_mean: Array, to_variance: Array, fraction: float, factor: float
+) -> tuple[Array, ...]:
+    return mean + fraction * (to_mean - mean), variance + fraction * (
+        to_variance * factor - variance
+    )
+
+
+def _adam(
+    data: Array,
+    m: Array,
+    v: Array,
+    grad: Array,
+    rate: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    decay: float,
+    factor: float,
+) -> tuple[Array, ...]:
+    grad = grad + decay * data
+    m = m + (grad - m) * (1 - beta1)
+    v = beta2 * v + (1 - beta2) * grad * grad
+    return factor * data - rate * m / (np.sqrt(v) + eps), m, v
+
+
+def _sgd(
+    ahead: bool, data: Array, b: Array, grad: Array, rate: float, momentum: float, decay: float
+) -> tuple[Array, ...]:
+    grad = grad + decay * data
+    b = momentum * b + grad
+    return data - rate * (grad + momentum * b if ahead else b), b
+
+
+def _plain_sgd(data: Array, grad: Array, rate: float, _: float, decay: float) -> tuple[Array]:
+    return (data - rate * (grad + decay * data),)

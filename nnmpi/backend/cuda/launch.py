@@ -42,15 +42,15 @@ KernelLaunch: TypeAlias = Callable[[Dims, Dims, tuple[Any, ...]], None]
 
 
 @cache
-def source(family: str) -> str:
-    """Return the CUDA C++ of a family of kernels, after the common part."""
-    folder = Path(__file__).parent
-    return (folder / "common.cuh").read_text() + (folder / f"{family}.cu").read_text()
+def source(family: str = "") -> str:
+    """Return the CUDA C++ of a family of kernels, after the common part; without one, that alone."""
+    files = ["common.cuh", *([f"{family}.cu"] if family else [])]
+    return "".join((Path(__file__).parent / name).read_text() for name in files)
 
 
-def options(t: str, p: str) -> tuple[str, ...]:
-    """Return compiler options for activations of dtype t and parameters of dtype p."""
-    a = "float64" if "float64" in (t, p) else "float32"
+def options(t: str, p: str, *others: str) -> tuple[str, ...]:
+    """Return compiler options for activations of dtype t, parameters of dtype p, other arrays."""
+    a = "float64" if "float64" in (t, p, *others) else "float32"
     return ("-std=c++17", f"-DNNMPI_T={NAMES[t]}", f"-DNNMPI_P={NAMES[p]}", f"-DNNMPI_A={NAMES[a]}")
 
 
@@ -74,34 +74,7 @@ class KernelLauncher:
     def flat(self, name: str, n: int, itemsize: int, *args: Any) -> None:
         """Launch a kernel over n elements, 16 bytes per thread; other arguments as for `run`."""
         if n:
-            self.run(
-                name, (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,), *args
-            )
-
-    def total_of(
-        self, name: str, arrays: tuple[Any, ...], out: Array, share: float | None, *numbers: Any
-    ) -> None:
-        """Launch a kernel that adds up a number for each element, and one over its blocks.
-
-        Args:
-            name: the first kernel.
-            arrays: those that it reads, contiguous; None for a missing one.
-            out: of one element; times a `share`, or added to a float64 number without one.
-            numbers: its last arguments, without the number of elements.
-        """
-        first = arrays[0]
-        least = 16 * THREADS * ROWS_EACH
-        blocks = min(SUM_BLOCKS, 1 + first.size * first.dtype.itemsize // least)
-        partial = self.xp.empty((blocks,), "float64")
-        self.run(name, (blocks,), (THREADS,), *arrays, partial, *numbers, first.size)
-        targets = (None, out, 1.0) if share is None else (out, None, float(share))
-        self.run("sum_total", (1,), (1024,), partial, *targets, blocks, like=first)
-
-    def over_columns(self, name: str, y: Array, n: int, *args: Any) -> None:
-        """Launch a kernel over a matrix (..., n): columns along x, rows along y."""
-        if y.size:
-            grid, block = _matrix_grid(y.size // n, n, y.dtype.itemsize, BLOCKS, ROWS_EACH // 2)
-            self.run(name, grid, block, y, *args, y.size // n, n)
+            self.run(name, *flat_grid(n, itemsize), *args)
 
     def over_cells(self, name: str, *args: Any) -> None:
         """Launch a kernel over the elements, one per thread, of its last array, (rows, n)."""
@@ -109,19 +82,11 @@ class KernelLauncher:
         if rows * n:
             self.run(name, *_matrix_grid(rows, n, 16, BLOCKS, 1), *args, rows, n)
 
-    def over_samples(self, name: str, x: Array, *args: Any) -> None:
-        """Launch a kernel over matrices (samples, rows, n): samples along z."""
-        if x.size:
-            grid, block = _sample_grid(x, BLOCKS, ROWS_EACH // 2)
-            self.run(name, grid, block, x, *args, *_sizes(x))
-
     def over_rows(self, name: str, rows: int, n: int, *args: Any) -> None:
         """Launch the variant for rows of this length, a warp or a block per row."""
-        if rows * n and n <= ROW_OF_WARP:
-            self.run(name, (min(1 + (rows - 1) // 8, 2**31 - 1),), (32, 8), *args, form="_warps")
-        elif rows * n:
-            block = (THREADS if n <= ROW_OF_BLOCK else 1024,)
-            self.run(name, (min(rows, 2**31 - 1),), block, *args, form="_blocks")
+        if rows * n:
+            form, *sizes = row_grid(rows, n)
+            self.run(name, *sizes, *args, form=form)
 
     def whole_samples(self, name: str, x: Array, *args: Any) -> None:
         """Launch a kernel over matrices (samples, rows, n), with one block for a sample's column.
@@ -129,8 +94,8 @@ class KernelLauncher:
         A sample without rows counts, too.
         """
         if x.shape[0] * x.shape[2]:
-            grid, block = _sample_grid(x, 1, ROWS_EACH)
-            self.run(name, grid, block, x, *args, *_sizes(x))
+            sizes = sample_grid(_sizes(x), x.dtype.itemsize, 1, ROWS_EACH)
+            self.run(name, *sizes, x, *args, *_sizes(x))
 
     def sample_sums(
         self, name: str, arrays: tuple[Array, ...], targets: tuple[Array, ...], *numbers: Any
@@ -148,44 +113,13 @@ class KernelLauncher:
             writes to the targets, (samples, blocks, 2, n), and how many they are.
         """
         first, partial = arrays[0], None
-        grid, block = _sample_grid(first, SUM_BLOCKS, ROWS_EACH)
+        itemsize = first.dtype.itemsize
+        grid, block = sample_grid(_sizes(first), itemsize, SUM_BLOCKS, ROWS_EACH)
         if grid[1] > 1:
             shape = (len(first), grid[1], 2, first.shape[2])
             partial = self.xp.empty(shape, targets[0].dtype)
         self.run(name, grid, block, *arrays, *targets, partial, *_sizes(first), *numbers)
         return partial, grid[1]
-
-    def sums(
-        self, name: str, total: str, arrays: tuple[Any, ...], targets: tuple[Array | None, ...]
-    ) -> None:
-        """Launch a kernel that sums columns, and a second one over its blocks if there are several.
-
-        Args:
-            name, total: the two kernels.
-            arrays: contiguous arrays (rows, n) that the first kernel reads and writes.
-            targets: (n,) each, receive the sums; some may be None, but not all.
-        """
-        first, n = arrays[0], next(target.size for target in targets if target is not None)
-        if n == 0:
-            return
-        rows, columns = first.size // n, n * len(targets)
-        grid, block = _matrix_grid(rows, n, first.dtype.itemsize, SUM_BLOCKS, ROWS_EACH)
-        partial = None
-        if grid[1] > 1:
-            partial = self.xp.empty(
-                (grid[1], columns), "float64" if first.dtype.name == "float64" else "float32"
-            )
-        self.run(name, grid, block, *arrays, *targets, partial, rows, n)
-        if partial is not None:
-            self.total(total, partial, targets, first)
-
-    def total(
-        self, name: str, partial: Array, targets: tuple[Array | None, ...], like: Array
-    ) -> None:
-        """Launch a kernel that sums partial sums (parts, targets * n) to the targets, (n,) each."""
-        parts, columns = partial.shape
-        sizes, n = ((1 + (columns - 1) // 32,), (32, 8)), columns // len(targets)
-        self.run(name, *sizes, partial, *targets, parts, n, like=like)
 
     def run(
         self,
@@ -214,11 +148,7 @@ class KernelLauncher:
             (role, x) for role, x in zip(roles, args, strict=False) if role != "." and x is not None
         ]
         for role, array in arrays:
-            if isinstance(array, np.ndarray):  # CuPy would pass its contents as a number
-                raise UsageError(
-                    f"the kernel {name} runs on a device, but got an array of shape {array.shape}"
-                    " in the host's memory; copy it there with backend.asarray"
-                )
+            refuse_host(name, array)
             if role not in "XY" and not array.flags.c_contiguous:
                 raise UsageError(
                     f"the kernel {name} needs contiguous arrays, but got one of shape"
@@ -270,6 +200,15 @@ class KernelLauncher:
         return found
 
 
+def refuse_host(name: str, array: Any) -> None:
+    """Refuse an array in the host's memory: CuPy would pass its contents as a number."""
+    if isinstance(array, np.ndarray):
+        raise UsageError(
+            f"the kernel {name} runs on a device, but got an array of shape {array.shape}"
+            " in the host's memory; copy it there with backend.asarray"
+        )
+
+
 def _has_parameters(table: KernelTable, family: str) -> bool:
     """Whether a family's kernels are compiled for two dtypes."""
     return any({*"PSX"} & {*roles} for other, roles in table.values() if other == family)
@@ -308,10 +247,24 @@ def _sizes(x: Array) -> Dims:
     return x.shape[1], x.shape[2], x.shape[0]
 
 
-def _sample_grid(x: Array, blocks: int, least_rows: int) -> tuple[Dims, Dims]:
-    """Return grid and block for matrices (samples, rows, n), see `_matrix_grid`."""
-    rows, n, samples = _sizes(x)
-    grid, block = _matrix_grid(rows, n, x.dtype.itemsize, max(1, blocks // samples), least_rows)
+def flat_grid(n: int, itemsize: int) -> tuple[Dims, Dims]:
+    """Return grid and block for n elements, 16 bytes per thread."""
+    return (min(BLOCKS, 1 + (n * itemsize - 1) // (16 * THREADS)),), (THREADS,)
+
+
+def row_grid(rows: int, n: int) -> tuple[str, Dims, Dims]:
+    """Return the variant of a kernel for rows of this length, a warp or a block per row, and its
+    grid and block.
+    """
+    if n <= ROW_OF_WARP:
+        return "_warps", (min(1 + (rows - 1) // 8, 2**31 - 1),), (32, 8)
+    return "_blocks", (min(rows, 2**31 - 1),), (THREADS if n <= ROW_OF_BLOCK else 1024,)
+
+
+def sample_grid(sizes: Dims, itemsize: int, blocks: int, least_rows: int) -> tuple[Dims, Dims]:
+    """Return grid and block for matrices of (rows, n, samples), these along z: see `_matrix_grid`."""
+    rows, n, samples = sizes
+    grid, block = _matrix_grid(rows, n, itemsize, max(1, blocks // samples), least_rows)
     return (*grid, min(samples, 65535)), block
 
 

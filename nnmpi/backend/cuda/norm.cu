@@ -12,15 +12,6 @@ __device__ __forceinline__ Share share_of(long long block, long long blocks, lon
     return {first, first >= rows ? 0 : rows - first < each ? rows - first : each};
 }
 
-// Calls f(first element, first column) for each sample of this grid.
-template <class F>
-__device__ __forceinline__ void over_samples(long long samples, long long rows, long long n, F f) {
-    for (long long s = blockIdx.z; s < samples; s += gridDim.z) {
-        f(s * rows * n, s * n);
-        __syncthreads();  // shared memory serves the next sample
-    }
-}
-
 // ---------------------------------------------------------------- means and variances
 
 __device__ __forceinline__ void keep_moments(const T* x, P* offset, P* variance, P* mean,
@@ -98,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(256)
             long long samples) {
     __shared__ A shared[3][256 * PACK];
     bool packed = aligned(x) && n % PACK == 0;
-    over_samples(samples, rows, n, [&](long long i, long long c) {
+    over_samples(samples, [&](long long s) {
+        long long i = s * rows * n, c = s * n;
         A* parts = partial + c * 2 * gridDim.y;
         if (packed)
             block_moments<PACK>(x + i, offset + c, variance + c, mean + c, parts, shared, rows, n);
@@ -122,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         __syncthreads();
         return value;
     };
-    over_samples(samples, rows, n, [&](long long i, long long column) {
+    over_samples(samples, [&](long long s) {
+        long long i = s * rows * n, column = s * n;
         const A* from = partial + column * 2 * parts + c;
         double first = 0, second = 0;
         if (c < n)
@@ -160,12 +153,12 @@ extern "C" __global__ void __launch_bounds__(256)
         A base = wide(at[0]), sum = 0, squares = 0;
         for (long long c = threadIdx.x; c < count; c += 32)
             sum += wide(at[c]) - base + (A)widen(offset[first + c]);
-        A middle = combine<false>(sum, Add(), nullptr) / (A)count;
+        A middle = combine<false>(sum, Add(), (A*)nullptr) / (A)count;
         for (long long c = threadIdx.x; c < count; c += 32) {
             A away = wide(at[c]) - base + (A)widen(offset[first + c]) - middle;
             squares += (A)widen(variance[first + c]) + away * away;
         }
-        squares = combine<false>(squares, Add(), nullptr) / (A)count;
+        squares = combine<false>(squares, Add(), (A*)nullptr) / (A)count;
         for (long long c = threadIdx.x; c < count; c += 32) {
             set(offset[first + c], middle - (wide(at[c]) - base));
             set(variance[first + c], squares);
@@ -186,177 +179,10 @@ extern "C" __global__ void __launch_bounds__(256)
         }
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-            sums[m] = combine<false>(sums[m], Add(), nullptr) / (A)count;
+            sums[m] = combine<false>(sums[m], Add(), (A*)nullptr) / (A)count;
         for (long long c = threadIdx.x; c < count; c += 32) {
             set(center[first + c], sums[0]);
             set(slope[first + c], sums[1]);
         }
-    });
-}
-
-// ---------------------------------------------------------------- results and gradients
-
-// One over the deviation. NaN for an infinite variance; 1 / root would hide it as 0.
-__device__ __forceinline__ A inverse_of(P variance, A eps) {
-    A steady = (A)widen(variance) + eps;
-    return root(steady) / steady;
-}
-
-// The means of N columns: x's first row with the offsets, or without x (null) the offsets alone.
-// Two numbers in float32; in 16 bits x has so few digits that one holds them all.
-template <int N> struct Middles {
-    A base[sizeof(T) > 2 ? N : 1], offset[N];
-    __device__ __forceinline__ Middles(const T* x, const P* from, long long c) {
-        Pack<P, N> more = load<N>(from + c);
-        Pack<T, N> first = x ? load<N>(x + c) : Pack<T, N>();
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            A start = x ? wide(first.at[k]) : (A)0;
-            offset[k] = (A)widen(more.at[k]);
-            if constexpr (sizeof(T) > 2) base[k] = start;
-            else offset[k] += start;
-        }
-    }
-    __device__ __forceinline__ A away(T value, int k) const {
-        if constexpr (sizeof(T) > 2) return wide(value) - base[k] - offset[k];
-        else return wide(value) - offset[k];
-    }
-};
-
-template <int N>
-__device__ __forceinline__ void normalize_rows(const T* x, const T* first, const P* offset,
-                                               const P* variance, const P* scale, const P* shift,
-                                               A eps, T* y, long long rows, long long n) {
-    over_columns<N>(rows, n, [&](long long c) {
-        Middles<N> middles(first, offset, c);
-        Pack<P, N> squares = load<N>(variance + c), times = load<N>(scale + c),
-                   plus = load<N>(shift + c);
-        Pack<A, N> factor;
-#pragma unroll
-        for (int k = 0; k < N; ++k)
-            factor.at[k] = inverse_of(squares.at[k], eps) * (A)widen(times.at[k]);
-        return [=](long long i) {
-            Pack<T, N> values = load<N>(x + i);
-#pragma unroll
-            for (int k = 0; k < N; ++k)
-                set(values.at[k],
-                    middles.away(values.at[k], k) * factor.at[k] + (A)widen(plus.at[k]));
-            store<N>(y + i, values);
-        };
-    });
-}
-
-// `relative`: the offsets are from x's first row, else from 0.
-extern "C" __global__ void __launch_bounds__(256)
-    normalize(const T* x, const P* offset, const P* variance, const P* scale, const P* shift, T* y,
-              double eps, long long relative, long long rows, long long n, long long samples) {
-    bool packed = aligned(x, offset, variance, scale, shift, y) && n % PACK == 0;
-    over_samples(samples, rows, n, [&](long long i, long long c) {
-        const T* first = relative ? x + i : nullptr;
-        if (packed)
-            normalize_rows<PACK>(x + i, first, offset + c, variance + c, scale, shift, (A)eps,
-                                 y + i, rows, n);
-        else
-            normalize_rows<1>(x + i, first, offset + c, variance + c, scale, shift, (A)eps, y + i,
-                              rows, n);
-    });
-}
-
-template <int N>
-__device__ __forceinline__ void sum_products(const T* grad, const T* x, const T* first,
-                                             const P* offset, const P* variance, A eps, P* to_shift,
-                                             P* to_scale, A* partial, A* shared, long long rows,
-                                             long long n) {
-    P* const result[2] = {to_shift, to_scale};
-    sum_columns<N, 2>(rows, n, result, partial, shared, [&](long long c) {
-        Middles<N> middles(first, offset, c);
-        Pack<P, N> squares = load<N>(variance + c);
-        Pack<A, N> inverse;
-#pragma unroll
-        for (int k = 0; k < N; ++k) inverse.at[k] = inverse_of(squares.at[k], eps);
-        return [=](long long i, long long, A(&sums)[2][N]) {
-            Pack<T, N> above = load<N>(grad + i), values = load<N>(x + i);
-#pragma unroll
-            for (int k = 0; k < N; ++k) {
-                A slope = wide(above.at[k]);
-                sums[0][k] += slope;
-                sums[1][k] += slope * (middles.away(values.at[k], k) * inverse.at[k]);
-            }
-        };
-    });
-}
-
-// The sums over each column of the gradient, and of its product with the normalized x.
-extern "C" __global__ void __launch_bounds__(256)
-    norm_sums(const T* grad, const T* x, const P* offset, const P* variance, P* to_shift,
-              P* to_scale, A* partial, long long rows, long long n, long long samples, double eps,
-              long long relative) {
-    __shared__ A shared[256 * PACK];
-    bool packed = aligned(grad, x, offset, variance) && n % PACK == 0;
-    over_samples(samples, rows, n, [&](long long i, long long c) {
-        const T* first = relative ? x + i : nullptr;
-        A* parts = partial + c * 2 * gridDim.y;
-        if (packed)
-            sum_products<PACK>(grad + i, x + i, first, offset + c, variance + c, (A)eps,
-                               to_shift + c, to_scale + c, parts, shared, rows, n);
-        else
-            sum_products<1>(grad + i, x + i, first, offset + c, variance + c, (A)eps, to_shift + c,
-                            to_scale + c, parts, shared, rows, n);
-    });
-}
-extern "C" __global__ void __launch_bounds__(256)
-    norm_total(const A* partial, P* to_shift, P* to_scale, long long parts, long long n,
-               long long samples) {
-    __shared__ A shared[256];
-    over_samples(samples, 0, n, [&](long long, long long c) {
-        P* const result[2] = {to_shift + c, to_scale + c};
-        column_totals<2>(partial + c * 2 * parts, parts, n, result, shared);
-    });
-}
-
-template <int N>
-__device__ __forceinline__ void gradient_rows(const T* grad, const T* x, const T* first,
-                                              const P* offset, const P* variance, const P* scale,
-                                              const P* center, const P* slope, T* to_x, A eps,
-                                              A share, bool scaled, long long rows, long long n) {
-    over_columns<N>(rows, n, [&](long long c) {
-        Middles<N> middles(first, offset, c);
-        Pack<P, N> squares = load<N>(variance + c), times = load<N>(scale + c),
-                   middle = load<N>(center + c), steep = load<N>(slope + c);
-        Pack<A, N> factor, less, fall;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            A inverse = inverse_of(squares.at[k], eps);
-            factor.at[k] = inverse * (A)widen(times.at[k]);
-            A part = share * (scaled ? inverse : factor.at[k]);
-            less.at[k] = part * (A)widen(middle.at[k]);
-            fall.at[k] = part * inverse * (A)widen(steep.at[k]);
-        }
-        return [=](long long i) {
-            Pack<T, N> above = load<N>(grad + i), values = load<N>(x + i);
-#pragma unroll
-            for (int k = 0; k < N; ++k)
-                set(above.at[k], wide(above.at[k]) * factor.at[k] - less.at[k] -
-                                     middles.away(values.at[k], k) * fall.at[k]);
-            store<N>(to_x + i, above);
-        };
-    });
-}
-
-// inverse (scale g - share (center + x^ slope)); center and slope are sums of `norm_sums`, which
-// are yet to be multiplied by scale unless they are `scaled`.
-extern "C" __global__ void __launch_bounds__(256)
-    norm_grad(const T* grad, const T* x, const P* offset, const P* variance, const P* scale,
-              const P* center, const P* slope, T* to_x, double eps, double share, long long scaled,
-              long long rows, long long n, long long samples) {
-    bool packed =
-        aligned(grad, x, offset, variance, scale, center, slope, to_x) && n % PACK == 0;
-    over_samples(samples, rows, n, [&](long long i, long long c) {
-        if (packed)
-            gradient_rows<PACK>(grad + i, x + i, x + i, offset + c, variance + c, scale, center + c,
-                                slope + c, to_x + i, (A)eps, (A)share, scaled != 0, rows, n);
-        else
-            gradient_rows<1>(grad + i, x + i, x + i, offset + c, variance + c, scale, center + c,
-                             slope + c, to_x + i, (A)eps, (A)share, scaled != 0, rows, n);
     });
 }

@@ -3,9 +3,7 @@
 // 16 bytes would leave most multiprocessors without work. It reads all before it writes: the
 // compiler, to which the arrays might overlap, would let loads wait for stores.
 
-__device__ __forceinline__ float tangent(float x) { return tanhf(x); }  // hyperbolic
-__device__ __forceinline__ double tangent(double x) { return tanh(x); }
-__device__ __forceinline__ A sigmoid(A x) { return (A)0.5 + (A)0.5 * tangent((A)0.5 * x); }
+__device__ __forceinline__ A sigmoid(A x) { return (A)0.5 + (A)0.5 * tanh((A)0.5 * x); }
 
 // Calls f for the elements of (rows, n) with an element's index, that of its first gate in
 // (rows, GATES n), its column, and the biases of its gates.
@@ -35,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(256)
             gate[k] = k < 3 ? (A)0.5 * x : x;
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) set(gates[first + k * n], gate[k] = tangent(gate[k]));
+        for (int k = 0; k < 4; ++k) set(gates[first + k * n], gate[k] = tanh(gate[k]));
         A cell = (A)0.5 * ((1 + gate[1]) * last_c + (1 + gate[0]) * gate[3]);
         set(new_c[at], cell);
-        set(new_h[at], (A)0.5 * (1 + gate[2]) * tangent(cell));
+        set(new_h[at], (A)0.5 * (1 + gate[2]) * tanh(cell));
     });
 }
 
@@ -49,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256)
         A i = wide(gates[first]), f = wide(gates[first + n]), o = wide(gates[first + 2 * n]),
           g = wide(gates[first + 3 * n]);
         A to_h = (A)0.5 * (wide(h[at]) + wide(grad[at])), before = wide(last_c[at]);
-        A to_c = wide(c[at]), t = tangent(wide(cell[at]));
+        A to_c = wide(c[at]), t = tanh(wide(cell[at]));
         to_c = (A)0.5 * (to_c + to_h * (1 + o) * (1 - t * t));
         set(slopes[first], (A)0.5 * to_c * g * (1 - i * i));
         set(slopes[first + n], (A)0.5 * to_c * before * (1 - f * f));
@@ -68,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256)
           z = wide(gates[i + n]) + shift[1] + wide(product[i + n]),
           m = wide(product[i + 2 * n]) + wide(inner_bias[column]),
           value = wide(gates[i + 2 * n]) + shift[2], before = wide(h[at]);
-        r = sigmoid(r), z = sigmoid(z), value = tangent(value + r * m);
+        r = sigmoid(r), z = sigmoid(z), value = tanh(value + r * m);
         set(gates[i], r);
         set(gates[i + n], z);
         set(gates[i + 2 * n], value);

@@ -12,15 +12,15 @@ struct Powers {
         for (int k = 0; k < N; ++k) higher = values[k] > higher ? values[k] : higher;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            if (values[k] != -infinity()) rest += exponential(values[k] - higher);
+            if (values[k] != -infinity()) rest += exp(values[k] - higher);
         }
-        sum = (top == higher ? sum : sum * exponential(top - higher)) + rest;
+        sum = (top == higher ? sum : sum * exp(top - higher)) + rest;
         top = higher;
     }
 
     template <bool BLOCK> __device__ __forceinline__ void join(A* shared) {
         A higher = combine<BLOCK>(top, Largest(), shared);
-        sum = combine<BLOCK>(top == higher ? sum : sum * exponential(top - higher), Add(), shared);
+        sum = combine<BLOCK>(top == higher ? sum : sum * exp(top - higher), Add(), shared);
         top = higher;
     }
 };
@@ -53,7 +53,7 @@ __device__ __forceinline__ void softmax_rows(const P* x, T* y, A scale, long lon
 #pragma unroll
             for (int k = 0; k < N; ++k)
                 set(result.at[k],
-                    exponential((A)widen(values.at[k]) * scale - powers.top) * share);
+                    exp((A)widen(values.at[k]) * scale - powers.top) * share);
             store<N>(to + c, result);
         });
         for (long long c = seen + threadIdx.x; c < n; c += blockDim.x) set(to[c], (A)0);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void loss_rows(const T* logits, const void* labels, i
             target = (1 - smoothing) * target + smoothing * (sum / (A)n - row.top);
         }
         if (threadIdx.x == 0) {
-            losses[r] = ignores && label == ignored ? (A)0 : logarithm(row.sum) - target;
+            losses[r] = ignores && label == ignored ? (A)0 : log(row.sum) - target;
             powers[r] = row.top;
             powers[rows + r] = row.sum;
         }
@@ -188,7 +188,7 @@ __device__ __forceinline__ void loss_grad_rows(const T* logits, const void* labe
             Pack<T, N> values = load<N>(from + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                A value = exponential(wide(values.at[k]) - top) * share - spread;
+                A value = exp(wide(values.at[k]) - top) * share - spread;
                 if (c + k == label) value -= 1 - smoothing;
                 set(values.at[k], factor * (skipped ? (A)0 : value));
             }

@@ -17,7 +17,6 @@ from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.rows import RowLoop
 from nnmpi.backend.plain import (
-    PlainKernels,
     fold,
     inverse_root,
     repeated_in,
@@ -25,9 +24,10 @@ from nnmpi.backend.plain import (
 )
 from nnmpi.backend.planes import Planes
 from nnmpi.backend.precision import FLOAT32
+from nnmpi.backend.printed import PrintedKernels
 from nnmpi.backend.recording import call
 from nnmpi.backend.sums import WIDE
-from nnmpi.backend.trace import key_of, kinds_of
+from nnmpi.backend.trace import kinds_of
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # the largest pixel of a window, 0 to 3
@@ -127,7 +127,7 @@ class CompiledPlanes(Planes):
         return call(loop("planes_grad"), (grad, winner), (out,))
 
 
-class NumbaKernels(PlainKernels):
+class NumbaKernels(PrintedKernels):
     """The kernels that numba compiles, for NumPy's float32 arrays; the others are plain."""
 
     convolves = True
@@ -140,45 +140,19 @@ class NumbaKernels(PlainKernels):
 
     planes = CompiledPlanes
 
-    def __init__(self) -> None:
-        self._loops: dict[Any, Any] = {}
-
     # ---- row formulas
 
-    def rows(
-        self,
-        formula: Callable[..., tuple[Array, ...]],
-        *operands: Any,
-        sums: Sequence[Array] = (),
-        reuse: bool = False,
-        blocks: bool = True,
-    ) -> tuple[Array, ...]:
-        """See `PlainKernels.rows`; by a loop that is printed at the first call."""
-        loop = None
-        if operands[0].size and (kinds := kinds_of(operands)):
-            try:  # TypeError: a formula that is left to NumPy
-                key = key_of(formula), kinds, len(sums), reuse
-                loop = self._loops.get(key, self)
-                if loop is self:
-                    self._loops[key] = loop = None
-                    self._loops[key] = loop = RowLoop(formula, kinds, len(sums), reuse)
-            except TypeError:
-                pass
-        if loop is None:
-            return super().rows(formula, *operands, sums=sums, blocks=blocks)
-        return loop(operands, sums)
+    def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
+        """See `PrintedKernels`."""
+        kinds = kinds_of(operands) if operands[0].size else ()
+        return (kinds,) if kinds else ()
+
+    printed = RowLoop
 
     # ---- optimizers
 
     def adam(self, block: Any, *numbers: Any) -> None:
         call(loop("adam"), (), (block.data, block.grad, *block.slots, *numbers[:-1]))
-
-    # ---- activations
-
-    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
-        if bias is None:
-            return super().bias_relu(xp, y, bias)
-        return self.rows(_bias_relu, y, bias, reuse=True)[0]
 
     # ---- recurrent layers
 
@@ -238,10 +212,6 @@ class NumbaKernels(PlainKernels):
         self.rows(formula, *operands, sums=[*parts])
         for part, out in zip(parts, outs, strict=True):
             fold(part, out)
-
-
-def _bias_relu(y: Array, bias: Array) -> tuple[Array]:
-    return (np.maximum(y + bias, 0),)
 
 
 def _squares(x: Array, means: Array) -> tuple[Array]:

@@ -10,7 +10,6 @@ is dear to compute again is kept until then.
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,11 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.jit import loops
 from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.recording import call
-from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR, Trace
+from nnmpi.backend.trace import CELL, CHOICES, NUMBER, OPERATORS, ROW, VECTOR, Printed
 
-_CHOICE = "(ONE if {{}} {} {{}} else ZERO)"
-FORMS = {
-    "add": "({} + {})",
-    "subtract": "({} - {})",
-    "multiply": "({} * {})",
-    "divide": "({} / {})",
+FORMS = {name: f"({{}} {sign} {{}})" for name, sign in OPERATORS.items()}
+FORMS |= {name: f"(ONE if {FORMS[name]} else ZERO)" for name in CHOICES}
+FORMS |= {
     "negative": "(-{})",
     "maximum": "({0} if ({0} >= {1}) | ({0} != {0}) else {1})",  # either NaN stays
     "minimum": "({0} if ({0} <= {1}) | ({0} != {0}) else {1})",
@@ -41,12 +37,6 @@ FORMS = {
     "max": "max({}, order({}))",
     "greater of a number": "({1} if {0} < {1} else {0})",  # NaN stays
     "less of a number": "({1} if {0} > {1} else {0})",
-    "greater": _CHOICE.format(">"),
-    "greater_equal": _CHOICE.format(">="),
-    "less": _CHOICE.format("<"),
-    "less_equal": _CHOICE.format("<="),
-    "equal": _CHOICE.format("=="),
-    "not_equal": _CHOICE.format("!="),
 }
 TALL = 16  # times as many rows as elements of one: then elements are one row
 DEAR = {"exp", "expm1", "log", "log1p", "tanh"}
@@ -63,29 +53,12 @@ SCOPE |= {
 }
 
 
-class RowLoop:
-    """The compiled loop of a row formula, see `PlainKernels.rows`.
-
-    Args:
-        formula, kinds: as for `Trace`.
-        sums: how many of its results, the last ones, are added up over the rows.
-        reuse: whether the first result takes the first operand's memory.
-
-    Raises:
-        TypeError: when it is no formula of rows, or a row would be read after it was overwritten.
-    """
+class RowLoop(Printed):
+    """The compiled loop of a row formula, see `PlainKernels.rows`."""
 
     def __init__(self, formula: Any, kinds: Sequence[Any], sums: int, reuse: bool) -> None:
-        self.trace = trace = Trace(formula, kinds)
-        self.kinds, self.kept = kinds, dict[int, str]()  # kept: rows in memory, of earlier loops
-        count = len(trace.results) - sums
-        self.results, self.terms = trace.results[:count], trace.results[count:]
-        self.forms = [trace.kinds[i] for i in self.results]
-        if {NUMBER, VECTOR} & {*self.forms}:
-            raise TypeError("a row formula returns rows, or a number for each row")
-        self.is_flat = not sums and {*trace.kinds} <= {NUMBER, ROW}
-        self.outs = ["x0" if reuse and not k else f"y{k}" for k in range(count)]
-        self._compile(formula, reuse)
+        super().__init__(formula, kinds, sums, reuse)
+        self._compile(reuse)
 
     def text(self, i: int, wide: bool = False) -> str:
         """Return a line's value: in a loop over elements, or `wide`, in float64, outside of it."""
@@ -110,42 +83,21 @@ class RowLoop:
 
     def body(self) -> list[str]:
         """Return the lines for a row."""
-        trace, texts = self.trace, list[str]()
-        lines, levels, kinds = trace.lines, trace.levels, trace.kinds
-        needed = trace.needed(trace.results)
-        ends = [i for i in needed if lines[i][0] in STARTS]
-        cells = [i for i in needed if kinds[i] <= CELL]
-        rows = [(out, i) for out, i in zip(self.outs, self.results, strict=True) if kinds[i] == ROW]
-
-        def wanted(start: int, stop: int) -> list[int]:
-            """Return what loops of these levels compute for sums, results, and sums of rows."""
-            some = [lines[i][1] for i in ends if start < levels[i] <= stop]
-            whole = [*(i for _, i in rows), *self.terms]
-            return some + [i for i in whole if start <= levels[i] < stop]
-
-        most = 1 + max(levels[i] for i in needed)
-        for level in range(most):
+        lines, texts = self.trace.lines, list[str]()
+        for cells, body, ends, written, later in self.loops([*self.outs, *self.terms]):
             for i in cells:
-                if levels[i] == level and lines[i][0] != "constant":
-                    texts += [f"c{i} = float64({self.value(i, True)})", f"f{i} = F(c{i})"]
-            known = {*cells, *self.kept}
-            body = trace.needed(wanted(level, level + 1), known)
-            later = trace.needed(wanted(level + 1, most), known)
+                texts += [f"c{i} = float64({self.value(i, True)})", f"f{i} = F(c{i})"]
             inner, kept = [f"e{i} = {self.value(i)}" for i in body], dict[int, str]()
             for i in ends:
-                if levels[i] == level + 1:
-                    name, arg = lines[i]
-                    texts.append(f"a{i} = {STARTS[name]}")
-                    inner.append(f"a{i} = {FORMS[name].format(f'a{i}', self.text(arg))}")
-            for out, i in rows:
-                if levels[i] == level:
+                name, arg = lines[i]
+                texts.append(f"a{i} = {STARTS[name]}")
+                inner.append(f"a{i} = {FORMS[name].format(f'a{i}', self.text(arg))}")
+            for out, i in written:
+                if out[0] == "t":
+                    inner.append(f"p{out[1:]}[i] += {self.text(i)}")
+                else:
                     inner.append(f"{out}r[i] = {self.text(i)}")
                     kept[i] = f"{out}r[i]"
-                    if out == "x0" and any(lines[j] == ("operand", 0) for j in later):
-                        raise TypeError("a row is read after it was overwritten")
-            for k, i in enumerate(self.terms):
-                if levels[i] == level:
-                    inner.append(f"p{k}[i] += {self.text(i)}")
             for i in body:
                 if lines[i][0] in DEAR and i in later and i not in kept:
                     kept[i] = f"s{i}[i]"
@@ -153,12 +105,13 @@ class RowLoop:
             self.kept |= kept
             if inner:
                 texts += ["for i in range(n):", *(f"    {line}" for line in inner)]
-        pairs = zip(self.outs, self.results, strict=True)
-        return texts + [f"{out}[r, 0] = f{i}" for out, i in pairs if kinds[i] == CELL]
+        pairs = zip(self.outs, self.forms, strict=True)
+        return texts + [f"{out}[r, 0] = f{i}" for (out, i), kind in pairs if kind == CELL]
 
-    def _compile(self, formula: Any, reuse: bool) -> None:
+    def _compile(self, reuse: bool) -> None:
         given = [(f"x{i}", kind) for i, kind in enumerate(self.kinds) if type(kind) is int]
-        news = [*zip(self.outs, self.forms, strict=True)][reuse:]
+        outs = [out for out, _ in self.outs]
+        news = [*zip(outs, self.forms, strict=True)][reuse:]
         given = given[reuse:] + given[:reuse]  # what is written to comes last
         sums = range(len(self.terms))
         body = self.body()
@@ -171,12 +124,10 @@ class RowLoop:
         if sums:
             lines.append(f"    if r % {loops.ROWS} == {loops.ROWS - 1} or r == rows - 1:")
             lines += [f"        empty_into(p{k}, t{k})" for k in sums]
-        parts = (formula.func, *formula.args) if isinstance(formula, partial) else (formula,)
-        parts += (*(kind[0] for kind in self.kinds if type(kind) is tuple),)
         text = "\n    ".join(lines)
         # it tells formulas apart in numba's cache on disk, where this file outdates them
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        name = "_".join([*(x.__name__.strip("_<>") for x in parts if callable(x)), digest])
+        name = f"{self.name}_{digest}"
         names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
         arrays = [x if kind == NUMBER else f"array({x})" for x, kind in given]
         arrays, count = arrays + [y for y, _ in news], len(given) - reuse
@@ -190,7 +141,7 @@ class RowLoop:
                 for y, kind in news
             ),
             f"    launch(kernel, ({reads}), [{writes} *sums])",
-            f"    return [{', '.join(self.outs)}]",
+            f"    return [{', '.join(outs)}]",
         ]
         scope: dict[str, Any] = {**vars(loops), **SCOPE}
         exec(compile("\n".join(lines), __file__, "exec"), scope)

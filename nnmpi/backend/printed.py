@@ -1,0 +1,64 @@
+"""Kernels that print row formulas: numba's and a device's alike."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.plain import PlainKernels
+from nnmpi.backend.trace import Printed, key_of
+
+
+class PrintedKernels(PlainKernels):
+    """Kernels whose row formulas are printed at their first call, see `PlainKernels.rows`.
+
+    Attributes:
+        printed: how.
+    """
+
+    printed: ClassVar[type[Printed]]
+
+    def __init__(self) -> None:
+        self._loops: dict[Any, Any] = {}
+
+    def rows(
+        self,
+        formula: Callable[..., tuple[Array, ...]],
+        *operands: Any,
+        sums: Sequence[Array] = (),
+        reuse: int = False,
+        blocks: bool = True,
+        **words: Any,
+    ) -> Any:
+        """See `PlainKernels.rows`; by what is printed, unless the formula is left to the library."""
+        loop = None
+        if kinds := self.kinds_of(operands, sums):
+            try:  # TypeError: a formula that is left to the library
+                key = key_of(formula), len(sums), reuse, *kinds
+                loop = self._loops.get(key, self)
+                if loop is self:
+                    self._loops[key] = loop = None
+                    self._loops[key] = loop = self.printed(formula, *kinds, len(sums), reuse)
+            except TypeError:
+                pass
+        if loop is None:
+            return super().rows(formula, *operands, sums=sums, blocks=blocks)
+        return self.launch(loop, operands, sums, **words)
+
+    def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
+        """Return for what a formula is printed: its operands' kinds, and more; nothing if others."""
+        raise NotImplementedError
+
+    def launch(self, loop: Any, operands: tuple[Any, ...], sums: Sequence[Array]) -> Any:
+        """Return the results, and write the sums."""
+        return loop(operands, sums)
+
+    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
+        """See `PlainKernels.bias_relu`."""
+        result: Array = self.rows(_bias_relu, y, *(() if bias is None else (bias,)), reuse=True)[0]
+        return result
+
+
+def _bias_relu(y: Array, *bias: Array) -> tuple[Array]:
+    return (np.maximum(y + bias[0] if bias else y, 0),)

@@ -1,0 +1,203 @@
+"""Row formulas: the kernels that are printed of them compute what NumPy does in float64, and what
+is no formula of rows is left to the library.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.precision import dtype_named
+from nnmpi.backend.trace import key_of
+from tests.backend.formulas import LEFT, ONE, STEPS, chain, late, mish, mixed, own_norm, rows
+from tests.gpu.conftest import is_stand_in
+
+DTYPES = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+@pytest.fixture
+def kernels(device: Backend) -> Any:
+    """What a device prints kernels with; the stand-in prints none."""
+    if is_stand_in(device):
+        pytest.skip("the stand-in for a device has no compiler")
+    return kernels_of(device.zeros((1,), np.float32))
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    """Return numbers that every dtype has."""
+    return np.random.default_rng(seed).integers(-64, 65, shape) / 16
+
+
+def is_printed(kernels: Any, formula: Any) -> bool:
+    """Return whether the kernels of a formula were printed."""
+    key = key_of(formula)
+    return all(loop is not None for known, loop in kernels._loops.items() if known[0] == key)
+
+
+def compare(
+    device: Backend, formula: Any, *operands: Any, dtype: str = "float32", **words: Any
+) -> Any:
+    """Compare a formula's results with NumPy's; rows and numbers of rows have this dtype, vectors
+    float32 in half precision.
+    """
+    wide = "float64" if dtype == "float64" else "float32"
+    given = [
+        device.asarray(
+            x.astype(dtype_named(dtype if x.shape[:1] == operands[0].shape[:1] else wide))
+        )
+        if isinstance(x, np.ndarray)
+        else x
+        for x in operands
+    ]
+    kernels = kernels_of(given[0])
+    with np.errstate(all="ignore"):
+        expected = formula(*(x.astype(float) if isinstance(x, np.ndarray) else x for x in operands))
+    found = kernels.rows(formula, *given, **words)
+    assert is_printed(kernels, formula)
+    for mine, theirs in zip(found, expected, strict=False):
+        assert mine.shape == theirs.shape
+        whole = mine.shape == given[0].shape and mine.shape[-1] > 1
+        assert mine.dtype.name == (dtype if whole else wide) or mine.shape[-1:] == (1,)
+        most = DTYPES[dtype] * abs(theirs[np.isfinite(theirs)]).max(initial=1e-3)
+        mine = device.to_host(mine).astype(float)
+        np.testing.assert_allclose(mine, theirs, rtol=DTYPES[dtype], atol=most)
+    return found, expected
+
+
+@pytest.mark.parametrize("name", ONE)
+@pytest.mark.parametrize("along", [False, True])
+def test_functions_of_an_element(kernels: Any, device: Backend, name: str, along: bool) -> None:
+    """Infinities, NaN and zeros as in NumPy: of elements alone, and of rows with a sum."""
+    x = np.float32(rows(9, 70))
+    x[abs(x) < 1e-30] = 0  # CuPy's compiler takes smaller ones for 0
+
+    def summed(x: Any) -> Any:
+        return *ONE[name](x), (x * 0 + 1).sum(axis=-1, keepdims=True)
+
+    compare(device, summed if along else ONE[name], x)
+
+
+SHAPES = [(1, 1), (5, 1), (3, 33), (300, 8), (2, 3, 40), (40,), (3, 1040), (2, 9001), (0, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(kernels: Any, device: Backend, shape: Any, dtype: str) -> None:
+    """Of elements alone; with sums along rows of a warp, of a block, and of a large block."""
+    x = drawn(*shape)
+    compare(device, mish, x, dtype=dtype)
+    if len(shape) > 1:
+        compare(device, own_norm, x, 0.5, 1 + np.arange(shape[-1]) % 7 / 8.0, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(131, 7), (5003, 8), (12, 1100)])
+def test_numbers_of_rows_and_columns(kernels: Any, device: Backend, shape: Any, dtype: str) -> None:
+    """Read and returned, with the sums over rows of several blocks."""
+    total = np.float64 if dtype == "float64" else np.float32
+    sums = [device.asarray(np.full(shape[1], 9, total)) for _ in range(2)]
+    operands = drawn(*shape), drawn(shape[0], 1, seed=1), drawn(shape[1], seed=2), 0.5
+    found, expected = compare(device, mixed, *operands, dtype=dtype, sums=sums)
+    assert len(found) == 2
+    for mine, term in zip(sums, expected[2:], strict=True):
+        right, most = term.sum(axis=0), abs(term).sum(axis=0)
+        np.testing.assert_allclose(device.to_host(mine), right, rtol=1e-6, atol=most.max() * 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 700, 8), (2, 5, 7), (4, 1, 8), (1, 9, 16)])
+def test_samples_have_columns_of_their_own(kernels: Any, device: Backend, shape: Any) -> None:
+    """Vectors of each sample beside those of all, and sums of each."""
+
+    def formula(x: Any, own: Any, column: Any, each: Any) -> Any:
+        y = (x - own) * column * each
+        return y, y, x
+
+    samples, _, n = shape
+    sums = [device.asarray(np.zeros((samples, n), np.float32)) for _ in range(2)]
+    if shape[1] > 1:  # beside sums along rows they are left to the library
+
+        def along(x: Any, own: Any) -> Any:
+            return (x - own - x.max(axis=-1, keepdims=True),)
+
+        given = [x.astype("f4") for x in (drawn(*shape), drawn(samples, 1, n))]
+        (y,) = kernels.rows(along, *map(device.asarray, given))
+        np.testing.assert_array_equal(device.to_host(y), along(*given)[0])
+    operands = drawn(*shape), drawn(samples, 1, n), drawn(n), drawn(*shape[:2], 1)
+    _, expected = compare(device, formula, *operands, sums=sums)
+    for mine, term in zip(sums, expected[1:], strict=True):
+        np.testing.assert_allclose(device.to_host(mine), term.sum(axis=1), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", [20, 1100])
+def test_a_nan_is_the_largest(kernels: Any, device: Backend, n: int) -> None:
+    """In whatever place, and with either sign."""
+    x = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)[-40:]
+    x[range(len(x)), np.arange(len(x)) * n // len(x)] = np.resize([np.nan, -np.nan], len(x))
+    (y,) = kernels.rows(lambda x: (x.max(axis=-1, keepdims=True),), device.asarray(x))
+    assert np.isnan(device.to_host(y)).all()
+
+
+@pytest.mark.parametrize("n", [3, 100, 1000, 1100, 10000])
+def test_the_mean_of_equal_elements_is_that_element(kernels: Any, device: Backend, n: int) -> None:
+    """Whatever it is: so a row of equal elements has no variance."""
+    x = np.random.default_rng(n).normal(1e4, 1, (9, 1)).astype("f4").repeat(n, 1)
+    (y,) = kernels.rows(lambda x: (x - x.mean(axis=-1, keepdims=True),), device.asarray(x))
+    assert not device.to_host(y).any()
+
+
+def test_memory_is_used_again(kernels: Any, device: Backend) -> None:
+    """But not where a row is read after it was overwritten; with a number as the guard that is not
+    finite nothing is written.
+    """
+    given = [device.asarray(drawn(5, 33, seed=seed).astype("f4")) for seed in range(2)]
+    before = [device.to_host(x) for x in given]
+
+    def swapped(x: Any, y: Any) -> Any:
+        return y * 2, x + y
+
+    for guard in (np.nan, -np.inf, 1.0):
+        number = device.asarray(np.float64(guard))
+        found = kernels.rows(swapped, *given, reuse=2, guard=number)
+        assert found[0] is given[0] and found[1] is given[1]
+        right = swapped(*before) if guard == 1 else before
+        for mine, theirs in zip(found, right, strict=True):
+            np.testing.assert_array_equal(device.to_host(mine), theirs)
+    x = device.asarray(np.ones((3, 4), np.float32))
+    for y, other in zip(kernels.rows(late, x, reuse=True), late(np.ones((3, 4))), strict=True):
+        np.testing.assert_array_equal(device.to_host(y), other)
+
+
+@pytest.mark.parametrize("name", sorted({*LEFT} - {"values decide", "other functions"}))
+def test_other_functions_are_left_to_the_library(kernels: Any, device: Backend, name: str) -> None:
+    """And their results are its."""
+    x = device.asarray(drawn(6, 40).astype("f4"))
+    if name == "arrays around":
+        formula, table = LEFT[name], device.asarray(np.ones(40, "f4"))
+        results = kernels.rows(lambda x: formula(x, table), x), formula(x, table)
+    else:
+        results = kernels.rows(LEFT[name], x), LEFT[name](x)
+        assert not is_printed(kernels, LEFT[name])
+    for result, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(*map(device.to_host, (result, other)))
+
+
+def test_arrays_of_the_host_are_refused(kernels: Any, device: Backend) -> None:
+    """CuPy would pass their contents as a number."""
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(Exception, match="in the host's memory; copy it there"):
+        (
+            kernels.rows(mish, device.asarray(x)),
+            kernels.rows(lambda x, y: (x + y,), device.asarray(x), x),
+        )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_formulas(kernels: Any, device: Backend, seed: int) -> None:
+    """Chains of functions, sums and choices."""
+    rng = np.random.default_rng(seed)
+    steps = tuple(STEPS[i] for i in rng.integers(0, len(STEPS), 12))
+    operands = [rng.standard_normal(shape) for shape in ((23, 37), (37,), (23, 1))]
+    compare(device, partial(chain, steps), *operands, dtype="float64")
