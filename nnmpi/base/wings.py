@@ -25,6 +25,7 @@ OFFERS = {
     "choose_layout": "lab.planner.auto_layout:choose",
     "exercise": "teaching.exercise",
     "find_launcher": "lab.launching:find_launcher",
+    "read_program": "lab.msccl:read_program",
     "to_onnx": "lab.onnx.export:to_onnx",
 }
 

@@ -98,9 +98,11 @@ def simulate_collective(
     nodes = machine.nodes or machine.nodes_of(size)
     if len(nodes) % size:
         machine.nodes_of(size)  # raises
-    seconds = _Seconds(machine, nodes, size, -(-nbytes // ITEM_BYTES))
+    collective = as_collective(collective)
+    room = collective.contract.room
+    seconds = _Seconds(machine, nodes, size, -(-nbytes // ITEM_BYTES), room[0] if room else size)
     clocks = [0.0] * len(nodes)
-    for phase in as_collective(collective).phases:
+    for phase in collective.phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
         if steps is not None:
             end_s = max(clocks) + sum(seconds.of_all(*_lengths(step)) for step in steps)
@@ -159,12 +161,15 @@ class _Seconds(Engine):
         nodes: the node of each rank.
         size: ranks of a group.
         elements: length of the buffer.
+        chunks: of the buffer.
     """
 
-    def __init__(self, machine: Machine, nodes: tuple[int, ...], size: int, elements: int) -> None:
+    def __init__(
+        self, machine: Machine, nodes: tuple[int, ...], size: int, elements: int, chunks: int
+    ) -> None:
         self._machine, self._nodes, self._size = machine, nodes, size
         # elements of a chunk; the first `_longer` chunks have one more
-        self._short, self._longer = divmod(elements, size)
+        self._short, self._longer = divmod(elements, chunks)
         self._links = Links(machine, len(nodes))
         ranks, count = len(nodes), len(set(nodes))
         # Whether symmetric steps have equal clocks, or nearly. Links are equal on one node, and

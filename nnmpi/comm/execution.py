@@ -17,7 +17,7 @@ Python's interpreter lock at every step.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     ROOT,
     Chunks,
+    Contract,
     Step,
     runs,
 )
@@ -237,15 +238,18 @@ class Execution(Stages):
             device array is passed to MPI itself, after pending kernels.
         comm: the communicator of the ranks in the steps.
         tag: separates the messages of executions in flight between the same ranks.
+        count: the number of chunks, if it is not comm.size.
 
     Raises:
         ShapeError: see `check_buffer`.
         DtypeError: see `check_buffer`.
     """
 
-    def __init__(self, steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int) -> None:
+    def __init__(
+        self, steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int, count: int = 0
+    ) -> None:
         computed = _check(array)
-        chunks, xp = split(array.size, comm.size), namespace(array)
+        chunks, xp = split(array.size, count or comm.size), namespace(array)
         longest = max(
             (sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0
         )
@@ -255,7 +259,12 @@ class Execution(Stages):
         for step in steps:
             targets = list(_slices(step.recv, array, chunks))
             landing = targets
-            if step.reduce:  # arrivals lie one after another in scratch
+            if step.is_local:
+                landing = list(_slices(step.send, array, chunks))
+                if not step.reduce:
+                    pairs = zip(targets, landing, strict=True)
+                    stages += [partial(xp.copyto, *pair) for pair in pairs]
+            elif step.reduce:  # arrivals lie one after another in scratch
                 stops = accumulate(target.size for target in targets)
                 landing = [
                     scratch[stop - target.size : stop]
@@ -267,9 +276,11 @@ class Execution(Stages):
                 (comm.irecv, landing, step.from_),
                 (comm.isend, sent, step.to),
             ):
+                if partner is None:
+                    continue
                 # As bytes: MPI need not have the dtype.
                 messages = (as_bytes(piece) for part in parts for piece in pieces(part))
-                calls += [partial(call, message, cast(int, partner), tag) for message in messages]
+                calls += [partial(call, message, partner, tag) for message in messages]
             if calls:
                 stages += [
                     *computed,
@@ -280,6 +291,19 @@ class Execution(Stages):
                     partial(xp.add, *pair, pair[0]) for pair in zip(targets, landing, strict=True)
                 ]
         super().__init__(stages, f"the collective with tag {tag}")
+
+
+def in_room(
+    steps: Sequence[Step], array: CommBuffer, comm: Comm, tag: int, contract: Contract
+) -> Stages:
+    """Return an all-reduce by steps over chunks of its own (see `Contract.room`)."""
+    assert contract.room is not None
+    (parts, result), count = contract.room, contract.chunks(comm.size)
+    length = -(-array.size // parts)
+    room = namespace(array).zeros(count * length, array.dtype)
+    begin, end = (room[at * length :][: array.size] for at in (0, result))
+    inner = Execution(steps, room, comm, tag, count)
+    return Stages([partial(_copy, array, begin), inner, partial(_copy, end, array)])
 
 
 def _check(array: CommBuffer) -> list[PendingStage]:

@@ -17,7 +17,7 @@ sum, but not the rank whose contribution is missing or doubled.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from heapq import heappop, heappush
@@ -332,7 +332,8 @@ class PartialSums(Engine):
         self.contract, self.size = contract, size
         # with the room added, the top bit of a digit is set if it is more than `contract.most`
         top = 1 << DIGIT_BITS - 1
-        self._room, self._tops = (all_parts(size) * item for item in (top - 1 - contract.most, top))
+        ones = all_parts(size * contract.inputs)
+        self._room, self._tops = (ones * item for item in (top - 1 - contract.most, top))
         self.sent: list[ProvedMessage] = []
         chunks = range(contract.chunks(size))
         self.held = [
@@ -346,18 +347,12 @@ class PartialSums(Engine):
     ) -> tuple[int, int]:
         """Carry a message if its chunks are those that the receiver expects."""
         into = self.states[receiver].step
-        if tuple(step.send) != tuple(into.recv):
+        if tuple(step.into or step.send) != tuple(into.recv):
             raise ScheduleError(
-                f"{self._name(sender)} sends chunks {list(step.send)} to {self._name(receiver)},"
-                f" which expects chunks {list(into.recv)}"
+                f"{self._name(sender)} sends chunks {list(step.into or step.send)} to"
+                f" {self._name(receiver)}, which expects chunks {list(into.recv)}"
             )
-        parts = tuple(self.held[sender][chunk] for chunk in step.send)
-        if 0 in parts:
-            empty = step.send[parts.index(0)]
-            raise ScheduleError(
-                f"{self._name(sender)} sends chunk {empty} to rank {receiver} before it has any"
-                " data"
-            )
+        parts = self._read(sender, step, f"sends chunk {{}} to rank {receiver}")
         clock = ready[0] + 1, ready[1] + len(step.send)
         message = ProvedMessage(sender, receiver, step.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
@@ -370,6 +365,11 @@ class PartialSums(Engine):
 
     def add(self, rank: int, step: Step, over: tuple[int, int]) -> tuple[int, int]:
         """Store the arrivals when both messages of the step are complete."""
+        if step.is_local:
+            for chunk, parts in zip(
+                step.recv, self._read(rank, step, "reads chunk {}"), strict=True
+            ):
+                self._store(rank, step, chunk, parts)
         if rank in self.arrived:
             message, everything = self.arrived.pop(rank)
             torn = sorted(set(step.send) & set(step.recv))
@@ -382,13 +382,20 @@ class PartialSums(Engine):
             message.after = tuple(map(partial(self._store, rank, step), step.recv, everything))
         return over
 
+    def _read(self, rank: int, step: Step, what: str) -> tuple[int, ...]:
+        parts = tuple(self.held[rank][chunk] for chunk in step.send)
+        if 0 in parts:
+            empty = step.send[parts.index(0)]
+            raise ScheduleError(f"{self._name(rank)} {what.format(empty)} before it has any data")
+        return parts
+
     def _store(self, rank: int, step: Step, chunk: int, parts: int) -> int:
         if step.reduce and not self.held[rank][chunk]:
             raise ScheduleError(f"{self._adds(rank, step, chunk)}, but has no data in it yet")
         total = self.held[rank][chunk] + parts if step.reduce else parts
         if total + self._room & self._tops:
             most = self.contract.most
-            often = [item for item in range(self.size) if count(total, item) > most]
+            often = _ranks(self.contract, self.size, lambda digit: count(total, digit) > most)
             times = "twice" if most == 1 else f"more than {most} times"
             raise ScheduleError(
                 f"{self._adds(rank, step, chunk)} and counts {name_ranks(often)} {times}"
@@ -404,24 +411,41 @@ class PartialSums(Engine):
                 expected = self.contract.ends(rank, chunk, self.size)
                 if expected is not None and parts != expected:
                     last = self.written[rank].get(chunk)
-                    when = "never written" if last is None else f"last written in step {last}"
-                    difference = _difference(parts, expected, self.size)
+                    steps = self.states[rank].steps
+                    when = (
+                        "never written"
+                        if last is None
+                        else f"last written in {steps[last].place or f'step {last}'}"
+                    )
+                    difference = _difference(parts, expected, self.contract, self.size)
                     raise ScheduleError(f"rank {rank} ends {difference} in chunk {chunk} ({when})")
 
     def _adds(self, rank: int, step: Step, chunk: int) -> str:
-        return f"{self._name(rank)} adds chunk {chunk} from rank {step.from_}"
+        source = "of its own" if step.is_local else f"from rank {step.from_}"
+        return f"{self._name(rank)} adds chunk {chunk} {source}"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank}, step {self.states[rank].at}"
+        return named_step(rank, self.states[rank])
 
 
-def _difference(parts: int, expected: int, size: int) -> str:
+def named_step(rank: int, state: RankState) -> str:
+    """Return a rank's current step as text."""
+    return f"rank {rank}, {state.step.place or f'step {state.at}'}"
+
+
+def _ranks(contract: Contract, size: int, which: Callable[[int], bool]) -> list[int]:
+    """Return the ranks of some digits of the parts."""
+    digits = filter(which, range(size * contract.inputs))
+    return sorted({digit // contract.inputs for digit in digits})
+
+
+def _difference(parts: int, expected: int, contract: Contract, size: int) -> str:
     """Return the missing or superfluous ranks as text."""
-    missing = [rank for rank in range(size) if count(parts, rank) < count(expected, rank)]
+    missing = _ranks(contract, size, lambda digit: count(parts, digit) < count(expected, digit))
     if missing:
         return f"without the part of {name_ranks(missing)}"
-    often = name_ranks(r for r in range(size) if count(parts, r) > count(expected, r))
-    return f"with the part of {often} too often"
+    often = _ranks(contract, size, lambda digit: count(parts, digit) > count(expected, digit))
+    return f"with the part of {name_ranks(often)} too often"
 
 
 def _check_finished(states: Sequence[RankState]) -> None:
@@ -457,7 +481,7 @@ def _check_finished(states: Sequence[RankState]) -> None:
 
 
 def _wait(rank: int, state: RankState, sends: bool) -> str:
-    step, where = state.steps[state.at], f"rank {rank}, step {state.at} waits"
+    step, where = state.step, f"{named_step(rank, state)} waits"
     if sends:
         return f"{where} to send chunks {list(step.send)} to rank {step.to}"
     return f"{where} for chunks {list(step.recv)} from rank {step.from_}"

@@ -5,6 +5,7 @@
     planner/     the fastest layout: profile, network, price, and the race of --layout auto
     measure      makes the fit of a machine
     onnx/        models as ONNX files
+    msccl        collectives as MSCCL's XML
     render/      collectives and schedules as text and pictures
     pages/       interactive pages
 

@@ -4,6 +4,8 @@ nnmpi comm list --ranks 16 --bytes 64k
 nnmpi comm render ring --ranks 4
 nnmpi comm render ring --ranks 6 --html ring.html --svg ring.svg
 nnmpi comm prove halving-doubling --ranks 17
+nnmpi comm prove program.xml                 # of MSCCL; so render, simulate
+nnmpi comm export ring --ranks 8 --format msccl --out ring.xml
 nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
 nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
 mpirun -n 4 nnmpi comm fit --svg fit.svg
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nnmpi.base.command import (
     MOST,
@@ -25,7 +28,7 @@ from nnmpi.base.command import (
     say,
     split_command,
 )
-from nnmpi.base.custom import load_custom
+from nnmpi.base.custom import is_program, load_custom
 from nnmpi.base.errors import UsageError, name_ranks, raised_as
 from nnmpi.base.launcher import usable_cores
 from nnmpi.base.picture import check_figure
@@ -48,6 +51,7 @@ from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.saved_fit import facts
 from nnmpi.lab.measure import measure, measure_sums
+from nnmpi.lab.msccl import write_program
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.collectives import compare, draw_fit, picture, render
 
@@ -77,7 +81,11 @@ class CommConfig:
     svg: Path | None = None
     """File for a picture for slides: .svg, .png, .pdf."""
     out: Path | None = None
-    """File of the fit (default: one for these ranks in the user's cache)."""
+    """File of the fit (default: one for these ranks in the user's cache), or of what is exported
+    (default: it is printed).
+    """
+    format: Literal["msccl"] = "msccl"
+    """Format of an exported collective."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "ranks", 1, MOST)
@@ -98,6 +106,8 @@ def main(words: Sequence[str]) -> str:
     asked, algorithm = make_section(CommConfig, given), given.get(ALGORITHM, "")
     check_figure(asked.svg)
     ranks = asked.ranks
+    if ranks is None and is_program(algorithm):
+        ranks = load_custom(algorithm, "the algorithm", "").ranks
     if ranks is None:
         fit = find_network_fit(asked.network, None)
         ranks = DEFAULT_RANKS if fit is None else fit.ranks
@@ -137,6 +147,16 @@ def _prove(algorithm: str, ranks: int, asked: CommConfig) -> str:
         f"{operation} by {algorithm} is right on {ranks} ranks: "
         f"{proof.rounds} rounds, {proof.messages} messages, {proof.chunk_transfers} chunks sent"
     )
+
+
+def _export(algorithm: str, ranks: int, asked: CommConfig) -> str:
+    """Write a collective for another program, such as MSCCL's runtime."""
+    text = write_program(_collective(algorithm, asked)[1], ranks)
+    if asked.out is None:
+        return text
+    with raised_as(UsageError, f"--out {asked.out} cannot be written"):
+        asked.out.write_text(f"{text}\n")
+    return f"{algorithm} for {ranks} ranks is in {asked.out}"
 
 
 def _render(algorithm: str, ranks: int, asked: CommConfig) -> str:
@@ -218,6 +238,7 @@ _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] 
     "prove": (_prove, ALGORITHM, "operation ranks"),
     "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
+    "export": (_export, ALGORITHM, "operation ranks format out"),
     "fit": (_fit, "", "out svg"),
 }
 
@@ -229,9 +250,11 @@ def _collective(
 
     Without --operation, a name that exactly one operation has means that operation.
     """
-    matches = [what for what, algorithm in COLLECTIVES if algorithm == name]
-    operation = asked.operation or (matches[0] if len(matches) == 1 else ALL_REDUCE.name)
     algorithm = load_custom(name, "the algorithm", "(rank, size)")
+    matches = [what for what, known in COLLECTIVES if known == name]
+    if isinstance(algorithm, Collective):
+        matches = [algorithm.contract.name]
+    operation = asked.operation or (matches[0] if len(matches) == 1 else ALL_REDUCE.name)
     return operation, find_collective(operation, algorithm, nodes)
 
 

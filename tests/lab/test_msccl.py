@@ -1,0 +1,276 @@
+"""Programs of MSCCL: proved, run and written; a wrong one is named by rank, thread block, step."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import simulate
+from nnmpi.base.custom import load_custom
+from nnmpi.base.errors import NnmpiError, ScheduleError, UsageError
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
+from nnmpi.comm.collective import Collective
+from nnmpi.comm.duration import coefficients
+from nnmpi.comm.prove import prove
+from nnmpi.lab import msccl
+from nnmpi.lab.comm import main
+from nnmpi.lab.msccl import read_program, write_program
+from nnmpi.train.cli import main as train
+
+# A rank's thread blocks, as (send, recv, operations); an operation is "kind source target count"
+# and maybe "after.block.step". Of ring neighbours: r + 1 is >, r - 1 is <.
+Blocks = Sequence[tuple[int, int, str]]
+
+
+def program(coll: str, parts: int, in_place: bool, scratch: int, ranks: Sequence[Blocks]) -> str:
+    """Return a program's text."""
+    lines = []
+    for rank, blocks in enumerate(ranks):
+        sizes = f'i_chunks="{parts}" o_chunks="{0 if in_place else parts}" s_chunks="{scratch}"'
+        lines.append(f'<gpu id="{rank}" {sizes}>')
+        for number, (send, recv, text) in enumerate(blocks):
+            lines.append(f'<tb id="{number}" send="{send}" recv="{recv}" chan="0">')
+            for at, line in enumerate(filter(None, map(str.strip, text.split(";")))):
+                kind, source, target, count, *after = line.split()
+                block, step = after[0].split(".") if after else ("-1", "-1")
+                lines.append(
+                    f'<step s="{at}" type="{kind}" srcbuf="{source[0]}" srcoff="{source[1:]}"'
+                    f' dstbuf="{target[0]}" dstoff="{target[1:]}" cnt="{count}" depid="{block}"'
+                    f' deps="{step}" hasdep="0"/>'
+                )
+            lines.append("</tb>")
+        lines.append("</gpu>")
+    head = f'nchunksperloop="{parts}" ngpus="{len(ranks)}" coll="{coll}" inplace="{in_place:d}"'
+    return "\n".join([f'<algo name="own" proto="Simple" nchannels="1" {head}>', *lines, "</algo>"])
+
+
+def ring(rank: int) -> Blocks:
+    """Sums go around without being kept, then results."""
+    a, b, c = ((rank - k) % 3 for k in range(3))
+    text = f"s i{a} i{a} 1; rrs i{b} i{b} 1; rrcs i{c} i{c} 1; rcs i{a} i{a} 1; r i{b} i{b} 1"
+    return [((rank + 1) % 3, (rank - 1) % 3, text)]
+
+
+def pair(rank: int) -> Blocks:
+    """Each sends its input into the other's scratch; another block adds it, and a third copies."""
+    return [
+        (1 - rank, 1 - rank, "s i0 s0 2; r i0 s0 2"),
+        (-1, -1, "nop i-1 o-1 0 0.0; re s0 i0 2 0.1"),
+        (-1, -1, "cpy i0 o0 2 1.1"),
+    ]
+
+
+def transpose(rank: int) -> Blocks:
+    other = 1 - rank
+    return [
+        (other, other, f"s i{2 * other} o{2 * rank} 2; r i{2 * rank} o{2 * other} 2"),
+        (-1, -1, f"cpy i{2 * rank} o{2 * rank} 2"),
+    ]
+
+
+def scatter(rank: int) -> Blocks:
+    other = 1 - rank
+    return [(other, other, f"s i{other} o0 1; cpy i{rank} o0 1; rrc o0 o0 1")]
+
+
+def gather(rank: int) -> Blocks:
+    other = 1 - rank
+    return [(other, other, f"s i0 o{rank} 1; r i0 o{other} 1"), (-1, -1, f"cpy i0 o{rank} 1")]
+
+
+def root(rank: int) -> Blocks:
+    return [[(1, -1, "s i0 i0 1; s i1 i1 1")], [(-1, 0, "r i0 i0 1; r i1 i1 1")]][rank]
+
+
+PAIR = program("allreduce", 2, False, 2, [pair(rank) for rank in range(2)])
+PROGRAMS = {
+    "ring": program("allreduce", 3, True, 0, [ring(rank) for rank in range(3)]),
+    "pair": PAIR,
+    "transpose": program("alltoall", 4, False, 0, [transpose(rank) for rank in range(2)]),
+    "scatter": program("reduce_scatter", 2, False, 0, [scatter(rank) for rank in range(2)]),
+    "gather": program("allgather", 2, False, 0, [gather(rank) for rank in range(2)]),
+    # the second rank has more of a buffer in front of scratch
+    "larger": PAIR[:500] + PAIR[500:].replace('o_chunks="2"', 'o_chunks="4"'),
+    "root": program("broadcast", 2, True, 0, [root(rank) for rank in range(2)]),
+}
+
+
+def read(text: str, folder: Path) -> Collective:
+    file = folder / "own.xml"
+    file.write_text(text)
+    result = load_custom(str(file), "--allreduce", "")
+    assert isinstance(result, Collective)
+    return result
+
+
+def check_sums(collective: Collective) -> None:
+    """Run it on every length, twice."""
+    for length in (0, 1, 7, 24):
+        x = np.arange(length, dtype="f4")
+
+        def sums(group: Any, x: Any = x) -> bool:
+            array = x * (group.rank + 1)
+            pending = group.bind(array, collective)
+            pending.run()
+            first = array.copy()
+            array[...] = x * (group.rank + 1)
+            pending.start()
+            pending.wait()
+            right = x * sum(range(1, group.size + 1))
+            return bool((first == right).all() and (array == right).all())
+
+        assert all(simulate(sums, collective.ranks or 0))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_proved_and_run(name: str, tmp_path: Path) -> None:
+    """Of every operation and collective, in place or not, with messages whose chunk is reused."""
+    collective = read(PROGRAMS[name], tmp_path)
+    operation = collective.contract.name
+    said = main(["prove", str(tmp_path / "own.xml")])
+    assert said.startswith(f"{operation} by {tmp_path}/own.xml is right on {collective.ranks} rank")
+    assert main(["render", str(tmp_path / "own.xml")]).startswith(f"{operation} by own")
+    assert "finish" in main(["simulate", str(tmp_path / "own.xml"), "--bytes", "64k"])
+    if operation == "all-reduce":
+        check_sums(collective)
+
+
+def test_a_program_costs_what_its_messages_cost(tmp_path: Path) -> None:
+    """A ring of sums that are not kept is as fast as ours."""
+    assert coefficients(read(PROGRAMS["ring"], tmp_path), 3) == pytest.approx(
+        coefficients(ALGORITHMS["ring"], 3)
+    )
+
+
+WRITTEN = [key for key in COLLECTIVES if key[0] not in ("all-to-all", "neighbour-average")]
+
+
+@pytest.mark.parametrize("key", WRITTEN)
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_ours_are_written_and_read(key: tuple[str, str], size: int, tmp_path: Path) -> None:
+    file = tmp_path / "own.xml"
+    words = ["export", key[1], "--operation", key[0], "--ranks", str(size), "--format", "msccl"]
+    assert main([*words, "--out", str(file)]) == f"{key[1]} for {size} ranks is in {file}"
+    assert main(words) + "\n" == file.read_text()
+    collective = read_program(file)
+    assert collective.contract.name == key[0]
+    sent = prove(COLLECTIVES[key], size).chunk_transfers
+    assert prove(collective, size).chunk_transfers == sent
+    if key[0] == "all-reduce" and size in (3, 4):
+        check_sums(collective)
+
+
+PLACE = r"rank \d, thread block \d, step \d"
+# a program, what is changed, into what, which of its places (of several), and what is said
+WRONG: list[tuple[str, str, str, int, str]] = [
+    ("ring", "rrs", "rcs", 0, rf"{PLACE}.* ends without the part of rank|ends without the part"),
+    ("ring", "rrcs", "rcs", 0, r"ends without the part of rank"),
+    ("ring", 'type="rcs"', 'type="rrcs"', 0, rf"{PLACE}.* counts ranks? .* twice"),
+    ("ring", 'type="r"', 'type="rrc"', 1, rf"{PLACE}.* counts ranks? .* twice"),
+    ("ring", 'send="1"', 'send="2"', 0, r"rank \d, thread block 0, step \d (waits|sends)"),
+    ("ring", 'chan="0"', 'chan="1"', 0, "rank 1, thread block 0, step 1 waits for a message"),
+    ("ring", 'type="s"', 'type="nop"', 0, "rank 1, thread block 0, step 4 waits for a message"),
+    ("ring", 'srcoff="1"', 'srcoff="2"', 0, "rank . ends|counts"),
+    ("pair", 'depid="0" deps="1"', 'depid="-1" deps="-1"', 0, rf"race: {PLACE} and thread block"),
+    ("pair", 'depid="1" deps="1"', 'depid="-1" deps="-1"', 0, rf"race: {PLACE} and thread block"),
+    ("pair", 'depid="1" deps="1"', 'depid="1" deps="0"', 1, "race: rank 1, thread block 1, step 1"),
+    ("pair", 'depid="0" deps="0"', 'depid="1" deps="1"', 0, "deadlock: rank 0, thread block 1"),
+    ("pair", 'depid="0" deps="1"', 'depid="7" deps="1"', 0, "thread block 7, step 1, which is not"),
+    ("pair", 'type="re"', 'type="cpy"', 0, "rank 0 ends without the part of rank 0 in chunk"),
+    ("pair", 'dstoff="0" cnt="2"', 'dstoff="1" cnt="1"', 1, rf"{PLACE} sends 2 chunks to {PLACE}"),
+    ("pair", 'type="cpy"', 'type="nop"', 1, "rank 1 ends without the part of"),
+    ("transpose", 'dstoff="2"', 'dstoff="0"', 0, "race|ends|expects chunks"),
+    ("transpose", 'recv="1"', 'recv="-1"', 0, "rank 0, thread block 0, step 1 waits for a mess"),
+    ("scatter", 'type="rrc"', 'type="r"', 1, r"rank 1 ends without the part of rank 1 in chunk"),
+    ("scatter", 'type="cpy"', 'type="nop"', 0, "rank 0, thread block 0, step 2 .*adds chunk 2"),
+    ("gather", 'srcoff="0"', 'srcoff="1"', 2, "rank 0, thread block 1, step 0 reads chunk 1"),
+    ("root", 'type="r"', 'type="nop"', 1, "step 1 sends a message that rank 1 never receives"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_single_change_is_refuted(number: int, tmp_path: Path) -> None:
+    name, old, new, which, sentence = WRONG[number]
+    starts = [found.start() for found in re.finditer(re.escape(old), PROGRAMS[name])]
+    at = starts[which]
+    text = PROGRAMS[name][:at] + new + PROGRAMS[name][at + len(old) :]
+    with pytest.raises(ScheduleError, match=sentence):
+        prove(collective := read(text, tmp_path), collective.ranks or 0)
+
+
+def changed(old: str, new: str) -> Callable[[], str]:
+    return lambda: PROGRAMS["pair"].replace(old, new, 1)
+
+
+ENTITIES = '<!DOCTYPE a [<!ENTITY b "c"><!ENTITY d "&b;&b;">]>'
+BAD: dict[str, tuple[Callable[[], str], str]] = {
+    "empty": (lambda: "", "no element found"),
+    "text": (lambda: "ring", "syntax error"),
+    "cut": (lambda: PROGRAMS["pair"][:900], "no element found|unclosed"),
+    "entities": (lambda: ENTITIES + PROGRAMS["pair"], "declares a document type"),
+    "no block": (lambda: program("allreduce", 2, True, 0, []), "ngpus='0' is no whole number of 1"),
+    "no ranks": (lambda: program("allreduce", 2, True, 0, [[], []]), "has no thread block"),
+    "misplaced": (lambda: "<step/>", "cnt='' is no whole number"),
+    "no head": (lambda: '<gpu id="0" i_chunks="1" o_chunks="1" s_chunks="0"/>', "are misplaced"),
+    "a collective": (changed("allreduce", "custom"), "its collective is 'custom'; it can be"),
+    "an operation": (changed('type="re"', 'type="rx"'), "its operation 'rx' is none of"),
+    "a rank": (changed('gpu id="1"', 'gpu id="2"'), "rank 2 or one that it names is none"),
+    "a partner": (changed('send="1"', 'send="5"'), "rank 0 or one that it names is none"),
+    "a chunk": (changed('srcoff="0"', 'srcoff="9"'), r"rank 0 has no chunks 9\+2 of that buffer"),
+    "a buffer": (changed('srcbuf="s"', 'srcbuf="t"'), "of that buffer"),
+    "a word": (changed('cnt="2"', 'cnt="two"'), "cnt='two' is no whole number of 0 or more"),
+    "a large number": (changed('cnt="2"', f'cnt="{"9" * 5000}"'), "is no whole number of 0"),
+    "many chunks": (changed('s_chunks="2"', 's_chunks="99999999"'), "more than 65536 chunks"),
+    "many ranks": (changed('ngpus="2"', 'ngpus="99999999"'), "more than 8192 chunks of input"),
+    "uneven": (lambda: PROGRAMS["transpose"].replace('perloop="4"', 'perloop="3"'), "3 chunks are"),
+    "many steps": (
+        lambda: program("allreduce", 2, True, 0, [[(-1, -1, "nop i-1 o-1 0;" * 2001)], []]),
+        "more than 2000 chunks in its steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_one_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(msccl, "MOST", 2000)
+    make, sentence = BAD[name]
+    with pytest.raises(UsageError, match=rf"own\.xml: no program of MSCCL \(.*({sentence})"):
+        read(make(), tmp_path)
+
+
+def test_other_files_ranks_and_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pair", "gather"):
+        (tmp_path / f"{name}.xml").write_text(PROGRAMS[name])
+    for words, sentence in (
+        (["prove", f"{tmp_path}/gone.xml"], "No such file"),
+        (["prove", f"{tmp_path}/pair.xml", "--ranks", "3"], "is for 2 ranks, not for 3"),
+        (
+            ["prove", f"{tmp_path}/gather.xml", "--operation", "broadcast"],
+            "for all-gather, not for",
+        ),
+        (["export", "pairwise", "--ranks", "4"], "all-to-all by pairwise is not written"),
+        (["export", "ring", "--out", f"{tmp_path}/none/x"], "cannot be written"),
+    ):
+        with pytest.raises(NnmpiError, match=sentence):
+            main(words)
+    monkeypatch.setattr(msccl, "MOST_BYTES", 10)
+    with pytest.raises(UsageError, match="longer than"):
+        main(["prove", f"{tmp_path}/pair.xml"])
+
+
+def test_a_training_sums_by_a_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its losses are those of our ring, to rounding."""
+    losses = []
+    for name, text in (("ring", ""), (f"{tmp_path}/own.xml", write_program(ALGORITHMS["ring"], 3))):
+        (tmp_path / "own.xml").write_text(text)
+        words = f"--dataset iris --model mlp --hidden 5 --epochs 2 --allreduce {name}"
+        simulate(
+            lambda group, w=words: train(f"{w} --out {tmp_path}/{len(losses)}".split(), group), 3
+        )
+        losses.append(re.findall(r"test loss ([\d.]+)", capfd.readouterr().out))
+    assert losses[0] == losses[1] and losses[0]
