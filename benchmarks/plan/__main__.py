@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import partial
 from itertools import permutations
 from math import nan
 from pathlib import Path
@@ -11,14 +12,19 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
 from benchmarks.harness import command  # noqa: E402
 from benchmarks.harness.command import Parser, positive_count  # noqa: E402
+from benchmarks.harness.machine import machine_facts  # noqa: E402
 from benchmarks.harness.tables import render  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
+from nnmpi.base.files import rebuilt  # noqa: E402
+from nnmpi.comm.fit import Fit, parse_network  # noqa: E402
+from nnmpi.comm.machine import Machine  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
+from nnmpi.comm.simulated.simulated_world import simulate  # noqa: E402
 from nnmpi.lab.planner.auto_layout import RACE_S, choose  # noqa: E402
-from nnmpi.lab.planner.network import find_network  # noqa: E402
-from nnmpi.lab.planner.price import plan  # noqa: E402
+from nnmpi.lab.planner.network import PlannedNetwork, find_network  # noqa: E402
+from nnmpi.lab.planner.price import Candidate, Profile, plan  # noqa: E402
 from nnmpi.lab.planner.profile import Workload, find_profile, ready, typical_s  # noqa: E402
-from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
+from nnmpi.memory.ledger import ACTIVATIONS  # noqa: E402
 from nnmpi.train.build import build_full_model  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing, computing  # noqa: E402
@@ -31,6 +37,8 @@ CASES = {
     "lstm": "--model lstm --dataset paradise-lost --batch-size 16",
 }
 SMALL = "--model mlp --hidden 16 --batch-size 16"
+NODES = 2  # of simulated ranks
+BACKEND = numpy_backend()
 
 
 def spread(planned, count):
@@ -45,113 +53,113 @@ def spread(planned, count):
     return [item for item in planned if id(item) in chosen]
 
 
-def row_of(item):
-    """Return a layout, its price and its bytes as JSON values."""
-    return {
-        **vars(item.candidate),
-        "split": list(item.split),
-        "step_s": item.price.seconds,
-        **vars(item.price),
-        "memory": dict(item.memory),
-        "words": str(item.candidate),
-        "rounds": [],
-    }
-
-
-def run(words, group, count, rounds, say):
-    """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON
-    values. Collective.
-    """
-    backend, config = numpy_backend(), parse(words.split())
+def load(words, group, say):
+    """Return the workload of a command's options. Collective."""
+    config = parse(words.split())
     samples = load_samples(config, group, say)
-    model = build_full_model(config, samples[0], backend, group)
-    config, _ = choose_computing(config, model, samples[0], backend, group)
+    model = build_full_model(config, samples[0], BACKEND, group)
+    return Workload(choose_computing(config, model, samples[0], BACKEND, group)[0], samples)
+
+
+def measure(words, count, rounds, group, say=str):
+    """Return, as JSON values, all that was measured of one model's layouts. Collective."""
+    workload = load(words, group, say)
+    config = workload.config
     with computing(config):
-        workload = Workload(config, samples)
-        profile, _ = find_profile(workload, group, group.size, backend, say)
+        profile, _ = find_profile(workload, group, group.size, BACKEND, say, again=True)
         network = find_network(group, say, group.size)
         group.fit = network.fit
-        pricer = workload.pricer(profile, network, backend)
-        begin = time.perf_counter()
-        everything = plan(pricer, count=10**6)
-        search_s = time.perf_counter() - begin
-        chosen = spread(everything.best, count)
-        rows = {item.candidate: row_of(item) for item in chosen}
+        pricer = workload.pricer(profile, network, BACKEND)
+        chosen = spread(plan(pricer, count=10**6).best, count)
+        rows = {str(item.candidate): {"layout": vars(item.candidate), "s": []} for item in chosen}
         for _ in range(rounds):
             for element in chosen:
-                with ready(workload, element.options(), group, backend) as (worker, batches):
-                    took_s = typical_s(
-                        group,
-                        lambda batch, local=worker: local.step(batch, lr=0.0),
-                        batches,
-                        RACE_S,
+                name = str(element.candidate)
+                with ready(workload, element.options(), group, BACKEND) as (worker, batches):
+                    step = partial(worker.step, lr=0.0)
+                    rows[name]["s"].append(typical_s(group, step, batches, RACE_S))
+                    # a recording is made at the third step
+                    rows[name]["bytes"] = group.gather(
+                        [worker.arrangement.mesh.pp.rank, dict(worker.ledger.report().peaks)]
                     )
-                    peaks = group.gather(dict(worker.ledger.report().peaks))
-                rows[element.candidate]["rounds"].append(took_s)
-                rows[element.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
+                say(f"{name}: {1e3 * rows[name]['s'][-1]:.3f} ms")
             # a drift of the machine's speed within rounds then affects both ends alike
             chosen.reverse()
-        for row in rows.values():
-            row["took_s"] = min(row["rounds"])
-            say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
-        left_open = config.having(layout="auto")
-        auto = choose(left_open, group, backend, say).config.parallel
-    won = next(
-        (
-            rows[item.candidate]
-            for item in chosen
-            if config.having(**item.options(), layout="given").parallel == auto
-        ),
-        None,
-    )
+        auto = choose(config.having(layout="auto"), group, BACKEND, say).config.parallel
     return {
         "command": words,
         "ranks": group.size,
-        "layouts": everything.considered,
-        "search_s": search_s,
-        "auto_took_s": nan if won is None else won["took_s"],
-        "rows": list(rows.values()),
+        "machine": machine_facts(),
+        "profile": profile.to_json(),
+        "fit": network.fit and network.fit.to_json(),
+        "layouts": list(rows.values()),
+        "auto": [
+            str(item.candidate)
+            for item in chosen
+            if config.having(**item.options(), layout="given").parallel == auto
+        ],
     }
 
 
-def judge(result):
-    """Return a row of figures about one model's layouts, by title."""
-    rows = result["rows"]
-    errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
-    again = [
-        abs(item / other - 1) for row in rows for item, other in permutations(row["rounds"], 2)
-    ] or [nan]
-    fastest = min(row["took_s"] for row in rows)
-    state = [kind for kind in KINDS if kind != ACTIVATIONS]
-    state_off = max(
-        abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state
+def judge(result, group):
+    """Return today's figures of what was measured, by title, and a row for each layout."""
+    workload, ranks = load(result["command"], group, str), result["ranks"]
+    fit = result["fit"] and Fit.from_json(result["fit"])
+    machine = fit.machine if fit else Machine.uniform(0.0, 0.0)
+    profile, network = (
+        rebuilt(Profile, result["profile"]),
+        PlannedNetwork("", machine, ranks, fit),
     )
-    kept_off = [
-        abs(row["memory"][ACTIVATIONS] / max(row["bytes"][ACTIVATIONS], 1) - 1) for row in rows
-    ]
-    plain = [
-        off
-        for off, row in zip(kept_off, rows, strict=True)
-        if row["pp"] == row["tp"] == row["sp"] == 1
-    ]
+    with computing(workload.config):
+        pricer = workload.pricer(profile, network, BACKEND)
+        begin = time.perf_counter()
+        layouts = plan(pricer, count=10**6).considered
+        search_s = time.perf_counter() - begin
+        rows = [row_of(pricer, item) for item in result["layouts"]]
+    fastest = min(row["took"] for row in rows)
+    best = min(rows, key=lambda row: row["predicted"])
+    (auto,) = [row["took"] for row in rows if row["layout"] in result["auto"]] or [nan]
+    again = [a / b - 1 for item in result["layouts"] for a, b in permutations(item["s"], 2)]
     return {
         "model": result["command"].split()[1],
-        "ranks": result["ranks"],
-        "layouts run": len(rows),
-        "step: mean / worst error": _mean_and_worst(errors),
-        "the same layout in another round": _mean_and_worst(again),
-        "regret: predicted to be the best / --layout auto": (
-            f"{rows[0]['took_s'] / fastest:.3f} / {result['auto_took_s'] / fastest:.3f}"
+        "ranks": ranks,
+        "layouts": len(rows),
+        "step: mean / worst error": _mean_and_worst(row["error"] for row in rows),
+        "another round of the same": _mean_and_worst(again or [nan]),
+        "regret: the first / --layout auto": (
+            f"{best['took'] / fastest:.3f} / {auto / fastest:.3f}"
         ),
-        "state off": f"{state_off} B",
-        "activations off: whole replicas / all": (
-            f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %"
-        ),
-        "priced": f"{result['layouts']} in {result['search_s']:.2f} s",
+        **{
+            title: _mean_and_worst(row[title] for row in rows)
+            for title in ("state", "activations", "peak")
+        },
+        "priced": f"{layouts} in {search_s:.2f} s",
+    }, rows
+
+
+def row_of(pricer, measured):
+    """Return a layout's measured step beside its price, and the errors of its bytes."""
+    layout, took_s = Candidate(**measured["layout"]), min(measured["s"])
+    price, off = pricer.price(layout), {"state": [], "activations": [], "peak": []}
+    for stage, kinds in enumerate(pricer.memory_of_ranks(layout)):
+        counted = [item for place, item in measured["bytes"] if place == stage]
+        most = {kind: max(item[kind] for item in counted) for kind in kinds}
+        state = sum(most.values()) - most[ACTIVATIONS]
+        off["state"].append((sum(kinds.values()) - kinds[ACTIVATIONS]) / max(state, 1) - 1)
+        off["activations"].append(kinds[ACTIVATIONS] / max(most[ACTIVATIONS], 1) - 1)
+        off["peak"].append(sum(kinds.values()) / sum(most.values()) - 1)
+    return {
+        "layout": str(layout),
+        "took": took_s,
+        "predicted": price.seconds,
+        "error": price.seconds / took_s - 1,
+        **vars(price),
+        **{name: max(errors, key=abs) for name, errors in off.items()},
     }
 
 
-def _mean_and_worst(off):
+def _mean_and_worst(errors):
+    off = [abs(error) for error in errors]
     return f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %"
 
 
@@ -164,29 +172,37 @@ def main():
         ("--only", str, "", f"one of {', '.join(CASES)}"),
         ("--layouts", positive_count, "24", "how many are run of each model"),
         ("--rounds", positive_count, "3", "how often each is run"),
-        ("--json", command.file, None, "file for everything, added to what is there"),
+        ("--simulate", positive_count, None, f"simulated ranks on {NODES} nodes"),
+        ("--json", command.file, None, "file for all that is measured, added to what is there"),
+        ("--replay", command.file, None, "such a file, judged by today's prices; measures nothing"),
     )
     given = parser.parse_args()
-    group = start()
-    say = (
-        (lambda line: print(line, file=sys.stderr, flush=True))
-        if group.is_root
-        else (lambda line: None)
-    )
-    cases = (
-        [SMALL]
-        if given.check
-        else [words for name, words in CASES.items() if name.startswith(given.only)]
-    )
-    result = [
-        run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases
-    ]
-    if group.is_root:
-        rows = [judge(item) for item in result]
-        print(render([(title, title) for title in rows[0]], rows))
-        if given.json is not None:
-            before = json.loads(given.json.read_text()) if given.json.exists() else []
-            given.json.write_text(json.dumps([*before, *result], indent=1) + "\n")
+    group, result = start(), []
+    say = partial(print, file=sys.stderr, flush=True) if group.is_root else str
+    for name, words in (CASES if not given.check else {"": SMALL}).items():
+        if given.replay is None and name.startswith(given.only):
+            arguments = words, 4 if given.check else given.layouts, given.rounds
+            if given.simulate is None:
+                result.append(measure(*arguments, group, say))
+            else:
+                machine = parse_network(
+                    "alpha_us=20,gbit=10,inside_gbit=80", given.simulate, given.simulate // NODES
+                )
+                call = partial(measure, *arguments)
+                result.append(simulate(call, given.simulate, machine)[0])
+    alone = group.split(group.rank)
+    if not group.is_root:
+        return
+    if given.json is not None:
+        before = json.loads(given.json.read_text()) if given.json.exists() else []
+        given.json.write_text(json.dumps([*before, *result]) + "\n")
+    if given.replay is not None:
+        result = json.loads(given.replay.read_text())
+    judged = [judge(item, alone) for item in result]
+    if given.replay is not None:
+        for _, rows in judged:
+            print(render([(title, title) for title in rows[0]], rows))
+    print(render([(title, title) for title in judged[0][0]], [figures for figures, _ in judged]))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ class Fit:
         native: seconds of MPI's blocking all-reduce by bytes.
         native_started: seconds of the non-blocking one; MPI has other code for it.
         shared: seconds of the all-reduce through shared memory; None without shared memory.
-        facts: "ranks", "nodes" (of each rank), "mpi", "host", "date".
+        facts: "ranks", "nodes" (of each rank), "mpi", "host", "date"; "took": the least and the
+            largest part of their predictions that all-reduces of steps took, if it was measured.
     """
 
     machine: Machine
@@ -57,6 +58,13 @@ class Fit:
     def ranks(self) -> int:
         """The number of ranks of the measurement."""
         return int(self.facts["ranks"])
+
+    def describe_error(self) -> str:
+        """Return how near the predictions are, or how to find out."""
+        low, high = self.facts.get("took", (0, 0))
+        if not high:
+            return "how near is not known: nnmpi comm fit measures it"
+        return f"all-reduces of steps took {low:.2f} to {high:.2f} of their predictions"
 
     def predict(
         self,
@@ -258,6 +266,7 @@ def describe_fit(fit: Fit) -> Iterator[str]:
                 f" {1e9 * beta_s:.3f} ns/B at 1 MiB"
             )
     yield f"adding: {1e9 * machine.add(LONG_BYTES) / LONG_BYTES:.3f} ns/B at 1 MiB"
+    yield fit.describe_error()
     yield ""
     yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in EXAMPLES)
     for algorithm in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):

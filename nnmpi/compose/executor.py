@@ -10,12 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
+from nnmpi.memory.fitting import StageCost
 from nnmpi.memory.store import Store
 from nnmpi.nn.chain import ModelPart, stashed_at
 from nnmpi.nn.module import repeatable
@@ -37,7 +39,7 @@ WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 @lru_cache(maxsize=64)  # simulated ranks, and replicas among them, share it
-def _executable(
+def executable(
     name: Generator,
     ranks: int,
     microbatches: int,
@@ -46,6 +48,16 @@ def _executable(
     counts: tuple[int, ...],
     zero: int,
 ) -> Schedule:
+    """Return a checked schedule with transfers, and ZeRO's gathers and sums.
+
+    Args:
+        name, ranks, microbatches, virtual, home: see `make`.
+        counts: the segments of each stage.
+        zero: the stage of ZeRO that the program carries out.
+
+    Raises:
+        UsageError, ScheduleError: when it does not support these, or is wrong.
+    """
     schedule = lower(split_stages(make(name, ranks, microbatches, virtual, home), counts))
     if zero > 1:
         schedule = shard_weights(schedule, gathers=zero > 2)
@@ -75,7 +87,7 @@ class RankProgram(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _program(rank: int, moved: frozenset[int], *shape: Any) -> RankProgram:
-    original = schedule = _executable(*shape)
+    original = schedule = executable(*shape)
     if moved:
         schedule = offload(schedule, rank, moved)
         check(schedule)
@@ -113,6 +125,7 @@ class Executor:
     Attributes:
         stages: this rank's, by number; or their segments, see `Arrangement.segments`.
         count: the number of stages altogether.
+        counts: the segments of each stage of the layout.
         boundaries: to other ranks, by the number of the stage before them.
         messages: between the ranks of a pipeline.
         zero: the stage of ZeRO that the program carries out; 0 for none.
@@ -122,6 +135,7 @@ class Executor:
         moved: the stages whose saved arrays are moved to a store between forward and backward.
         store: it.
         passes: the number of passes so far.
+        costs: what a microbatch costs each stage, by the last pass that was measured.
         calls: what passes do at each kind of instruction, see `compose.walk`.
         label: of this rank's pipeline, in traces.
     """
@@ -129,6 +143,7 @@ class Executor:
     storage: ShardedStorage
     store: Store | None = None
     moved: frozenset[int] = frozenset()
+    costs: Mapping[int, StageCost] = MappingProxyType({})
 
     def __init__(
         self,
@@ -149,7 +164,7 @@ class Executor:
         self.rank, self.ranks = mesh.pp.rank, mesh.pp.size
         segments = tuple(chain.from_iterable(arrangement.segments))
         self.count = len(segments) or 1
-        self._counts = tuple(map(len, arrangement.segments)) or (1,)
+        self.counts = tuple(map(len, arrangement.segments)) or (1,)
         self._stage_home = layout.home
         self.zero = layout.zero if segments else 0
         if self.zero > 1:
@@ -168,7 +183,7 @@ class Executor:
         self.boundaries: dict[int, StageBoundary] = {}
         if self.ranks > 1:
             self.messages = Messages(mesh.pp, synchronous_sends)
-            home = SegmentHome(layout.home, tuple(accumulate(self._counts)))
+            home = SegmentHome(layout.home, tuple(accumulate(self.counts)))
             inner = {
                 s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1
             }
@@ -221,9 +236,9 @@ class Executor:
 
     def program(self, microbatches: int, trains: bool) -> RankProgram:
         """Return this rank's checked program; see `schedule_for`."""
-        name, virtual = self._schedule if trains else INFERENCE, len(self._counts) // self.ranks
+        name, virtual = self._schedule if trains else INFERENCE, len(self.counts) // self.ranks
         moved = self.moved if trains else frozenset()  # inference saves nothing to move
-        shape = self.ranks, microbatches, virtual, self._stage_home, self._counts, self.zero
+        shape = self.ranks, microbatches, virtual, self._stage_home, self.counts, self.zero
         return _program(self.rank, moved, name, *shape)
 
     @contextmanager

@@ -143,7 +143,7 @@ class Pass:
         self.executor, self.inputs, self.length, self.size = executor, inputs, length, size
         self._seeds = seeds
         self.meter: Meter | None = None
-        self.costs = dict.fromkeys(executor.stages, StageCost())
+        self.costs = dict[int, StageCost]()
         self.report = PassReport(len(inputs))
         # By (stage that uses them, microbatch). If another rank has the stage, they wait to be
         # sent.
@@ -303,7 +303,7 @@ class Pass:
         before = self.meter
         with self.executor.backend.meter() if before is None else nullcontext(before) as self.meter:
             yield
-        self.meter = before
+        self.meter, self.executor.costs = before, self.costs
 
     @contextmanager
     def fitting(self, limit: ActivationLimit) -> Iterator[None]:
@@ -396,14 +396,19 @@ class Pass:
             grads: Sequence[Array] = [self.do(Pass._seed, microbatch, when="before")]
         else:
             grads = self._grads.pop((stage, microbatch))
-        flight = self._flights[stage, microbatch]
+        grads_back = self._flights[stage, microbatch].backward(grads, halves)
         if not halves:
-            del self._flights[stage, microbatch]
-        grads_back = flight.backward(grads, halves)
-        if self.meter is not None:
-            self.costs[stage] = StageCost(*map(max, self.costs[stage], flight.cost))
+            self._land(op)
         if stage:
             self._grads[stage - 1, microbatch] = grads_back
+
+    def _land(self, op: _Op) -> None:
+        """End a microbatch's flight, after a second half if its backward is halved."""
+        flight = self._flights.pop((op.stage, op.microbatch))
+        flight.finish()
+        if self.meter is not None:
+            most = self.costs.get(op.stage, flight.cost)
+            self.costs[op.stage] = StageCost(*map(max, most, flight.cost))
 
     def _send_out(self, op: _Op) -> None:
         executor = self.executor
@@ -499,7 +504,7 @@ def _end_backward(now: Pass, op: _Op) -> None:
 _ACTIONS: dict[Kind, _Call] = {
     Kind.F: Pass._forward,
     **dict.fromkeys((Kind.B, Kind.I), Pass._backward),
-    Kind.W: lambda now, op: now._flights.pop((op.stage, op.microbatch)).finish(),
+    Kind.W: Pass._land,
     **dict.fromkeys(SENDS, Pass._send),
     **dict.fromkeys(RECEIVES, _recorded(Pass._receive)),
     Kind.OUT: Pass._send_out,

@@ -14,7 +14,7 @@ mpirun -n 4 nnmpi comm fit --svg fit.svg
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -46,7 +46,7 @@ from nnmpi.comm.fit import (
     parse_network,
     save_fit,
 )
-from nnmpi.comm.machine import EAGER_BYTES, Curve
+from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.saved_fit import facts
@@ -57,6 +57,8 @@ from nnmpi.lab.render.collectives import compare, draw_fit, picture, render
 
 PROGRAM = "nnmpi comm"
 DEFAULT_RANKS = 4
+SUMS_S = 12.0
+LEAST_BYTES = 1024  # of the all-reduces whose prediction is judged
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,8 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
 
 
 def _fit(_: str, ranks: int, asked: CommConfig) -> str:
-    """Measure this machine with these ranks and save the fit; run it under mpirun. With --svg,
-    measure the all-reduces of steps, too, and draw them beside their predictions.
+    """Measure this machine with these ranks and save the fit, with the error of its predictions;
+    run it under mpirun. With --svg, draw the all-reduces of steps beside their predictions.
     """
     group = start()
     file = asked.out or default_file(facts(group))
@@ -206,12 +208,18 @@ def _fit(_: str, ranks: int, asked: CommConfig) -> str:
         if group.is_root:
             print(f"measuring {line}", flush=True)
 
-    fit, sums = measure(group, say=tell), dict[str, Curve]()
-    if asked.svg is not None:
-        tell("all-reduces of steps")
-        sums = measure_sums(group)
+    fit = measure(group, say=tell)
+    tell("all-reduces of steps, beside their predictions")
+    sums = measure_sums(group, SUMS_S)
     if not group.is_root:
         return ""
+    off = [
+        seconds / fit.predict(name, int(nbytes))
+        for name, curve in sums.items()
+        for nbytes, seconds in curve.points
+        if nbytes >= LEAST_BYTES
+    ]
+    fit = replace(fit, facts={**fit.facts, "took": [min(off), max(off)]})
     save_fit(fit, file)
     busy = [
         f"warning: before it the load was {load:.1f} on {cores} cores: other programs use them, so"

@@ -152,7 +152,7 @@ def main(words: Sequence[str], group: Group) -> None:
             step_s = profile.step(workload.batch_size, "seconds")
             return [
                 *_header(asked, ranks, network, step_s, profile.date),
-                *describe(result),
+                *describe(result, profile.raced),
                 "",
                 command,
             ]
@@ -179,19 +179,25 @@ def _header(
     ]
 
 
-def describe(search: LayoutSearch) -> Iterator[str]:
-    """Yield the lines of a search's result, at most 100 columns wide."""
+def describe(search: LayoutSearch, raced: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of a search's result, at most 100 columns wide.
+
+    Args:
+        raced: the measured seconds of some layouts' steps, by their text.
+    """
     yield counted(search.considered, "layout")
     yield ""
-    yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
+    yield f"{'':>3}{'step':>10}{'measured':>10}" + "".join(map("{:>10}".format, TIMES)) + "  layout"
     for number, element in enumerate(search.best, 1):
+        name, price = str(element.candidate), element.price
+        took_s = raced.get(name)
         times = "".join(
-            f"{format_seconds(item, 3):>10}"
-            for item in (element.price.seconds, *vars(element.price).values())
+            f"{'-' if item is None else format_seconds(item, 3):>10}"
+            for item in (price.seconds, took_s, *vars(price).values())
         )
-        first, *rest = wrap(str(element.candidate), WIDTH - 55)
+        first, *rest = wrap(name, WIDTH - 65)
         yield f"{number:>3}{times}  {first}"
-        yield from (f"{'':>55}{line}" for line in rest)
+        yield from (f"{'':>65}{line}" for line in rest)
     yield ""
     yield f"{'':>3}{'bytes':>12}" + "".join(f"{name:>13}" for name in SHORT)
     for number, element in enumerate(search.best, 1):

@@ -30,6 +30,9 @@ class StageCost(NamedTuple):
         outputs: bytes of its outputs, without inputs.
         seconds: of a recomputation.
         work: the most bytes that a forward or a backward takes besides.
+        deferred: how many more bytes it holds between the halves of a backward than before; mostly
+            fewer, a negative number.
+        finishing: the most bytes that the second half takes besides.
     """
 
     inputs: float = 0
@@ -37,6 +40,8 @@ class StageCost(NamedTuple):
     outputs: float = 0
     seconds: float = 0.0
     work: float = 0
+    deferred: float = 0
+    finishing: float = 0
 
 
 def peak_of_stages(
@@ -67,7 +72,8 @@ def peak_of_stages(
         schedule = offload(schedule, rank, moved)
     left = {number: waiting[number] for number in again}
     work = {number: cost.work for number, cost in costs.items()}
-    return peak_saved(schedule, rank, saved, left, staying, work)
+    halves = {number: (cost.deferred, cost.finishing) for number, cost in costs.items()}
+    return peak_saved(schedule, rank, saved, left, staying, work, halves)
 
 
 class Savings(NamedTuple):

@@ -264,6 +264,7 @@ def peak_saved(
     waiting: Mapping[int, N] = MappingProxyType({}),
     staying: Mapping[int, N] = MappingProxyType({}),
     work: Mapping[int, N] = MappingProxyType({}),
+    halves: Mapping[int, tuple[N, N]] = MappingProxyType({}),
 ) -> N:
     """Return a rank's peak of activations, weighted by each stage's size.
 
@@ -275,6 +276,7 @@ def peak_saved(
         waiting: of the stages that are recomputed, what is saved from the forward to the backward.
         staying: of the stages that are moved to a store, what stays in memory.
         work: what a stage takes besides while it computes.
+        halves: how much more it has between the halves of a backward, and what the second one takes.
     """
     trains = schedule.trains
     now: N = 0
@@ -289,7 +291,11 @@ def peak_saved(
         elif kind in (Kind.DROP, Kind.IN):
             gone = whole - staying.get(instruction.stage, 0)
             now += gone if kind is Kind.IN else -gone
-        most = max(most, now + (work.get(instruction.stage, 0) if kind in COMPUTE else 0))
+        extra = work.get(instruction.stage, 0) if kind in COMPUTE else 0
+        more, finishing = halves.get(instruction.stage, (0, extra))
+        most = max(most, now + (finishing if kind is Kind.W else extra))
+        if kind in (Kind.I, Kind.W):
+            now += more if kind is Kind.I else -more
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and not trains):
             now -= whole if trains else until
     return most

@@ -13,8 +13,8 @@ from nnmpi.base.errors import ScheduleError, UsageError
 from nnmpi.base.units import format_seconds
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.fit import find_network_fit, save_fit
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.fit import find_network_fit, load_fit, save_fit
+from nnmpi.comm.machine import Curve, Machine
 from nnmpi.lab.comm import main
 from nnmpi.lab.render.collectives import compare, render
 from tests.comm.test_fit import make as make_fit
@@ -168,17 +168,29 @@ def test_a_fit_is_priced_on_its_own_nodes_and_alone(
         main(["list", "--ranks", "5", "--network", str(file)])
 
 
+RATIOS = ((1024, 1.2), (2**20, 0.9))  # measured over predicted
+
+
 @pytest.mark.parametrize("load", [0.0, 1e6])
 def test_a_fit_of_a_busy_machine_says_so(
     load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (group,) = simulate(lambda group: group, 1)
-    made = {"start": lambda: group, "measure": lambda group, say: make_fit()}
+    fit = make_fit()
+    sums = {"ring": Curve(((4, 9.0), *((n, f * fit.predict("ring", n)) for n, f in RATIOS)))}
+    made = {
+        "start": lambda: group,
+        "measure": lambda group, say: fit,
+        "measure_sums": lambda *_: sums,
+    }
     for name, function in made.items():
         monkeypatch.setattr(f"nnmpi.lab.comm.{name}", function)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     said = main(["fit", "--out", str(tmp_path / "fit.json")])
     assert ("these times are unreliable" in said) == (load > 0)
+    assert "steps took 0.90 to 1.20 of their predictions" in said
+    assert load_fit(tmp_path / "fit.json").describe_error() in said
+    assert "nnmpi comm fit measures it" in fit.describe_error()
 
 
 def test_a_name_that_one_operation_has_needs_no_operation() -> None:

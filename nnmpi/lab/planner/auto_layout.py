@@ -24,7 +24,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.stats import PARTS
 from nnmpi.lab.planner.network import Say, find_network
 from nnmpi.lab.planner.price import LayoutPrice, plan
-from nnmpi.lab.planner.profile import Workload, find_profile, ready, typical_s
+from nnmpi.lab.planner.profile import Workload, find_profile, time_layout
 from nnmpi.train import computing as host
 from nnmpi.train.build import build_full_model
 from nnmpi.train.computing import choose_computing, multiplications
@@ -180,13 +180,5 @@ def race(
     times = [inf] * len(layouts)
     for turn in range(RACE_ROUNDS):
         for i in sorted(range(len(layouts)), reverse=bool(turn % 2)):
-            times[i] = min(times[i], time_layout(workload, layouts[i], group, backend))
+            times[i] = min(times[i], time_layout(workload, layouts[i], group, backend, RACE_S))
     return times
-
-
-def time_layout(
-    workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend
-) -> float:
-    """Return the seconds of a step of a layout. Collective."""
-    with ready(workload, options, group, backend) as (worker, batches):
-        return typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

@@ -122,7 +122,10 @@ def find_network(
         fit = known if word == "fit" else find_network_fit(word, ranks)
         if fit is not None and fit.ranks == ranks and (nodes == 1 or fit.machine.nodes is not None):
             return PlannedNetwork(
-                f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit
+                f"fitted to {fit.facts['host']} on {fit.facts['date']}; {fit.describe_error()}",
+                fit.machine,
+                ranks,
+                fit,
             )
         is_given = fit is None and word != "fit"
         machine = (

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import chain, product
 from math import prod
@@ -44,11 +44,12 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mesh import AXES, DP, PP, SP, TP, Mesh
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.executor import SERIAL, executable
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.lab.planner.network import PlannedNetwork
 from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
-from nnmpi.memory.plan import LayerCost, keep_all, price_plan, saved_bytes
+from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
@@ -235,16 +236,14 @@ class StepCost:
     """A step of one replica on one rank.
 
     Attributes:
-        seconds: of forward and backward.
+        seconds: of all but the update.
         update_s: seconds of the optimizer's update.
-        activations: bytes.
-        least: bytes, with as few as possible.
+        least_s: seconds of all but the update, with as few activations as possible.
     """
 
     seconds: float
     update_s: float
-    activations: float
-    least: float
+    least_s: float
 
 
 @dataclass(frozen=True)
@@ -252,12 +251,11 @@ class ShareCost:
     """A step of a replica on its (tp, sp) ranks, relative to one rank.
 
     Attributes:
-        seconds, activations: the ratio of a rank's to one rank's; messages are not included.
+        seconds: the ratio of a rank's to one rank's; messages are not included.
         exchanges: (operation, axis, bytes per row, count) of the messages between the ranks.
     """
 
     seconds: float = 1.0
-    activations: float = 1.0
     exchanges: tuple[tuple[str, str, float, int], ...] = ()
 
 
@@ -270,8 +268,8 @@ class Profile:
         shares: {(tp, sp): cost}.
         layers: in the order of the chain, for `layer_rows` rows. Only ratios of their times are
             used.
-        few: the same for `few_rows` rows, as not all bytes grow with the rows.
         raced: {layout as text: seconds of a step in a race}.
+        once_s: the seconds of a step that it takes once, however many microbatches it has.
         date: when it was measured.
         busy: the share of the processor time that other programs took meanwhile.
     """
@@ -280,9 +278,8 @@ class Profile:
     shares: Mapping[Share, ShareCost]
     layers: tuple[LayerCost, ...]
     layer_rows: int
-    few: tuple[LayerCost, ...] = ()
-    few_rows: int = 0
     raced: Mapping[str, float] = field(default_factory=dict)
+    once_s: float = 0.0
     date: str = ""
     busy: float = 0.0
 
@@ -350,7 +347,7 @@ class ModelShapes:
         backend: Backend,
     ) -> None:
         self._build, self._dtype, self._state_arrays = build, dtype, state_arrays
-        self._sample, self._seconds, self._backend = sample, seconds, backend
+        self._sample, self._seconds, self.backend = sample, seconds, backend
         self.cuts, self.states = cache(self._cuts), cache(self._states)
         self.tied_bytes = cache(self._tied_bytes)
         self._model = cache(self._spread)
@@ -419,7 +416,7 @@ class ModelShapes:
             def spread(group: Group) -> Module:
                 layout = Layout(1, 1, tp)
                 return arrange(
-                    self._build(), group, layout, self._sample, self._dtype, self._backend
+                    self._build(), group, layout, self._sample, self._dtype, self.backend
                 ).model
 
             model = simulate(spread, tp)[0]
@@ -427,6 +424,10 @@ class ModelShapes:
 
     def _cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
         return partition(self._seconds, pp * virtual)
+
+
+SegmentCosts: TypeAlias = tuple[tuple[int, ...], dict[int, StageCost]]
+"""The segments of each stage, and what a microbatch costs each segment."""
 
 
 class Pricer:
@@ -438,6 +439,7 @@ class Pricer:
         profile: measurements of the workload.
         network: costs of messages.
         shapes: of the model under layouts.
+        count: (ranks, options of a layout) -> its segments and their bytes.
     """
 
     def __init__(
@@ -447,11 +449,12 @@ class Pricer:
         profile: Profile,
         network: PlannedNetwork,
         shapes: ModelShapes,
+        count: Callable[[int, Mapping[str, Any]], SegmentCosts],
     ) -> None:
         self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
-        self._piped, self._stage_cost = cache(self._bubble), cache(self._cost_of_stage)
+        self._piped, self._measure, self._counted = cache(self._bubble), count, cache(self._count)
         self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
@@ -471,12 +474,14 @@ class Pricer:
 
     def _computing(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of forward and backward through all layers of a replica."""
-        again = 1 + candidate.recompute * self._forward_part()
-        return (
-            again
-            * self.profile.step(self._rows(candidate), "seconds")
-            * self.profile.shares[candidate.tp, candidate.sp].seconds
-        )
+        one, name, again = candidate, "seconds", 1.0
+        if one.recompute and one.pp == 1 and one.zero < 2:
+            name = "least_s"  # of a plan, which computes some layers again
+        elif one.recompute:  # whole segments
+            again += self._forward_part()
+        step_s = self.profile.step(self._rows(one), name)
+        once_s = min(step_s, self.profile.once_s) if one.pp > 1 else 0.0
+        return again * (step_s - once_s) * self.profile.shares[one.tp, one.sp].seconds
 
     def _forward_part(self) -> float:
         layers = self.profile.layers
@@ -499,7 +504,7 @@ class Pricer:
         most_s = max(
             sum(work[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp)
         )
-        return most_s * candidate.microbatches, work
+        return self.profile.once_s + most_s * candidate.microbatches, work
 
     def _bubble(self, candidate: Candidate) -> float:
         """Return the busiest rank's seconds of waiting in a step."""
@@ -519,9 +524,13 @@ class Pricer:
             return (round(self._entering(layer, rows) / candidate.sp),)
 
         pipelines = self._mesh(*candidate.axes).groups(PP)
-        return -busy_s + max(
-            simulate_schedule(schedule, costs, part, lengths).makespan_s
-            for part in self.network.machine.parts(pipelines, candidate.ranks)
+        return (
+            self.profile.once_s
+            - busy_s
+            + max(
+                simulate_schedule(schedule, costs, part, lengths).makespan_s
+                for part in self.network.machine.parts(pipelines, candidate.ranks)
+            )
         )
 
     def _stages(self, candidate: Candidate) -> tuple[Schedule, Sequence[range]]:
@@ -537,13 +546,20 @@ class Pricer:
         shared = candidate.replicas if candidate.zero or self._fused(candidate) else 1
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
 
-    def _through_memory(self, candidate: Candidate) -> bool:
-        """Whether gradients are summed through the node's shared memory, with a fitted time."""
-        return self.network.has_shared and candidate.pp == candidate.tp == 1
+    def _shares_memory(self, candidate: Candidate) -> bool:
+        """Whether replicas sum their gradients in their node's shared memory."""
+        nodes, groups = self.network.nodes, self._mesh(*candidate.axes).groups(DP, SP)
+        alone = all(len({nodes[rank] for rank in ranks}) == 1 for ranks in groups)
+        return alone and candidate.replicas > 1 and not self.shapes.backend.is_device
 
     def _fused(self, candidate: Candidate) -> bool:
         """Whether each rank updates a slice of the node's parameters, see `parallel.fused`."""
-        return self._through_memory(candidate) and candidate.sp == 1 and not candidate.zero
+        whole = candidate.pp == candidate.tp == 1
+        return whole and not candidate.zero and self._shares_memory(candidate)
+
+    def _through_memory(self, candidate: Candidate) -> bool:
+        """Whether the sums in shared memory have a fitted time."""
+        return self.network.has_shared and self._shares_memory(candidate)
 
     def _exposed(self, candidate: Candidate, busy_s: float, bubble_s: float) -> float:
         """Return the seconds of messages that no computation hides, except a pipeline's.
@@ -614,7 +630,7 @@ class Pricer:
 
     def memory_of_ranks(self, candidate: Candidate) -> list[Memory]:
         """Return the bytes by kind of each rank of a pipeline."""
-        once = candidate.zero > 0 and self._through_memory(candidate)
+        once = candidate.zero > 0 and self._shares_memory(candidate)
         states = self.shapes.states(*candidate.division, candidate.zero, candidate.replicas, once)
         return [
             self._memory_of(candidate, *item)
@@ -623,7 +639,7 @@ class Pricer:
 
     def _memory_of(self, candidate: Candidate, state: StateBytes, activations: int) -> Memory:
         # the fused update keeps one shared copy per node
-        shares = candidate.dp if self._fused(candidate) else 1
+        shares = candidate.replicas if self._fused(candidate) else 1
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,
@@ -634,37 +650,47 @@ class Pricer:
         }
 
     def _activations(self, candidate: Candidate) -> list[int]:
-        """Return the activation bytes of each rank of a pipeline.
-
-        Without a pipeline they are measured. With one they are summed over the schedule's live
-        microbatches, as the ledger does.
+        """Return the activation bytes of each rank of a pipeline: what a pass counts, from the
+        measured costs of its microbatches.
         """
-        rows, profile = self._rows(candidate), self.profile
-        ratio = profile.shares[candidate.tp, candidate.sp].activations
-        if candidate.pp == 1:
-            name = "least" if candidate.recompute else "activations"
-            return [round(ratio * profile.step(rows, name))]
-        schedule, cuts = self._stages(candidate)
+        one, stages = candidate, candidate.pp * candidate.virtual_stages
+        zero = one.zero if one.zero > 1 else 0
+        in_segments = one.pp > 1 or zero > 1
+        halves = one.pp > 1 and Kind.W in self._stages(one)[0].kinds
+        measured = Candidate(
+            1 + (one.dp > 1 and zero > 0),
+            stages,
+            one.tp,
+            one.sp,
+            zero,
+            "zero-bubble" if halves else "1f1b",
+            1,
+            min(stages, 2),
+            one.recompute and not in_segments,
+        )
+        counts, costs = self._counted(measured, self._rows(one))
+        schedule = executable(
+            one.pipeline if one.pp > 1 else SERIAL,
+            one.pp,
+            one.microbatches,
+            one.virtual_stages,
+            home_of(one.pipeline),
+            counts,
+            zero,
+        )
+        own = [{s: costs[s] for s in schedule.stages_of(rank)} for rank in range(one.pp)]
+        again = one.recompute and in_segments
+        return [
+            int(peak_of_stages(item, schedule, rank, item if again else ()))
+            for rank, item in enumerate(own)
+        ]
 
-        def peak(layers: tuple[LayerCost, ...], rank: int) -> float:
-            costs = {s: self._stage_cost(layers, cuts[s]) for s in schedule.stages_of(rank)}
-            return peak_of_stages(costs, schedule, rank, costs if candidate.recompute else ())
-
-        part = (rows - profile.few_rows) / (profile.layer_rows - profile.few_rows)
-        result = []
-        for rank in range(candidate.pp):
-            few = peak(profile.few, rank) if profile.few else 0.0
-            result.append(round(ratio * (few + part * (peak(profile.layers, rank) - few))))
-        return result
-
-    def _cost_of_stage(self, every: tuple[LayerCost, ...], cut: range) -> StageCost:
-        """Return what a microbatch costs a stage, from the costs of all layers."""
-        layers = every[cut.start : cut.stop]
-        last = layers[-1]
-        inputs = every[cut.start - 1].value if cut.start else 0
-        inner = saved_bytes(layers, range(len(layers))) - last.value * last.saves_result
-        work = price_plan(layers, keep_all(layers)).peak - inner
-        return StageCost(inputs, inner, last.value, work=work)
+    def _count(self, layout: Candidate, rows: int) -> SegmentCosts:
+        parts = layout.microbatches
+        options = layout.options() | {"batch_size": rows * parts * layout.dp}
+        if parts > 1:
+            options["split"] = tuple(map(len, self.shapes.cuts(layout.pp, 1)))
+        return self._measure(layout.ranks, options)
 
     def _entering(self, layer: int, rows: int) -> float:
         if not layer:
@@ -674,12 +700,17 @@ class Pricer:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with its price, the largest rank's bytes, and each stage's number of layers."""
+    """A layout with its price, each stage's number of layers, and what counts its bytes."""
 
     candidate: Candidate
     price: LayoutPrice
-    memory: Memory
     split: Sequence[int]
+    count: Callable[[Candidate], Memory]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The bytes by kind, of the rank with the largest sum."""
+        return self.count(self.candidate)
 
     @property
     def bytes(self) -> int:
@@ -746,7 +777,7 @@ def plan(
             if candidate.pp > 1
             else ()
         )
-        planned = PlannedLayout(candidate, price, pricer.memory(candidate), split)
+        planned = PlannedLayout(candidate, price, split, pricer.memory)
         if limit_bytes is not None and planned.bytes > limit_bytes:
             too_large.append(planned)
             continue

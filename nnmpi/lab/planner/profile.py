@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product, repeat
+from itertools import chain, product, repeat
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,18 @@ from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
 from nnmpi.lab.measure import time_calls
 from nnmpi.lab.planner.network import PlannedNetwork, Say
-from nnmpi.lab.planner.price import ModelShapes, Pricer, Profile, Share, ShareCost, StepCost
+from nnmpi.lab.planner.price import (
+    ModelShapes,
+    Pricer,
+    Profile,
+    SegmentCosts,
+    Share,
+    ShareCost,
+    StepCost,
+)
+from nnmpi.memory.fitting import StageCost, peak_of_stages
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
-from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
@@ -68,12 +77,15 @@ from nnmpi.train.config import Config, to_json
 from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 18  # of the cached profile; part of its key
+FORMAT = 19  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
+RECORDED_STEPS = 2  # after these the memory of a recording is known
+SEVERAL = 4  # microbatches of a step that is measured beside one of a single microbatch
 LEAST = {"activation_memory": "least"}
+_Sent = tuple[str, str, int]  # operation, axis, bytes
 QUARTILE = 0.25  # other programs disturb the steps above it
 # The first 1/SETTLED of the steps does not count: in the first 0.1 s a step of 2 ms takes 12 %
 # longer.
@@ -127,7 +139,8 @@ class Workload:
             self.config.optimization.state_arrays,
         )
         shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
-        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
+        count = partial(count_costs, self, backend)
+        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes, count)
 
     def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
         """Return everything on which the measured times depend, equal on all ranks. Collective."""
@@ -217,8 +230,7 @@ def _why_stale(kept: Profile, workload: Workload, group: Group, backend: Backend
     short = {rows: cost for rows, cost in kept.steps.items() if cost.seconds < SHORT_S}
     rows, cost = max(short.items()) if short else min(kept.steps.items())
     alone = group.split(group.rank)
-    with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
-        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
+    step_s = time_layout(workload, {"batch_size": rows}, alone, backend, timed=group)
     alone.free()
     expected_s = cost.seconds + cost.update_s
     if abs(step_s / max(expected_s, 1e-12) - 1) <= STALE:
@@ -259,10 +271,10 @@ def measure(
         expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
         if expected <= LONGEST_S:
             steps[rows] = _measure_replica(workload, rows, group, alone, backend)
+    once_s = _measure_once(workload, min(steps), group, alone, backend)
     alone.free()
-    few_rows, rows = min(steps), max(steps)
+    rows = max(steps)
     layers = _measure_layers(workload, rows, group, backend)
-    few = _measure_layers(workload, few_rows, group, backend) if few_rows < rows else ()
     result = {(1, 1): ShareCost()}
     for share in shares:
         cost = _measure_share(group, workload, share, rows, backend)
@@ -278,8 +290,7 @@ def measure(
         result,
         layers,
         rows,
-        few,
-        few_rows if few else 0,
+        once_s=once_s,
         date=time.strftime("%Y-%m-%d %H:%M"),
         busy=busy,
     )
@@ -306,16 +317,30 @@ def _measure_layers(
 def _measure_replica(
     workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
 ) -> StepCost:
-    with ready(workload, {"batch_size": rows}, alone, backend) as (worker, batches):
-        step_s = typical_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
+    size = {"batch_size": rows}
+    step_s = least_s = time_layout(workload, size, alone, backend, timed=group)
+    with ready(workload, size, alone, backend) as (worker, _):
         update_s = typical_s(group, lambda _: worker.optimizer.step(), repeat(None))
-        least = activations = worker.ledger.report().peaks[ACTIVATIONS]
-    with (
-        suppress(UsageError),  # a model that is not recomputed
-        ready(workload, {"batch_size": rows, **LEAST}, alone, backend) as (worker, _),
-    ):
-        least = worker.ledger.report().peaks[ACTIVATIONS]
-    return StepCost(max(step_s - update_s, 0.0), update_s, activations, least)
+    with suppress(UsageError):  # a model that is not recomputed
+        least_s = time_layout(workload, size | LEAST, alone, backend, timed=group)
+    step_s, least_s = (max(seconds - update_s, 0.0) for seconds in (step_s, least_s))
+    return StepCost(step_s, update_s, least_s)
+
+
+def _measure_once(
+    workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
+) -> float:
+    """Return the seconds of a step beside its microbatches, from steps of few and of several."""
+    several = min(SEVERAL, workload.batch_size // rows)
+    if several < 2:
+        return 0.0
+    one_s, all_s = (
+        time_layout(
+            workload, {"batch_size": rows * n, "microbatches": n}, alone, backend, timed=group
+        )
+        for n in (1, several)
+    )
+    return max(0.0, (several * one_s - all_s) / (several - 1))
 
 
 def _measure_share(
@@ -323,7 +348,7 @@ def _measure_share(
 ) -> ShareCost | None:
     """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
 
-    def run(tp: int, sp: int, local: Group) -> tuple[float, float, dict[tuple[str, str, int], int]]:
+    def run(tp: int, sp: int, local: Group) -> tuple[float, Counter[_Sent]]:
         options = {"tp": tp, "sp": sp, "batch_size": rows}
         with ready(workload, options, local, backend) as (worker, batches):
             timeline = Timeline()
@@ -336,20 +361,48 @@ def _measure_share(
                 for e in timeline.events
                 if e.category == CATEGORY
             )
-            step_s = typical_s(local, lambda batch: worker.step(batch, lr=0.0), batches)
-            return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
+            return typical_s(local, partial(worker.step, lr=0.0), batches), sent
 
     try:
         with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
-            ((single_s, full, _),) = simulate(partial(run, 1, 1), 1)
-            (step_s, activations, sent), *_ = simulate(partial(run, *share), share[0] * share[1])
+            ((single_s, _),) = simulate(partial(run, 1, 1), 1)
+            (step_s, sent), *_ = simulate(partial(run, *share), prod(share))
     except NnmpiError:
         return None
     (ratio,) = group.max_floats([step_s / max(single_s, 1e-12)])
     exchanges = tuple(
         (what, axis, nbytes / rows, count) for (what, axis, nbytes), count in sent.items()
     )
-    return ShareCost(ratio, activations / max(full, 1), exchanges)
+    return ShareCost(ratio, exchanges)
+
+
+def count_costs(
+    workload: Workload, backend: Backend, ranks: int, options: Mapping[str, Any]
+) -> SegmentCosts:
+    """Return a layout's segments, and their bytes.
+
+    A pass of the layout on simulated ranks counts them, as a run's second step does. If its
+    recording takes more, the rest is work of each segment.
+    """
+
+    def run(group: Group) -> SegmentCosts:
+        with ready(workload, options, group, backend) as (worker, batches):
+            for _ in range(RECORDED_STEPS):
+                worker.step(next(batches), lr=0.0)
+            executor, recorded = worker.passes.executor, worker.passes.replay.held_bytes
+            schedule = executor.schedule_for(options.get("microbatches", 1))
+            counted = peak_of_stages(executor.costs, schedule, executor.rank, executor.recomputed)
+            more = max(0.0, recorded - counted)
+            return executor.counts, {
+                stage: cost._replace(work=cost.work + more)
+                for stage, cost in executor.costs.items()
+            }
+
+    (counts, _), *_ = by_rank = simulate(run, ranks)
+    costs: dict[int, StageCost] = {}
+    for stage, cost in chain.from_iterable(own.items() for _, own in by_rank):
+        costs[stage] = StageCost(*map(max, cost, costs.get(stage, cost)))
+    return counts, costs
 
 
 @contextmanager
@@ -372,6 +425,24 @@ def ready(
         for _ in range(WARM_UP_STEPS):
             worker.step(next(batches), lr=0.0)
         yield worker, batches
+
+
+def time_layout(
+    workload: Workload,
+    options: Mapping[str, Any],
+    group: Group,
+    backend: Backend,
+    budget_s: float = MEASURE_S,
+    timed: Group | None = None,
+) -> float:
+    """Return the seconds of a step of a layout. Collective.
+
+    Args:
+        workload, options, group, backend: see `ready`.
+        budget_s, timed: of `typical_s`; by default the same group.
+    """
+    with ready(workload, options, group, backend) as (worker, batches):
+        return typical_s(timed or group, partial(worker.step, lr=0.0), batches, budget_s)
 
 
 def typical_s(

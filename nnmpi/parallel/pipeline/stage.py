@@ -192,11 +192,14 @@ class Flight:
             if self._meter is None:
                 back()
             else:
-                _, most, _ = self._meter.measure(back)
+                _, most, left = self._meter.measure(back)
                 work = most + self._unknown + sum(grad.nbytes for grad in grads)
                 self.cost = self.cost._replace(work=max(self.cost.work, work))
         self._half = deferred
         grads_back = [_take_grad(leaf) for leaf in leaves if leaf.requires_grad]
+        if halves and self._meter is not None:
+            sent = sum(grad.nbytes for grad in grads_back)
+            self.cost = self.cost._replace(deferred=left - sent)
         for leaf in leaves:
             # the recording refers to the leaf, and must not keep its values alive
             leaf._data = np.broadcast_to(np.zeros((), leaf._data.dtype), leaf._data.shape)
@@ -207,8 +210,12 @@ class Flight:
 
     def finish(self) -> None:
         """Compute the parameters' gradients of a halved backward."""
-        if self._half is not None:
-            self._half.finish()
+        half, self._half = self._half, None
+        if half is not None and self._meter is not None:
+            _, most, _ = self._meter.measure(half.finish)
+            self.cost = self.cost._replace(finishing=most)
+        elif half is not None:
+            half.finish()
 
     def send_out(self, store: Store, backend: Backend) -> None:
         """Start to move what the microbatch saved to a store, without its inputs and outputs."""
