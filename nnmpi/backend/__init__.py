@@ -46,3 +46,7 @@ from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 
 __all__ = ["Array", "Backend", "keep_freed_memory", "namespace", "select", "stream"]
+
+# Whoever imports this is about to compute. An optimizer did it once: without one, as in a loop that
+# predicts, softmax of a million elements took four times as long.
+keep_freed_memory()

@@ -133,8 +133,8 @@ def host_memory() -> MemoryUse:
 def keep_freed_memory() -> bool:
     """Make malloc keep freed blocks of up to 32 MiB; return True with glibc.
 
-    The process's memory then stays at its peak. Every optimizer calls it, since a loop that a user
-    writes has the same page faults as the train command: 4,500 in a step of a character LSTM.
+    The process's memory then stays at its peak. The import of `nnmpi.backend` calls it, since any
+    loop has the page faults of the train command: 4,500 in a step of a character LSTM.
     """
     return _set_malloc(
         (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 * 2**20), (_MMAP_THRESHOLD, 32 * 2**20)

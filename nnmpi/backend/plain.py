@@ -1157,10 +1157,10 @@ def _from_logits(x: Array, target: Array, _: float) -> tuple[Array, ...]:
     """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
     small = np.exp(-abs(x))
     losses = np.maximum(x, 0) - x * target + np.log1p(small)
-    return losses, _logistic(x, small) - target, -x
+    return losses, logistic(x, small) - target, -x
 
 
-def _logistic(x: Array, small: Array) -> Array:
+def logistic(x: Array, small: Array) -> Array:
     """The sigmoid of x, by e^-|x|."""
     # as a maximum, since `where` mispredicts branches of random signs
     result: Array = np.maximum(small, x >= 0) / (small + 1)
@@ -1214,7 +1214,7 @@ def _leaky_grad(grad: Array, x: Array, slope: float) -> tuple[Array]:
 
 
 def _sigmoid(x: Array, _: float) -> tuple[Array]:
-    return (_logistic(x, np.exp(-abs(x))),)
+    return (logistic(x, np.exp(-abs(x))),)
 
 
 def _tanh(x: Array, _: float) -> tuple[Array]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.plain import logistic
 from nnmpi.base.errors import UsageError, number
 from nnmpi.base.words import refuse_words
 from nnmpi.tensor.function import Elementwise, Grads
@@ -42,15 +43,16 @@ class Soft(Elementwise):
 
 def _elu(x: Array, alpha: float) -> tuple[Array, ...]:
     below = np.minimum(x, 0)
-    return np.maximum(x, 0) + alpha * np.expm1(below), np.where(x > 0, 1, alpha * np.exp(below))
+    # not by `where`, which mispredicts branches of random signs: it took a third of the time
+    rest = (x > 0) * (x.dtype.type(1) * (1 - alpha))
+    return np.maximum(x, 0) + alpha * np.expm1(below), alpha * np.exp(below) + rest
 
 
 def _softplus(x: Array, beta: float, threshold: float) -> tuple[Array, ...]:
     scaled = x * beta
     small, linear = np.exp(-abs(scaled)), scaled > threshold
     y = (np.maximum(scaled, 0) + np.log1p(small)) / beta
-    slope = np.where(x > 0, 1, small) / (1 + small)
-    return np.where(linear, x, y), np.where(linear, 1, slope)
+    return np.where(linear, x, y), np.where(linear, 1, logistic(scaled, small))
 
 
 def elu(x: Tensor, alpha: float = 1.0, **words: Never) -> Tensor:

@@ -27,7 +27,6 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Dtype, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
-from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.recording import call, refuse
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import (
@@ -143,7 +142,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                 a group that the storage does not have.
             ShapeError, DtypeError: see `_check`.
         """
-        keep_freed_memory()  # a program that makes an optimizer trains: spare it page faults
         storage = getattr(storage, "storage", storage)
         if not isinstance(storage, Storage):
             raise UsageError(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from nnmpi import Group, Worker, models, optim
-from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.base.shard import part
 from nnmpi.comm.mpi.mpi_world import OPERATIONS
 from nnmpi.data import Batch
@@ -56,7 +55,6 @@ def test_three_hundred_steps_leave_nothing_behind(group: Group, way: dict[str, A
     """What a step leaves grows in each of six windows; a cache, or Python's store of tuples, grows
     in some. Passes are replayed from the fourth on.
     """
-    keep_freed_memory()
     model = models.cnn((8, 8, 1), 10, hidden=(32,)).initialize(seed=0)
     worker, batch = (
         Worker(model, optim.Adam(model.storage), group, **grouped(**way)),

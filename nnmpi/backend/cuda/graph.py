@@ -36,6 +36,7 @@ from nnmpi.backend.recording import Recorder
 from nnmpi.base.errors import UsageError
 
 NUMBERS = 1024  # uint32, in a block of device memory
+AHEAD = 4  # launches whose numbers may not have been read yet
 # CUDA's errors of work that cannot be captured
 _CAPTURE_ERRORS = range(900, 911)
 
@@ -157,15 +158,22 @@ class Segment:
         self, xp: ModuleType, graph: Any, stream: Any, numbers: Sequence[tuple[Any, Array]]
     ) -> None:
         self._xp, self._graph, self._stream, self._numbers = xp, graph, stream, numbers
+        self._sent: list[Any] = []  # the latest launches: their ends, and what they copy
 
     def __call__(self) -> None:
         """Write the numbers, and launch the graph on the current stream."""
-        stream = self._xp.cuda.get_current_stream()
+        stream, copies = self._xp.cuda.get_current_stream(), list[Array]()
         for target, values in self._numbers:
-            # without a stream CuPy would wait; CUDA has read the values when the call returns,
-            # since their memory is not page-locked
-            target.set(values, stream=stream)
+            # Without a stream CuPy would wait. A copy is given, which nobody writes to and which is
+            # kept: a card that reads pageable memory itself, such as GH200's, may read it late.
+            copies.append(values.copy())
+            target.set(copies[-1], stream=stream)
         self._graph.launch(stream)
+        if copies:
+            self._sent.append((stream.record(), copies))
+        if len(self._sent) > AHEAD:
+            self._sent[0][0].synchronize()
+            del self._sent[0]
 
 
 class GraphRecorder(Recorder):
