@@ -307,8 +307,8 @@ FAULTS = (
     Fault(
         "prove: a part may count twice",
         "nnmpi/comm/prove.py",
-        "if count(total, item) > most]",
-        "if count(total, item) > most + 1]",
+        "(top - 1 - contract.most, top)",
+        "(top - 2 - contract.most, top)",
         "tests/comm/test_prove.py",
     ),
     Fault(
