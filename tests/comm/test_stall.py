@@ -52,6 +52,7 @@ def test_where_all_wait_nobody_is_missing() -> None:
     [
         (9, [], {}, 10, False),
         (11, [], {}, 10, True),  # all wait
+        (11, [RankStatus(0.1, 0.1, WAITS, None)], {}, 10, False),  # it has just come
         (11, [RankStatus(0, 11, "asleep", None)], {}, 10, True),
         (11, [RankStatus(0, 1, "computing", None)], {}, 10, False),  # it may come
         (101, [RankStatus(0, 1, "computing", None)], {}, 10, True),  # but not for ever

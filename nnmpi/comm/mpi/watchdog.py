@@ -224,8 +224,8 @@ class Watchdog:
                 )
             return
         statuses = {rank: status for rank, (_, status) in self._heard.items() if rank not in silent}
-        waited_s = max(status.waits_s for status in statuses.values())
-        over = is_over(statuses, silent, self.limit_s)
+        waited_s = longest_wait(statuses, self._silent_s)
+        over = is_over(statuses, silent, self.limit_s, self._silent_s)
         if waited_s < max(0.0 if over else self.warning_s, self._silent_s + self._period_s):
             return
         text = (
@@ -339,11 +339,24 @@ def describe(
     return "; ".join(parts)
 
 
+def longest_wait(statuses: Mapping[int, RankStatus], fresh_s: float) -> float:
+    """Return the seconds of the longest wait; 0 if all wait, one of them for less than `fresh_s`.
+
+    That one may have come to where others, by their last reports, wait for it. (Three of three jobs
+    with random pauses were ended so: the next rank to compute had not reported it yet.)
+    """
+    waits_s = [status.waits_s for status in statuses.values()]
+    return 0.0 if 0.0 < min(waits_s) < fresh_s else max(waits_s)
+
+
 def is_over(
-    statuses: Mapping[int, RankStatus], silent: Mapping[int, float], limit_s: float
+    statuses: Mapping[int, RankStatus],
+    silent: Mapping[int, float],
+    limit_s: float,
+    fresh_s: float = SILENT_S,
 ) -> bool:
     """True after a wait of `limit_s`, or ten times that if a rank is busy; 0 means no limit."""
-    waited_s = max((status.waits_s for status in statuses.values()), default=0.0)
+    waited_s = longest_wait(statuses, fresh_s)
     if not limit_s or waited_s < limit_s:
         return False
     busy = [status for status in statuses.values() if not status.waits_s]
