@@ -63,18 +63,39 @@ def cache_folder() -> Path:
     """Return the folder for all files that nnmpi keeps between runs.
 
     Raises:
-        UsageError: when the user has no home folder, as in a container.
+        UsageError: when the user has no home folder, as in a container; see `private`.
     """
     if chosen := os.environ.get(VARIABLE):
         return expand(Path(chosen), f"${VARIABLE}")
     try:
         if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "nnmpi"
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
+            return private(Path.home() / "Library" / "Caches" / "nnmpi")
+        return private(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi")
     except RuntimeError:
         raise UsageError(
             f"this user has no home folder to keep files in; set ${VARIABLE} to a folder"
         ) from None
+
+
+def private(folder: Path) -> Path:
+    """Return a folder that only this user can write; make it if possible.
+
+    What is read from a cache is trusted: compiled kernels are code.
+
+    Raises:
+        UsageError: when it belongs to another user.
+    """
+    with suppress(OSError):  # one that cannot be made is named when it is used
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid():
+            raise UsageError(
+                f"{folder} belongs to another user, whose files are not trusted; set ${VARIABLE} to"
+                " a folder of your own"
+            )
+        if found.st_mode & 0o022:
+            folder.chmod(found.st_mode & 0o755)
+    return folder
 
 
 @contextmanager

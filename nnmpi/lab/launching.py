@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from nnmpi.base.errors import LaunchError
+from nnmpi.base.files import is_locked, locked
 from nnmpi.base.launcher import read_launch
 
 LauncherKind = Literal["Open MPI", "MPICH", "srun", "none"]
@@ -185,27 +186,52 @@ def kill(session: int) -> None:
     shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{session}"), ignore_errors=True)
 
 
+TEMPORARY = "nnmpi-run-"
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a folder for the temporary files of one supervisor's jobs; remove it at the end.
+
+    Whatever launchers, MPI libraries and ranks leave there goes, without a list of names. The
+    folders of this user's killed supervisors go first.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # another supervisor may remove it, too
+            if folder.lstat().st_uid == os.getuid() and not is_locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    made = tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True)
+    with made as name, locked(Path(name)):
+        yield Path(name)
+
+
 SHARED_MEMORY = Path("/dev/shm")
 # MPICH's, Open MPI's and UCX's, between ranks of a node
 SEGMENTS = ("mpich_shm_", "sm_segment.", "ucx_shm_posix_")
+# MPICH's proxy writes the machine's topology for its ranks here, whatever TMPDIR says.
+HYDRA, HYDRA_FILES = "hydra_pmi_proxy", Path("/tmp/hydra_hwloc_xmlfile_")
 
 
 def remove_segments() -> None:
     """Remove killed ranks' shared memory on this host: this user's files that no process maps.
 
+    The file of a killed proxy of MPICH goes, too, when none lives.
+
     Each killed job leaves some megabytes. Containers often have 64 MB of shared memory, so no job
     could start after about twenty kills.
     """
-    unused = dict[str, Path]()
-    for file in SHARED_MEMORY.glob("*"):
+    unused = dict[Path, str]()  # {file: what the processes that use it map}
+    segments = [(file, str(file)) for name in SEGMENTS for file in SHARED_MEMORY.glob(f"{name}*")]
+    others = HYDRA_FILES.parent.glob(f"{HYDRA_FILES.name}*")
+    for file, mapped in (*segments, *((file, HYDRA) for file in others)):
         with suppress(OSError):  # another job may have removed its file meanwhile
-            if file.name.startswith(SEGMENTS) and file.stat().st_uid == os.getuid():
-                unused[str(file)] = file
+            if file.stat().st_uid == os.getuid():
+                unused[file] = mapped
     for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
         with suppress(OSError):
             text = maps.read_text(errors="replace")
-            unused = {name: file for name, file in unused.items() if name not in text}
-    for file in unused.values():
+            unused = {file: mapped for file, mapped in unused.items() if mapped not in text}
+    for file in unused:
         with suppress(OSError):
             file.unlink()
 

@@ -43,6 +43,7 @@ from nnmpi.lab.launching import (
     kill,
     ranks_of,
     remove_segments,
+    temporary_folder,
 )
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import RANKS, parse, without
@@ -142,7 +143,7 @@ class Supervisor:
                 cure, and after a signal.
         """
         began_s, trained_s = time.monotonic(), self._trained_s()
-        with handling(self._note):
+        with handling(self._note), temporary_folder() as self._temporary:
             starts = self._start_until_finished()
         how = "finished after"
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -249,10 +250,16 @@ class Supervisor:
         without = f" without {', '.join(lost)}" if lost else ""
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step, starts = time.monotonic(), self._step(), count_lines(self._files.starts)
+        environ = dict(os.environ)
+        if launcher.kind != "srun":  # whose ranks are on other nodes, which have no such folder
+            # a folder per start: what Open MPI's killed launcher leaves stops one of its process id
+            environ["TMPDIR"] = str(self._temporary / str(number))
+            os.mkdir(environ["TMPDIR"])
         with raised_as(LaunchError, f"{command[0]} cannot be started"):
             job = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                env=environ,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
             )

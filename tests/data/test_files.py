@@ -1,9 +1,11 @@
+import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from nnmpi.backend.jit.build import kernels_folder
 from nnmpi.base.errors import UsageError
 from nnmpi.base.files import cache_folder, locked
 
@@ -22,8 +24,13 @@ def test_variable_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_platform_chooses_the_folder(
-    monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], folder: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    platform: str,
+    variables: dict[str, str],
+    folder: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("NNMPI_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -31,6 +38,27 @@ def test_platform_chooses_the_folder(
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     assert cache_folder() == Path(folder)
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs the right to give files away")
+def test_a_folder_of_somebody_else_is_no_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled kernels are code; several users may share what $NNMPI_DATA names, but not these."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NNMPI_DATA", raising=False)
+    (tmp_path / "nnmpi").mkdir()
+    (tmp_path / "nnmpi").chmod(0o775)
+    assert cache_folder().stat().st_mode & 0o777 == 0o755
+    theirs = kernels_folder()
+    for folder in (theirs, theirs.parent):
+        os.chown(folder, 12345, -1)
+        with pytest.raises(UsageError, match=rf"{folder} belongs to another user"):
+            kernels_folder()
+        os.chown(folder, 0, -1)
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "shared"))
+    assert kernels_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from nnmpi.train.cli import main as train_command
 from nnmpi.train.cli import without
 from tests.harness.job import run
 from tests.harness.slow import ONCE_MORE
-from tests.train.jobs import LIMIT_S, lines, send
+from tests.train.jobs import LIMIT_S, ROOT, lines, send
 from tests.train.test_resume import last_checkpoint
 
 # What stands for mpirun: it writes its words down, and then does what the next line of a list says.
@@ -386,6 +386,37 @@ def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Pat
     ]
     ending = run(again, tmp_path / "output", LIMIT_S)
     assert ending.status == 0 and "finished after 1 start" in ending.output, ending.output
+
+
+def killed_and_again(folder: Path) -> None:
+    """Kill whole jobs, train one to the end, and print what is left in folders that all share."""
+    words = f"-n 3 -- {FIXED} --no-jit --eval-every 0 --log-every 5 --save-every 5steps --out"
+    command = [sys.executable, "-m", "nnmpi", "run", *words.split()]
+    for victims in ("all", "supervisor", "all"):
+        target = folder / f"{victims}-{time.monotonic()}"
+        endless = [str(target), "--max-steps", "1000000", "--epochs", "1000000"]
+        with subprocess.Popen([*command, *endless]) as job:
+            while lines(target / "metrics.jsonl") < 5 and job.poll() is None:
+                time.sleep(0.05)
+            if victims == "all":
+                send(signal.SIGKILL, str(target))
+            job.kill()
+    subprocess.run([*command, str(folder / "last"), "--max-steps", "5"], check=True)
+    print({name: os.listdir(name) for name in ("/tmp", "/dev/shm")})
+
+
+@pytest.mark.timeout(120)
+def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path: Path) -> None:
+    """Of ours, the launcher's and the transports': what a run makes is seen, not a list of names."""
+    mounts = f"mount --bind {tmp_path} /mnt && mount -t tmpfs none /tmp && mount -t tmpfs none"
+    code = "from tests.lab.test_run import *; killed_and_again(Path('/mnt'))"
+    inside = f'{mounts} /dev/shm && exec {sys.executable} -c "{code}"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside]
+    if subprocess.run([*command[:-1], mounts + " /dev/shm"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    environ = {"PYTHONPATH": str(ROOT), "TMPDIR": None}
+    ending = run(command, tmp_path / "output", LIMIT_S, environ)
+    assert ending.output.endswith("{'/tmp': [], '/dev/shm': []}\n"), ending.output
 
 
 @pytest.mark.timeout(120)

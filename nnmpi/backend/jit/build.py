@@ -6,6 +6,7 @@ changes, because kernels inline helpers of other files.
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -17,7 +18,7 @@ from numba import types
 from numba.core.caching import FunctionCache
 
 from nnmpi.base.errors import UsageError
-from nnmpi.base.files import cache_folder, locked
+from nnmpi.base.files import cache_folder, locked, private
 
 config: Any = numba.config
 
@@ -78,8 +79,13 @@ class _Cache(FunctionCache):
 
 
 def kernels_folder() -> Path:
-    """Return the folder of machine code: $NUMBA_CACHE_DIR, or one in nnmpi's cache folder."""
-    return Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "kernels"
+    """Return the folder of machine code: $NUMBA_CACHE_DIR, or a private one in nnmpi's cache.
+
+    Its name has the user: several may share $NNMPI_DATA.
+    """
+    if config.CACHE_DIR:
+        return Path(config.CACHE_DIR)
+    return private(cache_folder() / f"kernels-{os.getuid()}")
 
 
 @cache

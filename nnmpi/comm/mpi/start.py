@@ -10,7 +10,6 @@ import functools
 import importlib
 import os
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -77,9 +76,10 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
     if not mpi.Is_initialized():
         refuse_mismatch(mpi.get_vendor()[0], launch, environ)
         # Open MPI cannot start without a home directory, and jobs of cron and of some containers
-        # have no HOME.
-        home = os.path.expanduser("~")  # returns "~" for a user without an entry in the system
-        os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
+        # have no HOME. A user without an entry in the system, for whom this returns "~", gets a
+        # folder that only root can write, until MPI has started: caches go to a home.
+        home = os.path.expanduser("~")
+        os.environ.setdefault("HOME", "/" if home == "~" else home)
         # Open MPI's UCX component for windows prints an error for each window that it cannot
         # serve. It never serves shared memory, and nnmpi has no other windows.
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
@@ -90,6 +90,8 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
             warnings.simplefilter("ignore")
             alone = launch is None or launch.size == 1
             wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)
+        if home == "~":
+            del os.environ["HOME"]
     refuse_mismatch(mpi.get_vendor()[0], launch, environ, mpi.COMM_WORLD.Get_size())
     return mpi
 
