@@ -42,6 +42,7 @@ import numpy as np
 import nnmpi.base.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.blas import blas_pool, loaded_pools, name_blas
 from nnmpi.base.errors import CheckpointError, DataError, UsageError, check_int, counted, raised_as
 from nnmpi.base.files import (
     foreign,
@@ -651,21 +652,39 @@ def state_values(trainer: Trainer, state: RunState) -> dict[str, Any]:
         "ranks": trainer.group.size,
         "layout": dict(zip(AXES, trainer.arrangement.mesh.sizes.shape, strict=True)),
         "optimizer": trainer.scalars(),
-        "fixed": trainer.arrangement.layout.fixed,
+        "fixed": fixed_kernels(trainer.arrangement, trainer.group),
         "cuts": [len(cut) for cut in trainer.arrangement.cuts],
     }
 
 
-def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
-    """Return a line on a changed layout, and whether the results stay equal to the bit."""
-    before, now = last.mesh, trainer.arrangement.mesh.sizes
-    if before.shape == now.shape:
+def fixed_kernels(where: Arrangement, group: Group) -> list[str]:
+    """Return the BLAS kernels that all ranks have, if sums have a fixed order. Collective.
+
+    Another order of ranks changes no bit then; products by another processor's kernel do.
+    """
+    if not where.layout.fixed:
         return []
-    plain = before.dp == before.size and now.dp == now.size
-    had, has = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
-    fixed = last.values.get("fixed", False) and trainer.arrangement.layout.fixed
-    equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
-    return [f"the run had {had} and continues with {has}{equal}"]
+    return sorted(set(group.gather(name_blas(blas_pool(loaded_pools().info())))))
+
+
+def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
+    """Return lines on a changed layout, and whether the results stay equal to the bit."""
+    before, now, lines = last.mesh, trainer.arrangement.mesh.sizes, list[str]()
+    was, kernels = last.values.get("fixed"), fixed_kernels(trainer.arrangement, trainer.group)
+    fixed = was and kernels and was in (True, kernels)  # true: of an earlier version
+    if before.shape != now.shape:
+        plain = before.dp == before.size and now.dp == now.size
+        had, has = (
+            (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
+        )
+        equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
+        lines = [f"the run had {had} and continues with {has}{equal}"]
+    if was and kernels and not fixed:
+        lines.append(
+            f"the run had products by {' and '.join(was)} and continues with"
+            f" {' and '.join(kernels)}: equal up to rounding; OPENBLAS_CORETYPE chooses one"
+        )
+    return lines
 
 
 # ---- a checkpoint's folder, by one process ----

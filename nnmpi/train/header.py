@@ -19,7 +19,7 @@ from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.nn.norm import has_batch_norm
 from nnmpi.train.build import warmup_steps
-from nnmpi.train.checkpoint import Extent
+from nnmpi.train.checkpoint import Extent, fixed_kernels
 from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs, with_options
@@ -43,7 +43,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
     named = [
         (
-            f"layout: {_layout(where)}, {counted(group.size, 'rank')} on"
+            f"layout: {_layout(where)}{_products(where, group)}, {counted(group.size, 'rank')} on"
             f" {counted(len(nodes), 'node')}"
             f" ({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})"
         ),
@@ -135,6 +135,12 @@ def _layout(where: Arrangement) -> str:
         f"{shape}{attention}{zero}{experts}"
         f"{', sums in a fixed order' if where.layout.fixed else ''}"
     )
+
+
+def _products(where: Arrangement, group: Group) -> str:
+    """Return the BLAS kernels if they differ: sums in a fixed order have other bits elsewhere."""
+    kernels = fixed_kernels(where, group)
+    return f" of products by {' and '.join(kernels)}" if len(kernels) > 1 else ""
 
 
 def _world(run: TrainingRun, slow: Slow) -> str:

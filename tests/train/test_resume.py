@@ -4,7 +4,9 @@ stopped.
 
 import json
 import random
+import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from nnmpi.train import checkpoint
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.commands import on_ranks
@@ -125,6 +128,22 @@ def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Pat
     assert arrays(tmp_path / "whole") == arrays(tmp_path / "broken")
     state = json.loads((last_checkpoint(tmp_path / "broken") / "state.json").read_text())
     assert (state["step"], state["epoch"], state["batch"], state["seed"]) == (6, 0, 6, 0)
+
+
+def test_sums_in_a_fixed_order_name_the_kernels_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nodes, and of restarts: another processor's products have other bits."""
+    words = "--model mlp --dataset iris --reduction fixed --max-steps"
+    simulated(f"{words} 2 --stop-after 1 --out {tmp_path}/run", 1)
+    assert "products" not in capsys.readouterr().out
+    own = checkpoint.name_blas(checkpoint.blas_pool(checkpoint.loaded_pools().info()))
+    # "rank 0" and "rank 1"
+    monkeypatch.setattr(checkpoint, "name_blas", lambda _: threading.current_thread().name)
+    simulated(f"--resume {tmp_path}/run", 2)
+    assert re.sub(r"\s+", " ", capsys.readouterr().out).count("products by rank 0 and rank 1") == 1
+    moved = f"products by {own} and continues with rank 0 and rank 1: equal up to rounding"
+    assert moved in (tmp_path / "run" / "console.txt").read_text()
 
 
 @pytest.mark.parametrize(
