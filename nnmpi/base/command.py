@@ -44,6 +44,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    NoReturn,
     TextIO,
     TypeAlias,
     TypeVar,
@@ -951,3 +952,11 @@ def _field_docstrings(section: type) -> dict[str, str]:
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
     }
+
+
+def leave_fork(status: int) -> NoReturn:
+    """End a fork of a rank; the interpreter's end would finalize the parent's MPI, and hang."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

@@ -18,6 +18,7 @@ from nnmpi.comm.mpi.start import (
     refuse_mismatch,
     stays_on_one_node,
 )
+from tests.harness import job
 from tests.harness.refusals import told
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,30 @@ def test_a_job_without_a_home_directory_starts() -> None:
         timeout=60,
     )
     assert (ran.returncode, ran.stdout) == (0, "ranks 1\n"), ran.stderr
+
+
+def test_a_user_without_a_home_has_no_cache_after_the_start_either() -> None:
+    """Open MPI needs a home to start: a folder that all can write became the cache's, too."""
+    program = "import os, nnmpi; from nnmpi.base.files import *\n"
+    program += "os.path.expanduser = lambda path: os.environ.get('HOME', path)\n"
+    refused = "try: print(cache_folder())\nexcept UsageError: print('refused')\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{program}{refused}nnmpi.start()\n{refused}"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "refused\nrefused\n"), ran.stderr
+
+
+def test_a_launcher_that_ends_a_refused_job_adds_no_sentence(tmp_path: Path) -> None:
+    program = "import atexit, os, nnmpi; from nnmpi.base.early import explain_signals\n"
+    program += "explain_signals(); nnmpi.start(); atexit.register(os.kill, os.getpid(), 15)\n"
+    program += "nnmpi.Layout(reduction='fixed', zero=1)"
+    words = [*job.mpirun(2), sys.executable, "-c", program]
+    ending = job.run(words, tmp_path / "output", 60, cwd=ROOT)
+    assert ending.status == 2 and ending.output.count("nnmpi:") == 1, ending.output
 
 
 def test_signals_stay_as_they_are_when_mpi_starts() -> None:

@@ -18,6 +18,7 @@ by the launcher; a completed training leaves `finished.json`. (An earlier versio
 import contextlib
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import nnmpi.base.clock as clock
-from nnmpi.base.command import complain, describe_uncaught
+from nnmpi.base.command import complain, describe_uncaught, leave_fork
 from nnmpi.base.errors import name_ranks, note_read_only
 
 AT_END = "MPI's end, for the other ranks"
@@ -64,7 +65,7 @@ class Shutdown:
         """End because of an uncaught exception: for `sys.excepthook`."""
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
-            _leave_fork(1)
+            leave_fork(1)
         note_read_only(error)
         status, text = describe_uncaught(error)
         rank = self._comm.Get_rank()
@@ -72,6 +73,8 @@ class Shutdown:
         if same is None:
             self._print(text, [rank])
             abort(self._mpi, status)
+        # With ranks on several nodes, the launcher tells those of the others to end when one has.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         if rank == min(same):
             self._print(text, same)
         raise SystemExit(status)  # sets the interpreter's exit status
@@ -90,7 +93,7 @@ class Shutdown:
     def on_end(self) -> None:
         """End normally, after the program: for `atexit`."""
         if self._is_child():
-            _leave_fork(0)
+            leave_fork(0)
         if self._mpi.Is_finalized():
             return
         if self._announced:
@@ -167,14 +170,6 @@ def abort(mpi: ModuleType, status: int) -> NoReturn:
                 os.unlink(name)
     mpi.COMM_WORLD.Abort(status)
     os._exit(status)  # for an MPI whose Abort returns
-
-
-def _leave_fork(status: int) -> NoReturn:
-    """End a fork of a rank; the interpreter's end would finalize the parent's MPI, and hang."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ SimGrid's SMPI (Clauss et al., 2011); one seed for every choice, as in Foundatio
 from __future__ import annotations
 
 import heapq
+import os
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from nnmpi.backend.memory import leaving_out_others
+from nnmpi.base.command import leave_fork
 from nnmpi.base.errors import CommError, UsageError
 
 # Injected faults: ranks that die, stop or are slow, and messages that are late.
@@ -177,7 +179,7 @@ class Scheduler:
                 " fewer ranks"
             )
         self.ranks = [SimulatedRank(number) for number in range(size)]
-        self.seed, self.random = seed, Random(seed)
+        self.seed, self.random, self._process = seed, Random(seed), os.getpid()
         self.by_time = cpu_factor == 0
         self.turns = 0
         self.failure: tuple[int, BaseException] | None = None
@@ -452,8 +454,11 @@ class Scheduler:
     def _hand_over(self, local: SimulatedRank | None) -> bool:
         """Run the agenda's events up to the next rank's turn, and wake that rank.
 
-        Return True, without waking, if it is `local`, which runs this.
+        Return True, without waking, if it is `local`, which runs this. A fork of a rank ends here:
+        it has none of the other threads, and would wait for ever.
         """
+        if os.getpid() != self._process:
+            leave_fork(local is not None)
         while self.failure is None and self._agenda:
             if self.turns >= self._last_turn:
                 self.failure = (-1, self._deadlock())

@@ -74,11 +74,20 @@ PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
         **dict.fromkeys((Step, Instruction), astuple),
     }
 )
+
+
+def _dict(pairs: tuple[list[Any], ...]) -> dict[Any, Any]:
+    """Return a dictionary, unless most keys have one hash: a million of them took hours."""
+    if len({hash(key) for key, _ in pairs}) < len(pairs) / 2:
+        raise TypeError("most keys of a dictionary have the same hash")
+    return dict(map(tuple, pairs))
+
+
 MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {kind.__name__: kind for kind in (Kind, slice, Step, Instruction)}
     | {
         "tuple": lambda *values: values,
-        "dict": lambda *pairs: dict(pairs),
+        "dict": lambda *pairs: _dict(pairs),
         "range": lambda *values: range(*values),
         "array": _array,
     }

@@ -13,7 +13,7 @@ from nnmpi.base.errors import NnmpiError, UsageError
 from nnmpi.teaching.exercise.__main__ import main
 from nnmpi.teaching.exercise.exercises import EXERCISES, KINDS
 from nnmpi.teaching.exercise.solution import Solution, TimedOut
-from nnmpi.teaching.exercise.wire import WrongAnswer
+from nnmpi.teaching.exercise.wire import MADE, WrongAnswer
 from tests.teaching.exercise import solutions
 from tests.teaching.exercise.defects import DEFECTS
 from tests.teaching.exercise.mistakes import all_mistakes
@@ -139,3 +139,10 @@ def test_results_that_are_no_numbers_are_refused() -> None:
             match=r"(?s)the result of rank 0 is .*, but must be numbers of shape \(3, 5\)",
         ):
             EXERCISES["row-linear"].check(lambda *_, wrong=wrong: wrong)
+
+
+def test_keys_of_one_hash_do_not_block_the_judge() -> None:
+    """A dictionary of them takes the square of their number."""
+    with pytest.raises(TypeError, match="the same hash"):
+        MADE["dict"](*([number * (2**61 - 1), 0] for number in range(500_000)))
+    assert MADE["dict"](["a", 1], [2, 3]) == {"a": 1, 2: 3}

@@ -879,3 +879,13 @@ def test_a_closed_pipe_ends_the_printing_alone() -> None:
     interpreter.begin()
     with pytest.raises(CommError, match="the output cannot be written: No space left"):
         interpreter.write("a\n")
+
+
+def test_a_fork_of_a_rank_ends_when_it_waits_or_its_program_does(tmp_path: Path) -> None:
+    """It has no other rank's thread; status 1 says that it waited."""
+    program = f"import os\n{HEAD}child = os.fork()\nif not child and rank:\n    comm.recv()\n"
+    program += "if child:\n    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    (tmp_path / "p.py").write_text(program)
+    command = [sys.executable, "-m", "nnmpi", "simrun", "-n", "2", str(tmp_path / "p.py")]
+    ending = run(command, tmp_path / "output", 20)
+    assert (ending.status, ending.output) == (0, "0\n1\n"), ending.output
