@@ -35,7 +35,17 @@ MOST_BYTES = 1 << 26
 MOST_CHUNKS = 1 << 16  # of all ranks
 MOST_INPUTS = 1 << 13  # of all ranks: digits of a sum
 MOST_CLOCKS = 50_000_000  # a number for each operation and thread block
-OPERATIONS = {"s", "r", "rcs", "rrc", "rrs", "rrcs", "re", "cpy", "nop"}
+OPERATIONS = {  # g: gets a message; r, w: reads, writes chunks; a: adds; s: sends
+    "s": "rs",
+    "r": "gw",
+    "rcs": "gws",
+    "rrc": "garw",
+    "rrs": "gars",
+    "rrcs": "garws",
+    "re": "arw",
+    "cpy": "rw",
+    "nop": "",
+}
 NAMES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -52,15 +62,15 @@ class Attributes(dict[str, str]):
         """Return a number of at least `least`."""
         value = self.get(name, "")
         if not value.lstrip("-").isdecimal() or len(value) > 9 or int(value) < least:
-            raise UsageError(f"{name}={value!r} is no whole number of {least} or more")
+            raise ValueError(f"{name}={value!r} is no whole number of {least} or more")
         return int(value)
 
 
 @dataclass
 class BlockOperation:
-    """One operation of a thread block: its kind, its chunks, and what it waits for."""
+    """One operation of a thread block: what it does, its chunks, and what it waits for."""
 
-    kind: str
+    does: str
     source: range
     target: range
     after: tuple[int, int]
@@ -69,14 +79,13 @@ class BlockOperation:
 
 @dataclass
 class ThreadBlock:
-    """A thread block: its rank, its id there, its place among all, its partners, its progress."""
+    """A thread block: its rank, its place among all, its partners, its clock after each act."""
 
     rank: int
-    id: int
     index: int
     ends: tuple[int, int, int]  # send, recv, chan
     operations: list[BlockOperation] = field(default_factory=list)
-    at: int = 0
+    clocks: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -90,81 +99,72 @@ class SentChunks:
 
 
 class MscclProgram:
-    """A program as it is read; `steps` walks through it."""
+    """A program as it is read: `begin` takes its elements, first to measure the buffers."""
 
     def __init__(self) -> None:
-        self.head = Attributes()
         self.blocks: list[ThreadBlock] = []
         self.by_id: dict[tuple[int, int], ThreadBlock] = {}
         self.rank, self.block, self.count = -1, -1, 0
         self.sizes: list[int] = []
-        self.is_measured = False
-        self.awaited: set[tuple[int, int, int]] = set()  # rank, thread block, step
+        self.is_measured = False  # places of chunks follow from the largest buffers
 
     def begin(self, name: str, values: dict[str, str]) -> None:
         """Take an element."""
         given = Attributes(values)
+        number = given.number
         if name == "algo":
-            self.head, coll = given, given.get("coll", "")
-            if coll not in NAMES:
-                raise UsageError(f"its collective is {coll!r}; it can be {', '.join(NAMES)}")
-            self.ranks, self.parts = given.number("ngpus", 1), given.number("nchunksperloop", 1)
+            self.coll = given.get("coll", "")
+            if self.coll not in NAMES:
+                raise ValueError(f"its collective is {self.coll!r}; it can be {', '.join(NAMES)}")
+            self.ranks, self.parts = number("ngpus", 1), number("nchunksperloop", 1)
             self.limit(self.ranks * self.parts, MOST_INPUTS, "chunks of input")
-            if self.parts % self.ranks and coll not in ("allreduce", "broadcast"):
-                raise UsageError(f"{self.parts} chunks are not as many for each rank")
+            if self.parts % self.ranks and self.coll not in ("allreduce", "broadcast"):
+                raise ValueError(f"{self.parts} chunks are not as many for each rank")
             self.inplace, self.each = given.get("inplace") == "1", self.parts // self.ranks
-            self.coll = coll
+            self.extent = max([*self.sizes[:2], self.parts])  # of the input, and of the output
         elif name == "gpu":
-            self.rank = given.number("id")
-            sizes = [given.number(f"{which}_chunks") for which in "ios"]
-            self.sizes = [max(pair) for pair in zip(self.sizes or sizes, sizes, strict=True)]
+            self.rank = number("id")
+            sizes = [number(f"{which}_chunks") for which in "ios"]
+            self.sizes = [*map(max, self.sizes or sizes, sizes)]
             self.limit(self.ranks * sum(self.sizes), MOST_CHUNKS, "chunks")
-        elif not self.is_measured:
-            return  # places of chunks follow from the largest buffers
-        elif name == "tb":
-            ends = given.number("send", -1), given.number("recv", -1), given.number("chan")
+        elif name == "tb" and self.is_measured:
+            ends = number("send", -1), number("recv", -1), number("chan")
             if not 0 <= self.rank < self.ranks or max(ends[:2]) >= self.ranks:
-                raise UsageError(f"rank {self.rank} or one that it names is none of its ranks")
-            self.block = given.number("id")
-            block = ThreadBlock(self.rank, self.block, len(self.blocks), ends)
+                raise ValueError(f"rank {self.rank} or one that it names is none of its ranks")
+            self.block = number("id")
+            block = ThreadBlock(self.rank, len(self.blocks), ends)
             self.blocks.append(block)
             self.by_id[self.rank, self.block] = block
-        elif name == "step":
-            self.count += max(given.number("cnt"), 1)
+        elif name == "step" and self.is_measured:
+            self.count += max(number("cnt"), 1)
             self.limit(self.count, MOST, "chunks in its steps")
             self.limit(self.count * len(self.blocks), MOST_CLOCKS, "steps times thread blocks")
-            kind, block = given.get("type", ""), self.blocks[-1]
+            kind, operations = given.get("type", ""), self.blocks[-1].operations
             if kind not in OPERATIONS:
-                raise UsageError(f"its operation {kind!r} is none of {', '.join(OPERATIONS)}")
-            after = given.number("depid", -1), given.number("deps", -1)
-            self.awaited.add((self.rank, *after))
-            place = f"thread block {self.block}, step {len(block.operations)}"
-            source, target = self.span(given, "src"), self.span(given, "dst")
-            block.operations.append(BlockOperation(kind, source, target, after, place))
+                raise ValueError(f"its operation {kind!r} is none of {', '.join(OPERATIONS)}")
+            after = number("depid", -1), number("deps", -1)
+            place = f"thread block {self.block}, step {len(operations)}"
+            spans = self.span(given, "src"), self.span(given, "dst")
+            operations.append(BlockOperation(OPERATIONS[kind], *spans, after, place))
 
     def limit(self, number: int, most: int, what: str) -> None:
         """Refuse a number above its limit."""
         if number > most:
-            raise UsageError(f"it has more than {most} {what}")
+            raise ValueError(f"it has more than {most} {what}")
 
     def span(self, given: Attributes, which: str) -> range:
         """Return an operation's chunks: (buffer, offset) as one number."""
         first, count = given.number(f"{which}off", -1), given.number("cnt")
         if first < 0:
             return range(0)
-        buffer, shift = "ios".find(given.get(f"{which}buf", "?")), self.rank * self.each
+        buffer = "ios".find(given.get(f"{which}buf", "?"))
         if buffer < 0 or first + count > max(self.sizes[buffer], self.parts):
-            raise UsageError(f"rank {self.rank} has no chunks {first}+{count} of that buffer")
-        if self.inplace and buffer < 2:  # one is a part of the other, or both are the same
-            first += shift * (self.coll == ("allgather", "reduce_scatter")[buffer])
-            buffer = 0
-        lengths = [self.extent] * 2
-        return range(first + sum(lengths[:buffer]), first + sum(lengths[:buffer]) + count)
-
-    @property
-    def extent(self) -> int:
-        """The number of chunks of the input, which is that of the output."""
-        return max(*self.sizes[:2], self.parts)
+            raise ValueError(f"rank {self.rank} has no chunks {first}+{count} of that buffer")
+        if not self.inplace or buffer == 2:
+            first += buffer * self.extent
+        elif self.coll == ("allgather", "reduce_scatter")[buffer]:  # a part of the other
+            first += self.rank * self.each
+        return range(first, first + count)
 
     def contract(self, chunks: int) -> Contract:
         """Return what the program promises."""
@@ -178,64 +178,52 @@ class MscclProgram:
             return parts_of(rank * inputs + number) if there else None
 
         def ends(rank: int, chunk: int, ranks: int) -> int | None:
-            k, own = chunk - result, rank * each
-            match coll:
-                case "reduce_scatter":
-                    k += own * (not self.inplace)
-                    is_open = not own <= k < own + each or chunk >= self.extent + result
-                case _:
-                    is_open = not 0 <= k < parts
-            if is_open:
+            k, own, first, count = chunk - result, rank * each, 0, parts
+            if coll == "reduce_scatter":
+                k += own * (not self.inplace)
+                first, count = own, each
+            if not first <= k < first + count:
                 return None
-            match coll:
-                case "allgather" | "broadcast":
-                    return parts_of(k)
-                case "alltoall":
-                    return parts_of(k // each * inputs + own + k % each)
+            if coll in ("allgather", "broadcast"):
+                return parts_of(k)
+            if coll == "alltoall":
+                return parts_of(k // each * inputs + own + k % each)
             return sum(parts_of(r * inputs + k) for r in range(ranks))
 
         room = parts, result
         return Contract(NAMES[coll], begins, ends, 1, lambda _: chunks, inputs, room)
-
-    def steps(self) -> tuple[list[Steps], int]:
-        """Return the steps of each rank, and the number of chunks.
-
-        Raises:
-            ScheduleError: for a deadlock or a race.
-        """
-        walk = ProgramWalk(self)
-        return [tuple(map(_step, rank)) for rank in walk.run()], walk.chunks
 
 
 class ProgramWalk:
     """One order of a program's operations."""
 
     def __init__(self, program: MscclProgram) -> None:
-        self.program, self.blocks = program, program.blocks
-        self.clocks = np.zeros((len(self.blocks), len(self.blocks)), np.int32)
+        self.program, ranks = program, range(program.ranks)
+        self.start = np.zeros(len(program.blocks), np.int32)  # of all clocks
         self.queues: defaultdict[tuple[int, int, int], deque[SentChunks]] = defaultdict(deque)
         # by rank and chunk: what is on its way from there; who wrote it last, and who has read it
-        # since, as (block, clock, place)
+        # since, as (block, time, place)
         self.sent: defaultdict[tuple[int, int], list[SentChunks]] = defaultdict(list)
-        self.written: dict[tuple[int, int], tuple[int, int, str]] = {}
-        self.readers: defaultdict[tuple[int, int], dict[int, tuple[int, str]]] = defaultdict(dict)
-        self.ended: dict[tuple[int, int], Any] = {}
-        self.chunks = 2 * program.extent + program.sizes[2]
-        self.free: list[dict[int, list[range]]] = [defaultdict(list) for _ in range(program.ranks)]
-        self.tops = [self.chunks] * program.ranks
-        self.rows: list[list[dict[str, Any]]] = [[] for _ in range(program.ranks)]
-        self.rounds = [0] * program.ranks
+        self.written: defaultdict[Any, tuple[int, int, str]] = defaultdict(lambda: (0, 0, ""))
+        self.readers: defaultdict[Any, dict[int, tuple[int, int, str]]] = defaultdict(dict)
+        self.free: defaultdict[tuple[int, int], list[range]] = defaultdict(list)
+        self.tops = [2 * program.extent + program.sizes[2] for _ in ranks]  # numbers of chunks
+        self.rows: list[list[dict[str, Any]]] = [[] for _ in ranks]
+        # of each rank: the present round, and its row with a message; {} before there is one
+        self.rounds, self.last = [0 for _ in ranks], [dict[str, Any]() for _ in ranks]
 
-    def run(self) -> list[list[dict[str, Any]]]:
-        """ProgramWalk to the end."""
-        waiting = deque(self.blocks)
-        idle = 0
-        while waiting and idle < len(waiting):
+    def run(self) -> list[Steps]:
+        """Walk to the end; return the steps of each rank.
+
+        Raises:
+            ScheduleError: for a deadlock or a race.
+        """
+        waiting, idle = deque(block for block in self.program.blocks if block.operations), 0
+        while idle < len(waiting):
             block = waiting.popleft()
-            done = block.at < len(block.operations) and self.act(block)
-            block.at += done  # one operation a turn, so that messages arrive in their order
-            idle = 0 if done else idle + 1
-            if block.at < len(block.operations):
+            # one operation a turn, so that messages arrive in their order
+            idle = 0 if self.act(block) else idle + 1
+            if len(block.clocks) < len(block.operations):
                 waiting.append(block)
         if waiting:
             raise ScheduleError(f"deadlock: {'; '.join(map(self.waits, list(waiting)[:4]))}")
@@ -243,116 +231,96 @@ class ProgramWalk:
             if queue:
                 where = f"rank {source}, {queue[0].place}"
                 raise ScheduleError(f"{where} sends a message that rank {target} never receives")
-        self.chunks = max(self.tops)
-        return self.rows
+        return [tuple(Step(**row) for row in rows) for rows in self.rows]
 
     def waits(self, block: ThreadBlock) -> str:
         """Return what a block waits for."""
-        operation = block.operations[block.at]
-        what = (
-            f"a message of rank {block.ends[1]}"
-            if self.dependency(block) is not None
-            else f"thread block {operation.after[0]}, step {operation.after[1]}"
-        )
+        operation = block.operations[len(block.clocks)]
+        what = f"a message of rank {block.ends[1]}"
+        if self.known(block, operation) is None:
+            what = "thread block {}, step {}".format(*operation.after)
         return f"rank {block.rank}, {operation.place} waits for {what}"
 
-    def dependency(self, block: ThreadBlock) -> Any:
-        """Return the clock of what the next operation waits for; None if that is not over."""
-        other, step = block.operations[block.at].after
+    def known(self, block: ThreadBlock, operation: BlockOperation) -> Any:
+        """Return the clock of what an operation depends on; None if that is not over."""
+        other, step = operation.after
         if other < 0:
-            return 0
+            return self.start
         awaited = self.program.by_id.get((block.rank, other))
         if awaited is None or not 0 <= step < len(awaited.operations):
-            place = block.operations[block.at].place
             raise ScheduleError(
-                f"rank {block.rank}, {place} depends on thread block {other}, step {step}, which is"
-                " not there"
+                f"rank {block.rank}, {operation.place} depends on thread block {other}, step"
+                f" {step}, which is not there"
             )
-        return self.ended[awaited.index, step] if awaited.at > step else None
+        return awaited.clocks[step] if len(awaited.clocks) > step else None
 
     def act(self, block: ThreadBlock) -> bool:
         """Do the next operation, if it can be done."""
-        operation, rank, clock = block.operations[block.at], block.rank, self.clocks[block.index]
-        kind, place = operation.kind, operation.place
-        known = self.dependency(block)
-        send, recv, channel = block.ends
-        queue = self.queues[recv, rank, channel]
-        if known is None or (kind[0] == "r" and kind != "re" and not queue):
+        operation, rank, clocks = block.operations[len(block.clocks)], block.rank, block.clocks
+        does, source, target = operation.does, operation.source, operation.target
+        (send, recv, channel), place = block.ends, operation.place
+        known, queue = self.known(block, operation), self.queues[recv, rank, channel]
+        gets, writes, adds = "g" in does, "w" in does, "a" in does
+        if known is None or (gets and not queue):
             return False
-        np.maximum(clock, known, out=clock)
+        before = [known, *clocks[-1:]]
+        if gets:
+            message, target = queue.popleft(), target or source
+            before.append(message.clock)
+            if len(message.chunks) != len(target):
+                raise ScheduleError(
+                    f"rank {recv}, {message.place} sends {len(message.chunks)} chunks to rank"
+                    f" {rank}, {place}, which expects {len(target)}"
+                )
+        clock = np.maximum.reduce(before)
         clock[block.index] += 1
-        source, target = operation.source, operation.target
-        if kind in ("re", "cpy"):
-            self.touch(block, place, source, target)
-            self.local(rank, source, target, kind == "re", place)
-        elif kind != "nop":
-            target = source if kind == "s" else target or source
-            if kind != "s":
-                target = self.receive(block, queue.popleft(), operation, target)
-            if kind.endswith("s"):
-                if send < 0:
-                    raise ScheduleError(f"rank {rank}, {place} sends, but its block sends to none")
-                if kind == "s":
-                    self.touch(block, place, source, range(0))
-                message = SentChunks(target, clock.copy(), place, kind == "rrs")
-                self.queues[rank, send, channel].append(message)
-                for chunk in target:
-                    self.sent[rank, chunk].append(message)
-        if (rank, block.id, block.at) in self.program.awaited:
-            self.ended[block.index, block.at] = clock.copy()
+        clocks.append(clock)
+        self.touch(block, place, source if "r" in does else (), target if writes else ())
+        if gets:
+            if not writes:
+                target = self.take(rank, len(target))
+            if adds and source != target:
+                self.local(rank, source, target, False, place)
+            self.message(recv, rank, message, target, adds, place)
+            if message.is_kept:
+                self.free[recv, len(message.chunks)].append(message.chunks)
+            message.is_kept = True  # nobody needs its chunks any more
+        elif writes:
+            self.local(rank, source, target, adds, place)
+        else:
+            target = source
+        if "s" in does:
+            if send < 0:
+                raise ScheduleError(f"rank {rank}, {place} sends, but its block sends to none")
+            message = SentChunks(target, clock, place, gets and not writes)
+            self.queues[rank, send, channel].append(message)
+            for chunk in target:
+                self.sent[rank, chunk].append(message)
         return True
 
-    def receive(
-        self, block: ThreadBlock, message: SentChunks, operation: BlockOperation, target: range
-    ) -> range:
-        """Receive a message; return the chunks where it, or the sum, is."""
-        rank, kind, place = block.rank, operation.kind, operation.place
-        sender = block.ends[1]
-        np.maximum(self.clocks[block.index], message.clock, out=self.clocks[block.index])
-        if len(message.chunks) != len(target):
-            raise ScheduleError(
-                f"rank {sender}, {message.place} sends {len(message.chunks)} chunks to rank {rank},"
-                f" {place}, which expects {len(target)}"
-            )
-        adds = kind.startswith("rr")
-        if kind == "rrs":
-            self.touch(block, place, operation.source, range(0))
-            target = self.take(rank, len(target))
-        else:
-            self.touch(block, place, operation.source if adds else range(0), target)
-        if adds and operation.source != target:
-            self.local(rank, operation.source, target, False, place)
-        self.save(rank, target)
-        self.message(sender, rank, message, target, adds, place)
-        if message.is_kept:
-            self.free[sender][len(message.chunks)].append(message.chunks)
-        message.is_kept = True  # nobody needs its chunks any more
-        return target
-
-    def touch(self, block: ThreadBlock, place: str, reads: range, writes: range) -> None:
+    def touch(self, block: ThreadBlock, place: str, reads: Any, writes: Any) -> None:
         """Note accesses to chunks; refuse a race."""
-        clock, mine = self.clocks[block.index], block.index
+        clock, now = block.clocks[-1], (block.index, len(block.clocks), place)
         for chunk in (*reads, *writes):
             at = block.rank, chunk
-            before = [self.written[at]] if at in self.written else []
-            if chunk in writes:
-                before += [(other, *item) for other, item in self.readers[at].items()]
-            for other, time, there in before:
+            readers = self.readers[at]
+            others = readers.values() if chunk in writes else ()
+            for other, time, there in (self.written[at], *others):
                 if clock[other] < time:
                     raise ScheduleError(
                         f"race: rank {block.rank}, {place} and {there} use chunk {chunk}, one of"
                         " them writes it, and no dependency orders them"
                     )
             if chunk in writes:
-                self.written[at] = mine, int(clock[mine]), place
-                self.readers[at].clear()
+                self.written[at] = now
+                readers.clear()
             else:
-                self.readers[at][mine] = int(clock[mine]), place
+                readers[block.index] = now
 
     def take(self, rank: int, count: int) -> range:
         """Return chunks of the walk's own."""
-        if self.free[rank][count]:
-            return self.free[rank][count].pop()
+        if free := self.free[rank, count]:
+            return free.pop()
         self.tops[rank] += count
         return range(self.tops[rank] - count, self.tops[rank])
 
@@ -362,55 +330,43 @@ class ProgramWalk:
             for message in self.sent.pop((rank, chunk), ()):
                 if not message.is_kept:
                     kept = self.take(rank, len(message.chunks))
-                    self.append(rank, send=message.chunks, recv=kept, place=message.place)
+                    self.local(rank, message.chunks, kept, False, message.place)
                     message.chunks, message.is_kept = kept, True
 
     def local(self, rank: int, source: range, target: range, adds: bool, place: str) -> None:
-        """Add a step within the rank."""
-        self.save(rank, target)
-        self.append(rank, send=source, recv=target, reduce=adds, place=place)
-
-    def append(self, rank: int, **step: Any) -> None:
         """Add a step within the rank, before the last message if it has nothing to do with it."""
-        rows, made = self.rows[rank], {"round": self.rounds[rank], **step}
-        if rows and rows[-1]["round"] == self.rounds[rank]:
-            sent, come = ({*rows[-1].get(name, ())} for name in ("send", "recv"))
-            if not (sent | come) & {*step["recv"]} | come & {*step["send"]}:
-                rows.insert(-1, made)
-                return
-        rows.append(made)
-        self.rounds[rank] += 1
+        self.save(rank, target)
+        last, rows = self.last[rank], self.rows[rank]
+        sent, come = ({*last.get(name, ())} for name in ("send", "recv"))
+        is_apart = last and not ((sent | come) & {*target} or come & {*source})
+        step = {"send": source, "recv": target, "reduce": adds, "place": place}
+        rows.insert(len(rows) - bool(is_apart), step)
+        if not is_apart:
+            self.last[rank] = {}
+            self.rounds[rank] += 1
 
     def message(
         self, sender: int, receiver: int, message: SentChunks, target: range, adds: bool, place: str
     ) -> None:
         """Add a message to the steps of both ranks, in the first round in which both can."""
+        self.save(receiver, target)
         sent = {"to": receiver, "send": message.chunks, "into": target}
         got = {"from_": sender, "recv": target, "reduce": adds}
-        time = max(
-            self.earliest(sender, sent, message.chunks), self.earliest(receiver, got, target)
-        )
-        for rank, part, there in ((sender, sent, message.place), (receiver, got, place)):
-            last = self.rows[rank][-1:]
-            if last and last[0]["round"] == time:
-                both = dict.fromkeys((last[0]["place"], there))
-                last[0].update(part, place=" and ".join(both))
-            else:
-                self.rows[rank].append({"round": time, **part, "place": there})
-            self.rounds[rank] = time
-
-    def earliest(self, rank: int, part: dict[str, Any], chunks: range) -> int:
-        """Return the first round in which a rank can send or receive a message."""
-        if not self.rows[rank] or self.rows[rank][-1]["round"] < self.rounds[rank]:
-            return self.rounds[rank]
-        last = self.rows[rank][-1]
-        others = {x for name in ("send", "recv") for x in last.get(name, ())}
-        is_free = not part.keys() & last.keys() - {"place"} and not others & set(chunks)
-        return int(last["round"]) + (not is_free)
-
-
-def _step(row: dict[str, Any]) -> Step:
-    return Step(**{name: value for name, value in row.items() if name != "round"})
+        ends = (sender, sent, message.chunks, message.place), (receiver, got, target, place)
+        time = 0
+        for rank, part, chunks, _ in ends:
+            last = self.last[rank]
+            others = {*last.get("send", ()), *last.get("recv", ())}
+            is_busy = part.keys() & last.keys() or others & {*chunks}
+            time = max(time, self.rounds[rank] + bool(is_busy))
+        for rank, part, _, there in ends:
+            if not self.last[rank] or self.rounds[rank] < time:
+                self.last[rank] = {}
+                self.rows[rank].append(self.last[rank])
+                self.rounds[rank] = time
+            last = self.last[rank]
+            both = dict.fromkeys((last.get("place", there), there))
+            last.update(part, place=" and ".join(both))
 
 
 def read_program(file: Path) -> Collective:
@@ -423,26 +379,25 @@ def read_program(file: Path) -> Collective:
     program = MscclProgram()
 
     def no_entities(*_: Any) -> None:
-        raise UsageError("it declares a document type, which no program needs")
+        raise ValueError("it declares a document type, which no program needs")
 
     with foreign(file, UsageError, "no program of MSCCL"):
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES >> 20} MiB")
         try:
-            if file.stat().st_size > MOST_BYTES:
-                raise UsageError(f"it is longer than {MOST_BYTES >> 20} MiB")
             for program.is_measured in (False, True):
                 parser = expat.ParserCreate()
                 parser.StartElementHandler = program.begin
                 parser.StartDoctypeDeclHandler = no_entities
                 with file.open("rb") as opened:
                     parser.ParseFile(opened)
-            if not program.blocks:
-                raise UsageError("it has no thread block")
         except (AttributeError, IndexError):
-            raise UsageError(f"{file}: no program of MSCCL (its elements are misplaced)") from None
-        except UsageError as error:
-            raise UsageError(f"{file}: no program of MSCCL ({error})") from None
+            raise ValueError("its elements are misplaced") from None
+        if not program.blocks:
+            raise ValueError("it has no thread block")
+    walk = ProgramWalk(program)
     try:
-        steps, chunks = program.steps()
+        steps = walk.run()
     except ScheduleError as error:
         raise ScheduleError(f"{file}: {error}") from None
 
@@ -451,7 +406,7 @@ def read_program(file: Path) -> Collective:
             raise UsageError(f"{file} is for {program.ranks} ranks, not for {size}")
         return steps[rank]
 
-    return Collective(file.stem, program.contract(chunks), (phase,), program.ranks)
+    return Collective(file.stem, program.contract(max(walk.tops)), (phase,), program.ranks)
 
 
 def write_program(collective: Collective, ranks: int) -> str:
@@ -468,49 +423,45 @@ def write_program(collective: Collective, ranks: int) -> str:
     coll = next((coll for coll, name in NAMES.items() if name == contract.name), "alltoall")
     if coll == "alltoall" or contract.room:
         raise UsageError(f"{contract.name} by {collective.name} is not written as a program")
-    buffer, count = "o" if coll == "allgather" else "i", str(ranks)
+    buffer, count, add = "o" if coll == "allgather" else "i", str(ranks), ElementTree.SubElement
     head = {"name": collective.name, "proto": "Simple", "nchannels": "1", "inplace": "1"}
     algo = ElementTree.Element("algo", head, nchunksperloop=count, ngpus=count, coll=coll)
     sizes = {f"{which}_chunks": count if which == buffer else "0" for which in "ios"}
+    nothing = ElementTree.Element("tb", id="-1"), ElementTree.Element("step", s="-1")
     for rank, steps in enumerate(proved_steps(collective, ranks)):
-        gpu = ElementTree.SubElement(algo, "gpu", sizes, id=str(rank))
-        blocks: dict[tuple[str, int | None], ElementTree.Element] = {}
-        before: list[tuple[ElementTree.Element, ElementTree.Element]] = []  # block and operation
+        gpu = add(algo, "gpu", sizes, id=str(rank))
+        before: list[Any] = []  # of the last step: blocks and operations
         for step in steps:
             over, before = before, []
-            sides = (
+            for way, partner, kind, chunks in (
                 ("send", step.to, "s", step.send),
-                (
-                    "recv",
-                    step.from_,
-                    "rrc" if step.reduce else "r",
-                    step.recv,
-                ),
-            )
-            for way, partner, kind, chunks in sides:
+                ("recv", step.from_, "rrc" if step.reduce else "r", step.recv),
+            ):
                 for run in runs(chunks):
-                    if (way, partner) not in blocks:
-                        ends = {"send": "-1", "recv": "-1", way: str(partner), "chan": "0"}
-                        made = ElementTree.SubElement(gpu, "tb", ends, id=str(len(blocks)))
-                        blocks[way, partner] = made
-                    block = blocks[way, partner]
+                    block = gpu.find(f"tb[@{way}='{partner}']")
+                    if block is None:
+                        ends = {"send": "-1", "recv": "-1", way: str(partner)}
+                        block = add(gpu, "tb", ends, id=str(len(gpu)), chan="0")
                     # also for this step's own sends: what is added arrives where they read
-                    waits: list[Any]
-                    waits = [*(item for item in over + before if item[0] is not block)] or [None]
+                    waits = [item for item in over + before if item[0] is not block] or [nothing]
                     for awaited in waits:
                         last = awaited is waits[-1]
-                        values = {"s": str(len(block)), "type": kind if last else "nop"}
-                        values |= dict.fromkeys(("srcbuf", "dstbuf"), buffer)
-                        values |= dict.fromkeys(
-                            ("srcoff", "dstoff"), str(run.start if last else -1)
+                        awaited[1].set("hasdep", "1")
+                        offset = str(run.start if last else -1)
+                        operation = add(
+                            block,
+                            "step",
+                            s=str(len(block)),
+                            type=kind if last else "nop",
+                            srcbuf=buffer,
+                            srcoff=offset,
+                            dstbuf=buffer,
+                            dstoff=offset,
+                            cnt=str(len(run) * last),
+                            depid=awaited[0].attrib["id"],
+                            deps=awaited[1].attrib["s"],
+                            hasdep="0",
                         )
-                        values |= {"cnt": str(len(run) * last), "hasdep": "0"}
-                        values |= dict.fromkeys(("depid", "deps"), "-1")
-                        if awaited is not None:
-                            awaited[1].set("hasdep", "1")
-                            values |= {"depid": awaited[0].attrib["id"]}
-                            values |= {"deps": awaited[1].attrib["s"]}
-                        operation = ElementTree.SubElement(block, "step", values)
                     before.append((block, operation))
     ElementTree.indent(algo)
     return ElementTree.tostring(algo, "unicode")
