@@ -149,7 +149,15 @@ OBJECTS: dict[type, tuple[Callable[[type], Any], str]] = {
 }
 # of arrays and of what has happened, and what others implement or a function makes
 OTHERS = {
-    *(nnmpi.NnmpiError, nnmpi.Tensor, nn.Parameter, nn.Buffer, nn.Module, nn.Sharding),
+    *(
+        nnmpi.NnmpiError,
+        nnmpi.StopTraining,
+        nnmpi.Tensor,
+        nn.Parameter,
+        nn.Buffer,
+        nn.Module,
+        nn.Sharding,
+    ),
     *(optim.Optimizer, data.Batch, data.Tokenizer, data.Transform),
     *(data.Text, data.TextSource, memory.MemoryReport),
 }

@@ -36,7 +36,7 @@ def test_the_first_of_the_best_evaluations_counts() -> None:
         state = RunState()
         for step, accuracy, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
             report = Totals(targets=1, loss_sum=loss, score_sum=accuracy)
-            state = replace(state, step=step).after_evaluation(report, by_loss)
+            state = replace(state, step=step).after_evaluation(report, by_loss, 0.0)
         assert (state.best, state.best_step) == best
     assert (
         RunState(step=1).after_evaluation(Totals(targets=1, loss_sum=1.0), by_loss=False).best_step
