@@ -38,10 +38,8 @@ def test_the_first_of_the_best_evaluations_counts() -> None:
             report = Totals(targets=1, loss_sum=loss, score_sum=accuracy)
             state = replace(state, step=step).after_evaluation(report, by_loss, 0.0)
         assert (state.best, state.best_step) == best
-    assert (
-        RunState(step=1).after_evaluation(Totals(targets=1, loss_sum=1.0), by_loss=False).best_step
-        == 1
-    )
+    report = Totals(targets=1, loss_sum=1.0)
+    assert RunState(step=1).after_evaluation(report, False, 0.0).best_step == 1
 
 
 def test_json_keeps_every_bit() -> None:
