@@ -112,7 +112,7 @@ class PlainKernels:
 
         Args:
             formula: written as one writes NumPy, of whole rows; it returns rows, and numbers of
-                each row.
+                each row, or None if it writes to rows in place.
             operands: rows (..., n) first. Others of that shape; (..., 1), a number of each row;
                 (n,), repeated for each row; floats. Bools, ints and functions are settings: a
                 formula is printed anew for each value of theirs.
@@ -221,54 +221,23 @@ class PlainKernels:
 
     # ---- optimizers
 
-    def adam(self, block: Any, *numbers: Any) -> None:
-        """Average g in m and g^2 in v; data = factor * data - rate * m / (sqrt(v) + eps).
+    def updater(
+        self, formula: Callable[..., None], arrays: Sequence[Array], numbers: Sequence[float]
+    ) -> Callable[[Sequence[float], Array | None], None]:
+        """Return a function of other numbers and a guard that computes an optimizer's formula.
+
+        To find a loop for some operands, as `rows` does, takes as long as a small update.
 
         Args:
-            block: an optimizer's `BufferBlock`.
-            numbers: rate, eps, beta1, beta2, decay, factor; g is the gradient plus `decay` times the
-                data. At last None, or the guard: a device's kernels change nothing if this number
-                is not finite.
-        """
-        rate, eps, beta1, beta2, decay, factor, _ = numbers
-        xp, data, (m, v), change = block.xp, block.data, block.slots, block.scratch[1]
-        if factor != 1:
-            xp.multiply(data, factor, out=data)
-        gradient = block.decayed_gradient(decay)
-        # as m + (1 - beta1) (g - m), which rounds less than the sum of two products
-        xp.subtract(gradient, m, out=change)
-        xp.multiply(change, 1 - beta1, out=change)
-        xp.add(m, change, out=m)
-        block.average(v, gradient, beta2, 1 - beta2, change)
-        block.divide(m, v, eps, change)
-        xp.multiply(change, rate, out=change)
-        xp.subtract(data, change, out=data)
+            formula: of rows, to which it writes in place.
+            arrays: flat and contiguous, of one size and dtype.
+            numbers: its last operands, see `rows`. All that is not a float stays as it is.
 
-    def sgd(self, block: Any, *numbers: Any) -> None:
-        """Descend along the gradient, see `optim.updates`.
-
-        Args:
-            block: as for `adam`.
-            numbers: the learning rate, momentum, decay, whether the momentum is Nesterov's, guard.
+        Returns:
+            The guard is None, or a number on the device: a device's kernels change nothing if it is
+            not finite.
         """
-        lr, factor, decay, nesterov, _ = numbers
-        xp, data, scratch = block.xp, block.data, block.scratch[1]
-        direction = block.decayed_gradient(decay)
-        for momentum in block.slots:  # one or none
-            xp.multiply(momentum, factor, out=momentum)
-            xp.add(momentum, direction, out=momentum)
-            if nesterov:
-                xp.multiply(momentum, factor, out=scratch)
-                xp.add(scratch, direction, out=scratch)
-                direction = scratch
-            else:
-                direction = momentum
-        # in place if possible: one array less in the cache
-        change = direction if block.is_spent and direction is block.grad else scratch
-        # a 0-d array, since NumPy multiplies a short array by an array in 0.3 us, by a Python
-        # float in 0.8 us
-        xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
-        xp.subtract(data, change, out=data)
+        return lambda numbers, guard: formula(*arrays, *numbers)
 
     def squares(self, grad: Array, to: Array, dtype: Any) -> None:
         """Add the squares of all elements, in this dtype, to a number on their device."""

@@ -1,6 +1,7 @@
 """Kernels that print row formulas: numba's and a device's alike."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,19 +33,34 @@ class PrintedKernels(PlainKernels):
         **words: Any,
     ) -> Any:
         """See `PlainKernels.rows`; by what is printed, unless the formula is left to the library."""
+        loop = self.found(formula, operands, sums, reuse)
+        if loop is None or not loop.fits(operands):
+            return super().rows(formula, *operands, sums=sums, blocks=blocks)
+        return self.launch(loop, operands, sums, **words)
+
+    def found(
+        self, formula: Any, operands: Any, sums: Sequence[Array] = (), reuse: int = False
+    ) -> Any:
+        """Return what is printed for operands, or None for what is left to the library."""
         loop = None
         if kinds := self.kinds_of(operands, sums):
-            try:  # TypeError: a formula that is left to the library
+            with suppress(TypeError):
                 key = key_of(formula), len(sums), reuse, *kinds
                 loop = self._loops.get(key, self)
                 if loop is self:
                     self._loops[key] = loop = None
                     self._loops[key] = loop = self.printed(formula, *kinds, len(sums), reuse)
-            except TypeError:
-                pass
-        if loop is None:
-            return super().rows(formula, *operands, sums=sums, blocks=blocks)
-        return self.launch(loop, operands, sums, **words)
+        return loop
+
+    def updater(self, formula: Any, arrays: Sequence[Array], numbers: Any) -> Callable[..., None]:
+        loop = self.found(formula, (*arrays, *numbers))
+        if loop is None or not loop.is_flat:
+            return super().updater(formula, arrays, numbers)
+        return self.update(loop, arrays)
+
+    def update(self, loop: Any, arrays: Sequence[Array]) -> Callable[..., None]:
+        """Return what computes an optimizer's formula, see `PlainKernels.updater`."""
+        raise NotImplementedError
 
     def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
         """Return for what a formula is printed: its operands' kinds, and more; nothing if others."""

@@ -105,7 +105,7 @@ def in_blocks(function: Callable[..., tuple[Array, ...]], *operands: Any) -> tup
     A recording notes the calls on all rows; its pass over them makes the blocks (`program.tile`).
 
     Args:
-        function: returns arrays with as many rows.
+        function: returns arrays with as many rows, or None if it writes to rows.
         operands: rows first; others (rows, ...), what is repeated for each row, and numbers.
     """
     rows = operands[0]
@@ -116,7 +116,7 @@ def in_blocks(function: Callable[..., tuple[Array, ...]], *operands: Any) -> tup
     are_cut = [getattr(x, "ndim", 0) >= least and len(x) == len(rows) for x in operands]
     for part in row_blocks(rows):
         given = [x[part] if is_cut else x for x, is_cut in zip(operands, are_cut, strict=True)]
-        blocks = function(*given)
+        blocks = function(*given) or ()
         if not results:  # what is returned as it came, or twice, takes no memory
             known = dict(zip(map(id, given), operands, strict=True))
             for x in blocks:

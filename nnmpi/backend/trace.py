@@ -62,28 +62,35 @@ class Trace:
         kinds: of each line.
         levels: of each line: how many sums or maxima along the rows come before it.
         results: the lines that the formula returns.
+        written: by operand, the lines that it writes there, in place.
 
     Raises:
         TypeError: when it is no formula of rows.
     """
 
     def __init__(
-        self, formula: Callable[..., Any], kinds: Iterable[Any], dtype: Dtype = FLOAT32
+        self, formula: Callable[..., Any], kinds: Sequence[Any], dtype: Dtype = FLOAT32
     ) -> None:
         self.dtype = dtype
         self.lines: list[tuple[Any, ...]] = []
         self.kinds: list[int] = []
         self.levels: list[int] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        results = formula(
-            *(
-                self.add(("operand", i), kind) if type(kind) is int else kind[0]
-                for i, kind in enumerate(kinds)
-            )
-        )
+        given = [
+            self.add(("operand", i), kind) if type(kind) is int else kind[0]
+            for i, kind in enumerate(kinds)
+        ]
+        results = formula(*given) or ()
         self.results = [x.number for x in results if isinstance(x, Symbol)]
         if len(self.results) < len(results):
             raise TypeError("a row formula returns what it computes of its rows")
+        self.written = {
+            i: x.number
+            for i, x in enumerate(given)
+            if isinstance(x, Symbol) and self.lines[x.number] != ("operand", i)
+        }
+        if any({self.kinds[x], kinds[i]} != {ROW} for i, x in self.written.items()):
+            raise TypeError("a row formula writes rows to rows")
 
     def add(self, line: tuple[Any, ...], kind: int | None = None, level: int = 0) -> "Symbol":
         """Return the symbol of a line; equal lines are one."""
@@ -221,7 +228,9 @@ class Printed:
     Attributes:
         name: for a profiler.
         kept: rows that earlier loops left in memory, by their lines.
-        outs: (name, line) of the results: x0, x1 ... in the operands' memory, then y1, y2 ...
+        outs: (name, line) of the results: x0, x1 ... in the operands' memory, then y1, y2 ...; and
+            of what the formula writes to operands.
+        count: how many of them it returns.
         terms: (name, line) of what is added up.
         is_flat: whether rows do not matter.
 
@@ -234,9 +243,12 @@ class Printed:
     ) -> None:
         self.trace = trace = Trace(formula, kinds, dtype)
         self.kinds, self.kept = kinds, dict[int, str]()
-        count = len(trace.results) - sums
+        self.count = count = len(trace.results) - sums
         names = [f"{'x' if k < reuse else 'y'}{k}" for k in range(count)]
         self.outs = [*zip(names, trace.results, strict=False)]
+        self.outs += [(f"x{i}", x) for i, x in trace.written.items()]
+        if len(dict(self.outs)) < len(self.outs):
+            raise TypeError("a row formula writes where its first result is to be")
         self.terms = [(f"t{k}", i) for k, i in enumerate(trace.results[count:])]
         self.forms = [trace.kinds[i] for _, i in self.outs]
         if {NUMBER, VECTOR} & {*self.forms}:
@@ -258,21 +270,25 @@ class Printed:
             some = [lines[i][1] for i in ends if start < levels[i] <= stop]
             return some + [i for _, i in whole if start <= levels[i] < stop]
 
-        most = 1 + max(levels[i] for i in needed)
+        most, gone = 1 + max((levels[i] for i in needed), default=0), set[Any]()
         for level in range(most):
             known = {*cells, *self.kept}
-            written = [(name, i) for name, i in whole if levels[i] == level]
-            later = self.trace.needed(wanted(level + 1, most), known)
-            overwritten = {("operand", int(name[1:])) for name, _ in written if name[0] == "x"}
-            if overwritten & {lines[i] for i in later}:
+            body = self.trace.needed(wanted(level, level + 1), known)
+            if gone & {lines[i] for i in body}:
                 raise TypeError("a row is read after it was overwritten")
+            written = [(name, i) for name, i in whole if levels[i] == level]
+            gone |= {("operand", int(name[1:])) for name, _ in written if name[0] == "x"}
             yield RowPass(
                 [i for i in cells if levels[i] == level and lines[i][0] != "constant"],
-                self.trace.needed(wanted(level, level + 1), known),
+                body,
                 [i for i in ends if levels[i] == level + 1],
                 written,
-                later,
+                self.trace.needed(wanted(level + 1, most), known),
             )
+
+    def fits(self, operands: Sequence[Any]) -> bool:
+        """Return whether it can write where the formula does."""
+        return all(operands[i].flags.c_contiguous for i in self.trace.written)
 
 
 def key_of(x: Any) -> Any:

@@ -9,10 +9,10 @@ Reading order:
     schedule       the learning rate as a function of the step
     clip           gradient norms and loss scaling
 
-To add an optimizer, write a subclass of `Optimizer`, name it in `__all__` of its module, which is
-what that offers here, and list it in updates: the option `optimizer` then knows it. Its array
-operations run on NumPy and CuPy. A fused kernel is optional: its arithmetic is then a method of
-`backend.plain`, which those of backend/jit and backend/cuda override.
+To add an optimizer, write a formula and a subclass of `Optimizer` that has it, name the class in
+`__all__` of its module, which is what that offers here, and list it in updates: the option
+`optimizer` then knows it. The formula runs on NumPy; loops of numba and CUDA's kernels are
+printed from it.
 """
 
 from nnmpi.base.words import offer

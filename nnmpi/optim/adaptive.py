@@ -5,19 +5,52 @@ except in AdamW.
 """
 
 import math
-from collections.abc import Iterable
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from nnmpi.backend.kernels import kernels_of
+import numpy as np
+
+from nnmpi.backend.array import Array
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number, shortened
-from nnmpi.optim.optimizer import (
-    BufferBlock,
-    ByGroup,
-    Optimizer,
-)
+from nnmpi.optim.optimizer import ByGroup, Optimizer
 
 __all__ = ["Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop"]
+
+
+def decayed(grad: Array, w: Array, decay: float) -> Array:
+    """Return the gradient with L2 regularization, unless its factor is False."""
+    return grad if decay is False else grad + w * decay
+
+
+def adam(
+    w: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    rate: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    decay: float,
+    factor: float,
+) -> None:
+    """Adam's update, in which the bias corrections are in `rate` and `eps`; w * factor unless True."""
+    if factor is not True:
+        w *= factor
+    grad = decayed(grad, w, decay)
+    # not the sum of two products, which rounds more; each product in place, for NumPy's sake
+    change = grad - m
+    change *= 1 - beta1
+    m += change
+    v *= beta2
+    square = grad * grad
+    square *= 1 - beta2
+    v += square
+    root = np.sqrt(v)
+    root += eps
+    np.divide(m, root, out=root)
+    root *= rate
+    w -= root
 
 
 class Adam(Optimizer, fixed="betas eps decouples"):
@@ -51,7 +84,7 @@ class Adam(Optimizer, fixed="betas eps decouples"):
 
     # whether the decay multiplies the weights instead of adding to the gradient
     decouples: ClassVar[bool] = False
-    _knows_guards = True
+    formula = staticmethod(adam)
 
     def __init__(
         self,
@@ -71,17 +104,15 @@ class Adam(Optimizer, fixed="betas eps decouples"):
         self.eps: Final = number("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """See `Optimizer.numbers`."""
         beta1, beta2 = self.betas
         # With r = sqrt(c2) this saves a pass over the block:
         # m / c1 / (sqrt(v / c2) + eps)  =  m * (r / c1) / (sqrt(v) + eps * r)
         root = math.sqrt(1 - beta2**self.steps)
         rate = lr * root / (1 - beta1**self.steps)
-        eps = self.eps * root
-        for block in blocks:
-            decay, shrink = (0.0, 1 - lr * block.decay) if self.decouples else (block.decay, 1.0)
-            numbers = rate, eps, beta1, beta2, decay, shrink
-            kernels_of(block.data).adam(block, *numbers, self._guard)
+        factors = (False, 1 - lr * decay) if self.decouples and decay else (decay, True)
+        return rate, self.eps * root, beta1, beta2, *factors
 
 
 class AdamW(Adam):
@@ -118,6 +149,20 @@ class AdamW(Adam):
         super().__init__(storage, lr, betas, eps, weight_decay)
 
 
+def rmsprop(w: Array, grad: Array, v: Array, *more: Any) -> None:
+    """RMSprop's update; more are the momentum's array if there is one, and the numbers."""
+    *arrays, lr, eps, keep, weight, momentum, decay = more
+    grad = decayed(grad, w, decay)
+    v *= keep
+    v += grad * grad * weight
+    change = grad / (np.sqrt(v) + eps)
+    for b in arrays:
+        b *= momentum
+        b += change
+        change = b
+    w -= change * lr
+
+
 class RMSprop(Optimizer, fixed="eps momentum square"):
     """RMSprop (Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012).
 
@@ -140,6 +185,7 @@ class RMSprop(Optimizer, fixed="eps momentum square"):
     """
 
     square: ClassVar[str] = "v"  # the slot's name
+    formula = staticmethod(rmsprop)
 
     def __init__(
         self,
@@ -158,17 +204,9 @@ class RMSprop(Optimizer, fixed="eps momentum square"):
             storage, lr, weight_decay, slots=(self.square, "momentum")[: 1 + (self.momentum > 0)]
         )
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for block in blocks:
-            xp, gradient, change = block.xp, block.decayed_gradient(block.decay), block.scratch[1]
-            v, *momenta = block.slots
-            block.average(v, gradient, *self.factors, change)
-            block.divide(gradient, v, self.eps, change)
-            for momentum in momenta:  # one or none
-                change = xp.add(
-                    xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum
-                )
-            xp.subtract(block.data, xp.multiply(change, lr, out=block.scratch[1]), out=block.data)
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """See `Optimizer.numbers`."""
+        return lr, self.eps, *self.factors, self.momentum, decay
 
 
 class Adagrad(RMSprop):
@@ -194,6 +232,19 @@ class Adagrad(RMSprop):
         self.factors = (1.0, 1.0)
 
 
+def adadelta(
+    w: Array, grad: Array, v: Array, u: Array, lr: float, eps: float, rho: float, decay: float
+) -> None:
+    """Adadelta's update."""
+    grad = decayed(grad, w, decay)
+    v *= rho
+    v += grad * grad * (1 - rho)
+    change = grad / np.sqrt(v + eps) * np.sqrt(u + eps)
+    u *= rho
+    u += change * change * (1 - rho)
+    w -= change * lr
+
+
 class Adadelta(Optimizer, fixed="rho eps"):
     """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
 
@@ -209,6 +260,8 @@ class Adadelta(Optimizer, fixed="rho eps"):
         eps: above 0; with 0 the first update, and so each one, would be 0.
     """
 
+    formula = staticmethod(adadelta)
+
     def __init__(
         self,
         storage: Storage,
@@ -223,15 +276,6 @@ class Adadelta(Optimizer, fixed="rho eps"):
             raise UsageError("Adadelta's eps is 0, with which nothing ever moves; give 1e-6 or so")
         super().__init__(storage, lr, weight_decay, slots=("v", "u"))
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for block in blocks:
-            xp = block.xp
-            gradient = block.decayed_gradient(block.decay)
-            v, u = block.slots
-            other, change = block.scratch
-            block.average(v, gradient, self.rho, 1 - self.rho, change)
-            xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
-            # `other` may hold the decayed gradient, which is not needed from here on
-            xp.multiply(change, xp.sqrt(xp.add(u, self.eps, out=other), out=other), out=change)
-            block.average(u, change, self.rho, 1 - self.rho, other)
-            xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """See `Optimizer.numbers`."""
+        return lr, self.eps, self.rho, decay

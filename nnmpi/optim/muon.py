@@ -117,8 +117,9 @@ class Muon(AdamW, fixed="momentum adjust_lr_fn"):
                 start = local.stop
         yield slice(start, None)
 
-    def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        super()._update_groups(lr, blocks)
+    def update_all(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        """See `Optimizer.update_all`; the matrices are in no block."""
+        super().update_all(lr, blocks)
         ranks = self.storage.replicas
         size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
         owners = deal([span.parameter.declared for span, *_ in self._matrices], size)

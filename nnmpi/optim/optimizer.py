@@ -4,10 +4,11 @@ The state is `steps` and the arrays of `slots()`. Loading a state means writing 
 setting `steps`; the next update then has the bits of a run without interruption. This module works
 on plain buffers: parameters, layers and ranks are not its subject.
 
-An update runs over blocks of the buffers that fit the processor's cache. Adam's update, for
-example, is twelve array operations. On complete buffers that exceed the cache, each of them reads
-and writes main memory; block by block, only the first and the last access does. Views and scratch
-arrays are made once, when the optimizer is made. `HOST_BLOCK_BYTES` has the measurements.
+A subclass is a formula, which knows arrays and numbers alone, and the numbers that it takes. An
+update computes it over blocks of the buffers that fit the processor's cache. Adam's, for example,
+is twelve array operations. On complete buffers that exceed the cache, each of them reads and writes
+main memory; block by block, only the first and the last access does. Views are made once, when the
+optimizer is made. `HOST_BLOCK_BYTES` has the measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter, is_
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, TypeAlia
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Dtype, namespace, zeros
+from nnmpi.backend.array import Array, namespace, zeros
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.recording import call, refuse
 from nnmpi.backend.storage import Storage
@@ -106,12 +107,14 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         storage: the buffers; the arrays must stay the same objects during the optimizer's life.
         weight_decay: the decay of each buffer, in the storage's order.
         elementwise: whether the class updates each element independently of the others.
+        formula: the update of a block, a static function (data, gradient, *state, *numbers) that
+            writes to the data and the state in place, as one writes NumPy. It is a row formula (see
+            `PlainKernels.rows`), which compiled kernels print as one loop.
         run_id: of the run whose checkpoints it continues, see `nnmpi.save`; None before the first.
     """
 
     elementwise: ClassVar[bool] = True
-    # whether a device's kernels of its update know a guard, see `guarded`
-    _knows_guards: ClassVar[bool] = False
+    formula: ClassVar[Callable[..., None] | None] = None
     _guard: Array | None = None
     run_id: str | None = None
     _places: Collection[Place] = ()  # of the loaders of the last update's batches
@@ -185,7 +188,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         )
 
     def step(self) -> None:
-        """Do one update of all buffers with the learning rate `lr`, without allocations.
+        """Do one update of all buffers with the learning rate `lr`.
 
         Parameters that need no gradient (`requires_grad = False`) stay unchanged.
 
@@ -335,14 +338,14 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             for array in (self._data, *self._slots.values()):
                 values = array[buffer].reshape(-1)[part]
                 saved.append((values, values.copy()))
-        self._update_groups(lr, blocks)
+        self.update_all(lr, blocks)
         for values, before in saved:
             values[...] = before
 
     @property
     def can_guard(self) -> bool:
         """Whether all updates are kernels of a device that know a guard."""
-        is_known = self._knows_guards and is_own(type(self))
+        is_known = self.elementwise and is_own(type(self))
         return is_known and all(kernels_of(block.data).of_device for block in self._blocks)
 
     @contextmanager
@@ -427,24 +430,37 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
         other.move()
         return other
 
-    def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+    def update_all(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        """Update blocks, at the rate of each; `steps` already counts this update."""
         # groupby is lazy: each block is updated as soon as a strategy's generator yields it
-        for rate, run in groupby(blocks, attrgetter("rate")):
-            self._update(lr * rate, run)
+        for group, run in groupby(blocks, attrgetter("rate", "decay")):
+            rate, decay = group
+            formula, numbers = self.formula, self.numbers(lr * rate, decay or False)
+            for block in run:
+                if formula is None:
+                    self.update_block(block, lr * rate)
+                else:
+                    block.update(formula, numbers, self._guard)
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        """Update every block, of one rate; `steps` already counts this update."""
-        for block in blocks:
-            self.update_block(block, lr)
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """Return what the formula takes after the state: floats; bools and ints are settings.
+
+        Args:
+            lr: a group's learning rate; `steps` already counts this update.
+            decay: its weight decay; False instead of 0, for formulas that then leave it out.
+        """
+        return lr, decay
 
     def update_block(self, block: BufferBlock, lr: float) -> None:
-        """Write new values into `block.data`, and state into `block.slots`; subclasses define it.
+        """Write new values into `block.data`, and state into `block.slots`, without a formula.
 
         Args:
             block: elements of any parameters of one group, with their gradients.
             lr: the group's learning rate. `block.decay` is its weight decay, which this applies.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no update_block(block, lr)")
+        raise NotImplementedError(
+            f"{type(self).__name__} defines no formula, and no update_block(block, lr)"
+        )
 
     def cut(
         self,
@@ -458,7 +474,6 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by
                 default.
         """
-        scratch = _scratch(self._grads)
         grads = self._grads if grads is None else grads
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
@@ -468,10 +483,7 @@ class Optimizer(Settled, fixed="storage rates weight_decay elementwise"):
                     [array[run] for array in full], block_elements(data)
                 ):
                     decay, rate, xp = self.weight_decay[i], self.rates[i], namespace(part)
-                    first, second = (item[: part.size] for item in scratch[xp, part.dtype])
-                    blocks.append(
-                        BufferBlock(xp, part, gradient, tuple(state), decay, rate, (first, second))
-                    )
+                    blocks.append(BufferBlock(xp, part, gradient, tuple(state), decay, rate))
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
@@ -552,7 +564,7 @@ def _check(storage: Storage) -> None:
 # Blocks of 128 KiB were slower.
 HOST_BLOCK_BYTES = 256 * 1024
 # A device launches one kernel per operation and block, and no cache asks for small blocks: they
-# only bound the scratch memory.
+# only bound the temporary arrays.
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
 
 
@@ -565,8 +577,7 @@ class BufferBlock:
         slots: views of the state, in the order of the optimizer's slot names.
         decay: the weight decay of the buffer's group.
         rate: its learning rate, divided by the optimizer's.
-        scratch: two arrays, shared by all blocks; their values are undefined between blocks.
-        is_spent: whether the update may overwrite the gradient.
+        updates: what `PlainKernels.updater` returned, by the kernels and the settings.
     """
 
     xp: ModuleType
@@ -575,30 +586,16 @@ class BufferBlock:
     slots: tuple[Array, ...]
     decay: float
     rate: float
-    scratch: tuple[Array, Array]
-    is_spent: bool = False
+    updates: dict[Any, Any] = field(default_factory=dict)
 
-    def decayed_gradient(self, decay: float) -> Array:
-        """Return gradient + decay * data (L2 regularization), in a scratch array if needed."""
-        if not decay:
-            return self.grad
-        result = self.scratch[0]
-        self.xp.multiply(self.data, decay, out=result)
-        self.xp.add(result, self.grad, out=result)
-        return result
-
-    def average(
-        self, average: Array, value: Array, decay: float, weight: float, square: Array
-    ) -> None:
-        """Compute average = decay * average + weight * value^2, in place."""
-        xp = self.xp
-        xp.multiply(xp.multiply(value, value, out=square), weight, out=square)
-        xp.add(xp.multiply(average, decay, out=average), square, out=average)
-
-    def divide(self, value: Array, squares: Array, eps: float, out: Array) -> None:
-        """Compute out = value / (sqrt(squares) + eps)."""
-        xp = self.xp
-        xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
+    def update(self, formula: Any, numbers: Sequence[float], guard: Array | None) -> None:
+        """Compute an optimizer's formula."""
+        kernels = kernels_of(self.data)
+        key = kernels, *[x for x in numbers if type(x) is not float]
+        if key not in self.updates:
+            arrays = self.data, self.grad, *self.slots
+            self.updates[key] = kernels.updater(formula, arrays, numbers)
+        self.updates[key](numbers, guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, name, value) is not value:  # `block.data -= change` assigns the same array
@@ -620,15 +617,3 @@ def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, limit):
         yield tuple(array[start : start + limit] for array in flat)
-
-
-def _scratch(buffers: Iterable[Array]) -> Mapping[Any, tuple[Array, Array]]:
-    """Return two arrays of the largest block's size per library and dtype."""
-    sizes: dict[tuple[ModuleType, Dtype], int] = {}
-    for buffer in buffers:
-        kind = namespace(buffer), buffer.dtype
-        sizes[kind] = max(sizes.get(kind, 0), min(buffer.size, block_elements(buffer)))
-    return {
-        (xp, dtype): (xp.zeros(size, dtype), xp.zeros(size, dtype))
-        for (xp, dtype), size in sizes.items()
-    }

@@ -1,22 +1,35 @@
 """SGD, and optimizers by name, for command lines and configuration files."""
 
 import inspect
-from collections.abc import Iterable
 from typing import Annotated, Any, Final, TypeAlias
 
-from nnmpi.backend.kernels import kernels_of
+from nnmpi.backend.array import Array
 from nnmpi.backend.storage import Storage
 from nnmpi.base.errors import UsageError, number
-from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
+from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop, decayed
 from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import (
     Arrays,
-    BufferBlock,
     ByGroup,
     Optimizer,
 )
 
 __all__ = ["NAMES", "SGD", "build"]
+
+
+def sgd(w: Array, grad: Array, lr: float, decay: float) -> None:
+    """Descend along the gradient, see `SGD`."""
+    w -= decayed(grad, w, decay) * lr
+
+
+def sgd_momentum(
+    w: Array, grad: Array, b: Array, lr: float, momentum: float, decay: float, nesterov: bool
+) -> None:
+    """Descend along the momentum b, see `SGD`."""
+    grad = decayed(grad, w, decay)
+    b *= momentum
+    b += grad
+    w -= (b * momentum + grad if nesterov else b) * lr
 
 
 class SGD(Optimizer, fixed="momentum nesterov"):
@@ -49,8 +62,6 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         SGD(lr=0.1, 67 parameters, after 0 steps)
     """
 
-    _knows_guards = True
-
     def __init__(
         self,
         storage: Storage,
@@ -69,10 +80,14 @@ class SGD(Optimizer, fixed="momentum nesterov"):
         self.nesterov: Final = bool(nesterov)
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for block in blocks:
-            numbers = lr, self.momentum, block.decay, self.nesterov
-            kernels_of(block.data).sgd(block, *numbers, self._guard)
+    @property
+    def formula(self) -> Any:  # type: ignore[override]
+        """With or without momentum."""
+        return sgd_momentum if self.momentum else sgd
+
+    def numbers(self, lr: float, decay: float) -> tuple[float, ...]:
+        """See `Optimizer.numbers`."""
+        return (lr, self.momentum, decay, self.nesterov) if self.momentum else (lr, decay)
 
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Muon)

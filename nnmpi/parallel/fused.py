@@ -19,7 +19,6 @@ message of their own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import sqrt
 
 import numpy as np
@@ -118,9 +117,7 @@ class FusedUpdate:
         optimizer.move(lambda *_: next(following))
         memory.barrier()  # all ranks have copied their optimizer state before any rank updates it
         self._node = NodeSum(grads, memory, block_bytes=block_bytes)
-        # `update` may overwrite its gradients: nothing reads them afterwards.
-        blocks = optimizer.cut(self._node.owns, [memory.parts(grad)[0] for grad in grads])
-        self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
+        self._blocks = optimizer.cut(self._node.owns, [memory.parts(grad)[0] for grad in grads])
         # One cache line per rank, written by that rank alone; all ranks read all lines after a
         # barrier.
         self._numbers = numbers.reshape(memory.size, NUMBERS)

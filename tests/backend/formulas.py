@@ -51,6 +51,28 @@ def late(x):
     return y, x - y.sum(axis=-1, keepdims=True)
 
 
+def updates(x, y):
+    """Rows that are written in place, where they were read before."""
+    y += x * x.sum(axis=-1, keepdims=True)
+    x -= y.sum(axis=-1, keepdims=True)
+
+
+def too_early(x, y):
+    """Rows that are read after they were written."""
+    above = x + 1
+    x *= 2
+    y -= above - above.sum(axis=-1, keepdims=True)
+
+
+def in_place(x, y):
+    """Rows that are written and returned, and temporary ones."""
+    z = x * 2
+    np.multiply(z, y, out=z)
+    x *= 0.5
+    x -= z
+    return (x + y,)
+
+
 SPECIAL_ROW = np.ones(40, np.float32)
 LEFT = {
     "values decide": lambda x: (x if x.max() > 0 else -x,),

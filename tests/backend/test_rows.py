@@ -9,7 +9,20 @@ import pytest
 
 from nnmpi.backend.kernels import PLAIN, load
 from nnmpi.backend.trace import key_of
-from tests.backend.formulas import LEFT, ONE, STEPS, chain, late, mish, mixed, own_norm, rows
+from tests.backend.formulas import (
+    LEFT,
+    ONE,
+    STEPS,
+    chain,
+    in_place,
+    late,
+    mish,
+    mixed,
+    own_norm,
+    rows,
+    too_early,
+    updates,
+)
 from tests.harness.slow import KERNELS
 
 pytest.importorskip("numba")
@@ -149,6 +162,37 @@ def test_other_dtypes_and_operands_are_left_to_numpy():
         (y,) = load().rows(lambda x, y: (x + y,), x, other)
         np.testing.assert_array_equal(y, x + other)
         assert y.dtype == (x + other).dtype
+
+
+@pytest.mark.parametrize("count", [6, 16000])
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("formula", [updates, too_early, in_place])
+def test_rows_are_written_where_the_formula_says(formula, step, count):
+    """Of any strides, in blocks of NumPy's, too. What is read after it was overwritten, and rows with
+    gaps, are left to NumPy.
+    """
+    for kernels in (load(), PLAIN):
+        x, y = np.ones((2, count, 5 * step), np.float32)[..., ::step]
+        x[...] = np.arange(x.size).reshape(x.shape) % 7
+        wide = x.astype(float), y.astype(float)
+        found, expected = kernels.rows(formula, x, y) or (), formula(*wide) or ()
+        for mine, theirs in zip((x, y, *found), (*wide, *expected), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert bool(loops_of(formula)[-1]) == (formula is not too_early)
+
+
+def test_a_formula_writes_rows_to_rows():
+    """Not where its first result is to be, and not to numbers of rows."""
+
+    def to_numbers(x, each):
+        each += 1
+        return (x * each,)
+
+    x, each = np.ones((3, 4), np.float32), np.ones((3, 1), np.float32)
+    load().rows(in_place, x, x + 1, reuse=True)
+    load().rows(to_numbers, x, each)
+    assert loops_of(in_place)[-1] is None is loops_of(to_numbers)[-1]
+    np.testing.assert_array_equal(each, 2)
 
 
 @pytest.mark.slow(KERNELS)

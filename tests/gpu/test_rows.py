@@ -12,7 +12,20 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.precision import dtype_named
 from nnmpi.backend.trace import key_of
-from tests.backend.formulas import LEFT, ONE, STEPS, chain, late, mish, mixed, own_norm, rows
+from tests.backend.formulas import (
+    LEFT,
+    ONE,
+    STEPS,
+    chain,
+    in_place,
+    late,
+    mish,
+    mixed,
+    own_norm,
+    rows,
+    too_early,
+    updates,
+)
 from tests.gpu.conftest import is_stand_in
 
 DTYPES = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
@@ -168,6 +181,23 @@ def test_memory_is_used_again(kernels: Any, device: Backend) -> None:
     x = device.asarray(np.ones((3, 4), np.float32))
     for y, other in zip(kernels.rows(late, x, reuse=True), late(np.ones((3, 4))), strict=True):
         np.testing.assert_array_equal(device.to_host(y), other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("formula", [updates, too_early, in_place])
+def test_rows_are_written_where_the_formula_says(
+    kernels: Any, device: Backend, formula: Any, dtype: str
+) -> None:
+    """What is read after it was overwritten, and rows with gaps, are left to the library."""
+    for step in (1, 2):
+        given = [device.asarray(drawn(5, 8, seed=k).astype(dtype_named(dtype))) for k in (0, 1)]
+        given = [x[:, ::step] for x in given]
+        wide = [device.to_host(x).astype(float) for x in given]
+        found, expected = kernels.rows(formula, *given) or (), formula(*wide) or ()
+        for mine, theirs in zip((*given, *found), (*wide, *expected), strict=True):
+            mine = device.to_host(mine).astype(float)
+            np.testing.assert_allclose(mine, theirs, rtol=DTYPES[dtype], atol=60 * DTYPES[dtype])
+    assert is_printed(kernels, formula) == (formula is not too_early)
 
 
 @pytest.mark.parametrize("name", sorted({*LEFT} - {"values decide", "other functions"}))

@@ -4,7 +4,7 @@ They override `PlainKernels`, whose docstrings explain arguments and results.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial, partialmethod
+from functools import cache, partialmethod
 from itertools import chain
 from math import prod, sqrt
 from types import ModuleType
@@ -144,18 +144,8 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
 
-    def adam(self, block: Any, *numbers: Any) -> None:
-        self._update(_adam, block, *numbers)
-
-    def sgd(self, block: Any, *numbers: Any) -> None:
-        *rates, nesterov, guard = numbers
-        formula = partial(_sgd, bool(nesterov)) if block.slots else _plain_sgd
-        self._update(formula, block, *rates, guard)
-
-    def _update(self, formula: Any, block: Any, *numbers: Any) -> None:
-        *rates, guard = numbers
-        arrays = block.data, *block.slots, block.grad
-        self.rows(formula, *arrays, *map(float, rates), reuse=len(arrays) - 1, guard=guard)
+    def update(self, loop: Any, arrays: Sequence[Array]) -> Callable[..., None]:
+        return lambda numbers, guard: self.launch(loop, (*arrays, *numbers), (), guard)
 
     def track(
         self,
@@ -760,33 +750,3 @@ def _track(
     return mean + fraction * (to_mean - mean), variance + fraction * (
         to_variance * factor - variance
     )
-
-
-def _adam(
-    data: Array,
-    m: Array,
-    v: Array,
-    grad: Array,
-    rate: float,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    decay: float,
-    factor: float,
-) -> tuple[Array, ...]:
-    grad = grad + decay * data
-    m = m + (grad - m) * (1 - beta1)
-    v = beta2 * v + (1 - beta2) * grad * grad
-    return factor * data - rate * m / (np.sqrt(v) + eps), m, v
-
-
-def _sgd(
-    ahead: bool, data: Array, b: Array, grad: Array, rate: float, momentum: float, decay: float
-) -> tuple[Array, ...]:
-    grad = grad + decay * data
-    b = momentum * b + grad
-    return data - rate * (grad + momentum * b if ahead else b), b
-
-
-def _plain_sgd(data: Array, grad: Array, rate: float, _: float, decay: float) -> tuple[Array]:
-    return (data - rate * (grad + decay * data),)

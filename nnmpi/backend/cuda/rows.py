@@ -163,6 +163,8 @@ class RowKernel(Printed):
         self.low, names = arrays[0][0], {total, *(name for name, _ in arrays)}
         self.wide = "float64" if "float64" in names else "float32"
         super().__init__(formula, kinds, sums, reuse, np.dtype(self.wide))
+        if {x[0] for i, x in enumerate(types) if x and i in self.trace.written} - {self.low}:
+            raise TypeError("a kernel writes to rows of the first ones' dtype")
         self.options = options(self.low, total, self.wide)
         self.along = any(line[0] in STARTS for line in self.trace.lines)
         later = any(self.trace.levels[i] for _, i in self.terms)
@@ -327,14 +329,19 @@ class RowKernel(Printed):
         first = operands[0]
         xp, shape, size = namespace(first), first.shape, first.size
         n = shape[-1] if shape else 1
-        pairs = [x for x in zip(operands, self.kinds, strict=True) if type(x[1]) is int]
-        args = [kernels.contiguous(x) if kind else x for x, kind in pairs]
+        given = {
+            f"x{i}": kernels.contiguous(x) if kind else x
+            for i, (x, kind) in enumerate(zip(operands, self.kinds, strict=True))
+            if type(kind) is int
+        }
         forms = {ROW: (shape, self.low), CELL: ((*shape[:-1], 1), self.wide)}
         results = [
-            args[k] if y[0] == "x" else xp.empty(*forms[kind])
-            for k, ((y, _), kind) in enumerate(zip(self.outs, self.forms, strict=True))
+            given[y] if y in given else xp.empty(*forms[kind])
+            for (y, _), kind in zip(self.outs, self.forms, strict=True)
         ]
+        args = [*given.values()]
         args += [x for x, (y, _) in zip(results, self.outs, strict=True) if y[0] == "y"]
+        results = results[: self.count]
         if not size:
             for target in sums:
                 target.fill(0)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numba import float64, types
+from numba import types
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.jit import conv3x3, loops
@@ -39,7 +39,6 @@ LOOPS = {
     "planes_grad": (read(1), read(1, types.uint8), write(2)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(1), read(2), write(2), write(2)),
-    "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
     "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
 }
 
@@ -151,8 +150,13 @@ class NumbaKernels(PrintedKernels):
 
     # ---- optimizers
 
-    def adam(self, block: Any, *numbers: Any) -> None:
-        call(loop("adam"), (), (block.data, block.grad, *block.slots, *numbers[:-1]))
+    def update(self, loop: Any, arrays: Sequence[Array]) -> Callable[..., None]:
+        rows = [x.reshape(1, -1) for x in arrays]
+        reads = [x for i, x in enumerate(rows) if i not in loop.written]
+        writes = [rows[i] for i in loop.written]
+        return lambda numbers, guard: call(
+            loop.kernel, (*reads, *[x for x in numbers if type(x) is float]), writes
+        )
 
     # ---- recurrent layers
 

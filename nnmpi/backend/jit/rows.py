@@ -58,7 +58,8 @@ class RowLoop(Printed):
 
     def __init__(self, formula: Any, kinds: Sequence[Any], sums: int, reuse: bool) -> None:
         super().__init__(formula, kinds, sums, reuse)
-        self._compile(reuse)
+        self.written = [i for i in range(len(kinds)) if f"x{i}" in dict(self.outs)]
+        self._compile()
 
     def text(self, i: int, wide: bool = False) -> str:
         """Return a line's value: in a loop over elements, or `wide`, in float64, outside of it."""
@@ -108,11 +109,11 @@ class RowLoop(Printed):
         pairs = zip(self.outs, self.forms, strict=True)
         return texts + [f"{out}[r, 0] = f{i}" for (out, i), kind in pairs if kind == CELL]
 
-    def _compile(self, reuse: bool) -> None:
+    def _compile(self) -> None:
         given = [(f"x{i}", kind) for i, kind in enumerate(self.kinds) if type(kind) is int]
         outs = [out for out, _ in self.outs]
-        news = [*zip(outs, self.forms, strict=True)][reuse:]
-        given = given[reuse:] + given[:reuse]  # what is written to comes last
+        news = [x for x in zip(outs, self.forms, strict=True) if x[0][0] == "y"]
+        given.sort(key=lambda x: x[0] in outs)  # what is written to comes last
         sums = range(len(self.terms))
         body = self.body()
         lines = ["rows, n = x0.shape"]
@@ -130,7 +131,7 @@ class RowLoop(Printed):
         name = f"{self.name}_{digest}"
         names = [name for name, _ in given + news] + [f"t{k}" for k in sums]
         arrays = [x if kind == NUMBER else f"array({x})" for x, kind in given]
-        arrays, count = arrays + [y for y, _ in news], len(given) - reuse
+        arrays, count = arrays + [y for y, _ in news], len(given) - len(self.written)
         reads, writes = ("".join(map("{}, ".format, x)) for x in (arrays[:count], arrays[count:]))
         lines = [
             f"def {name}({', '.join(names)}):\n    {text}",
@@ -141,12 +142,12 @@ class RowLoop(Printed):
                 for y, kind in news
             ),
             f"    launch(kernel, ({reads}), [{writes} *sums])",
-            f"    return [{', '.join(outs)}]",
+            f"    return [{', '.join(outs[: self.count])}]",
         ]
         scope: dict[str, Any] = {**vars(loops), **SCOPE}
         exec(compile("\n".join(lines), __file__, "exec"), scope)
         types: list[Any] = [(float64, read(2), read(1), read(2))[kind] for _, kind in given]
-        types[count:] = [write(2)] * (reuse + len(news)) + [write(1)] * len(sums)
+        types[count:] = [write(2)] * (len(arrays) - count) + [write(1)] * len(sums)
         self.kernel = scope["kernel"] = build(scope[name], *types)
         self._call = scope["call"]
 
@@ -161,5 +162,5 @@ class RowLoop(Printed):
         forms = {CELL: (count, 1), VECTOR: (n,), ROW: (count, n)}
         pairs = zip(operands, self.kinds, strict=True)
         given = [x.reshape(forms[kind]) if kind in forms else x for x, kind in pairs]
-        results = zip(self._call(xp, sums, *given), self.forms, strict=True)
+        results = zip(self._call(xp, sums, *given), self.forms, strict=False)
         return [x.reshape(shape if kind == ROW else (*shape[:-1], 1)) for x, kind in results]
