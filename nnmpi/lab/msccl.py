@@ -55,17 +55,6 @@ NAMES = {
 }
 
 
-class Attributes(dict[str, str]):
-    """An element's attributes."""
-
-    def number(self, name: str, least: int = 0) -> int:
-        """Return a number of at least `least`."""
-        value = self.get(name, "")
-        if not value.lstrip("-").isdecimal() or len(value) > 9 or int(value) < least:
-            raise ValueError(f"{name}={value!r} is no whole number of {least} or more")
-        return int(value)
-
-
 @dataclass
 class BlockOperation:
     """One operation of a thread block: what it does, its chunks, and what it waits for."""
@@ -110,17 +99,16 @@ class MscclProgram:
 
     def begin(self, name: str, values: dict[str, str]) -> None:
         """Take an element."""
-        given = Attributes(values)
-        number = given.number
+        self.given, number = values, self.number
         if name == "algo":
-            self.coll = given.get("coll", "")
+            self.coll = self.given.get("coll", "")
             if self.coll not in NAMES:
                 raise ValueError(f"its collective is {self.coll!r}; it can be {', '.join(NAMES)}")
             self.ranks, self.parts = number("ngpus", 1), number("nchunksperloop", 1)
             self.limit(self.ranks * self.parts, MOST_INPUTS, "chunks of input")
             if self.parts % self.ranks and self.coll not in ("allreduce", "broadcast"):
                 raise ValueError(f"{self.parts} chunks are not as many for each rank")
-            self.inplace, self.each = given.get("inplace") == "1", self.parts // self.ranks
+            self.inplace, self.each = self.given.get("inplace") == "1", self.parts // self.ranks
             self.extent = max([*self.sizes[:2], self.parts])  # of the input, and of the output
         elif name == "gpu":
             self.rank = number("id")
@@ -139,12 +127,12 @@ class MscclProgram:
             self.count += max(number("cnt"), 1)
             self.limit(self.count, MOST, "chunks in its steps")
             self.limit(self.count * len(self.blocks), MOST_CLOCKS, "steps times thread blocks")
-            kind, operations = given.get("type", ""), self.blocks[-1].operations
+            kind, operations = self.given.get("type", ""), self.blocks[-1].operations
             if kind not in OPERATIONS:
                 raise ValueError(f"its operation {kind!r} is none of {', '.join(OPERATIONS)}")
             after = number("depid", -1), number("deps", -1)
             place = f"thread block {self.block}, step {len(operations)}"
-            spans = self.span(given, "src"), self.span(given, "dst")
+            spans = self.span("src"), self.span("dst")
             operations.append(BlockOperation(OPERATIONS[kind], *spans, after, place))
 
     def limit(self, number: int, most: int, what: str) -> None:
@@ -152,12 +140,19 @@ class MscclProgram:
         if number > most:
             raise ValueError(f"it has more than {most} {what}")
 
-    def span(self, given: Attributes, which: str) -> range:
+    def number(self, name: str, least: int = 0) -> int:
+        """Return an attribute of the element, a number of at least `least`."""
+        value = self.given.get(name, "")
+        if not value.lstrip("-").isdecimal() or len(value) > 9 or int(value) < least:
+            raise ValueError(f"{name}={value!r} is no whole number of {least} or more")
+        return int(value)
+
+    def span(self, which: str) -> range:
         """Return an operation's chunks: (buffer, offset) as one number."""
-        first, count = given.number(f"{which}off", -1), given.number("cnt")
+        first, count = self.number(f"{which}off", -1), self.number("cnt")
         if first < 0:
             return range(0)
-        buffer = "ios".find(given.get(f"{which}buf", "?"))
+        buffer = "ios".find(self.given.get(f"{which}buf", "?"))
         if buffer < 0 or first + count > max(self.sizes[buffer], self.parts):
             raise ValueError(f"rank {self.rank} has no chunks {first}+{count} of that buffer")
         if not self.inplace or buffer == 2:
@@ -200,13 +195,13 @@ class ProgramWalk:
     def __init__(self, program: MscclProgram) -> None:
         self.program, ranks = program, range(program.ranks)
         self.start = np.zeros(len(program.blocks), np.int32)  # of all clocks
-        self.queues: defaultdict[tuple[int, int, int], deque[SentChunks]] = defaultdict(deque)
+        self.queues: defaultdict[Any, deque[SentChunks]] = defaultdict(deque)
         # by rank and chunk: what is on its way from there; who wrote it last, and who has read it
         # since, as (block, time, place)
-        self.sent: defaultdict[tuple[int, int], list[SentChunks]] = defaultdict(list)
+        self.sent: defaultdict[Any, list[SentChunks]] = defaultdict(list)
         self.written: defaultdict[Any, tuple[int, int, str]] = defaultdict(lambda: (0, 0, ""))
         self.readers: defaultdict[Any, dict[int, tuple[int, int, str]]] = defaultdict(dict)
-        self.free: defaultdict[tuple[int, int], list[range]] = defaultdict(list)
+        self.free: defaultdict[Any, list[range]] = defaultdict(list)
         self.tops = [2 * program.extent + program.sizes[2] for _ in ranks]  # numbers of chunks
         self.rows: list[list[dict[str, Any]]] = [[] for _ in ranks]
         # of each rank: the present round, and its row with a message; {} before there is one

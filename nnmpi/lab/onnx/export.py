@@ -1,6 +1,6 @@
 """`to_onnx`: a model as an ONNX file for batches of any size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -87,34 +87,31 @@ def _graph(
     known = {id(entry._data): name for name, entry in model.entries().items()}
     graph, values, ends = OnnxGraph(), dict[int, GraphValue](), dict[str, Array]()
 
-    def value(x: Any, like: Array) -> GraphValue | None:
-        if x is None or id(x) in values:
-            return values.get(id(x))
-        array = x if isinstance(x, np.ndarray) else np.asarray(x, like.dtype)
-        result = values[id(x)] = GraphValue(known.get(id(x)) or graph.new("array"), array)
-        graph.arrays[result.name] = array
-        return result
+    def value(x: Any, like: Array) -> Any:
+        if x is not None and id(x) not in values:
+            array = x if isinstance(x, np.ndarray) else np.asarray(x, like.dtype)
+            name = known.get(id(x)) or graph.new("array")
+            values[id(x)] = GraphValue(graph, array, name, forms={})
+        return values.get(id(x))
 
-    def end(what: str, i: int, x: Array, among: Sequence[Any]) -> tuple[str, bool]:
-        name, moves = what if len(among) == 1 else f"{what}_{i}", moved and x.ndim == 4
-        ends[name] = x.transpose(0, 3, 1, 2) if moves else x
-        return name, moves
+    def named(what: str, arrays: Sequence[Array]) -> Iterator[tuple[Array, str, bool]]:
+        for i, x in enumerate(arrays):
+            name, moves = what if len(arrays) == 1 else f"{what}_{i}", moved and x.ndim == 4
+            ends[name] = x.transpose(0, 3, 1, 2) if moves else x
+            yield x, name, moves
 
-    for i, x in enumerate(inputs):
-        name, moves = end("input", i, x, inputs)
-        values[id(x)] = graph.last(name, x) if moves else GraphValue(name, x)
+    for x, name, moves in named("input", inputs):
+        values[id(x)] = GraphValue(graph, x, *(("", name) if moves else (name,)))
     for function, arrays, result, graph.line in applied:
         row = ROWS.get(type(function))
         if row is None:
             name = type(function).__name__.removesuffix("Function")
             raise refused(graph, f"the operation {name}", "leave it out of what is exported")
-        made = row(graph, function, result, *(value(x, result) for x in arrays))
-        values[id(result)] = GraphValue(made.name, result)
-    for i, x in enumerate(results):
-        name, moves = end("output", i, x, results)
-        source: Any = value(x, x)
-        source = graph.first(source) if moves else graph.name(source, x)
-        graph.node("Identity", [source], name)
+        made = values[id(result)] = row(function, result, *(value(x, result) for x in arrays))
+        made.like = result
+    for x, name, moves in named("output", results):
+        source = value(x, x)
+        graph.node("Identity", [source.first() if moves else source.read(source)], name)
     return graph, ends
 
 
@@ -148,11 +145,11 @@ def _repeat(graph: OnnxGraph, name: str, row: Array, axis: int) -> None:
     """Let a constant that is the same along an axis be as long there as the batch."""
     body, graph.nodes = graph.nodes, []
     batch = next(x for node in body for x in node.inputs if x.startswith("input"))
-    size = graph.add("Slice", GraphValue(graph.node("Shape", [batch]), row), [0], [1])
+    size = GraphValue(graph, row, graph.node("Shape", [batch])).add("Slice", [0], [1])
     lengths = [*row.shape[:axis]], size, [*row.shape[axis + 1 :]]
-    shape = graph.node("Concat", [graph.name(x, row) for x in lengths], axis=0)
+    shape = graph.node("Concat", map(size.read, lengths), axis=0)
     del graph.constants[name]
-    graph.node("Expand", [graph.name(row, row), shape], name)
+    graph.node("Expand", [size.read(row), shape], name)
     graph.nodes += body
 
 
@@ -174,11 +171,15 @@ def _serialized(
     def code(x: Any) -> Any:
         return helper.np_dtype_to_tensor_dtype(x) if isinstance(x, np.dtype) else x
 
-    described: dict[bool, list[Any]] = {True: [], False: []}
-    for name, x in ends.items():
-        shape = [n if n == m else "batch" for n, m in zip(x.shape, others[name].shape, strict=True)]
-        info = helper.make_tensor_value_info(name, code(x.dtype), shape)
-        described[name.startswith("input")].append(info)
+    described = [
+        helper.make_tensor_value_info(
+            name,
+            code(x.dtype),
+            [n if n == m else "batch" for n, m in zip(x.shape, others[name].shape, strict=True)],
+        )
+        for name, x in ends.items()
+    ]
+    split = sum(name.startswith("input") for name in ends)
     nodes = [
         helper.make_node(op, inputs, outputs, **{k: code(x) for k, x in attributes.items()})
         for op, inputs, outputs, attributes, _ in graph.nodes
@@ -187,7 +188,7 @@ def _serialized(
         numpy_helper.from_array(np.ascontiguousarray(x), name)
         for name, x in graph.constants.items()
     ]
-    body = helper.make_graph(nodes, "nnmpi", described[True], described[False], constants)
+    body = helper.make_graph(nodes, "nnmpi", described[:split], described[split:], constants)
     model = helper.make_model(
         body, producer_name="nnmpi", ir_version=IR, opset_imports=[helper.make_opsetid("", OPSET)]
     )

@@ -1,6 +1,6 @@
 """A row for each operation: the nodes that compute what its `forward` does.
 
-A row is (graph, operation, its result, its inputs) -> the result's value. Operations that only
+A row is (operation, its result, its inputs) -> the result's value. Operations that only
 losses and training have (dropout, statistics of a batch) have none, and neither has a Function of a
 user's own.
 """
@@ -43,99 +43,92 @@ GATES[RNNFunction] = ("RNN", (0,))
 RESIZE = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 
 
-def refused(g: OnnxGraph, what: str, remedy: str) -> UsageError:
+def refused(graph: OnnxGraph, what: str, remedy: str) -> UsageError:
     """Return an error for an operation without a counterpart."""
-    return UsageError(f"{what}{g.line} has no counterpart in ONNX; {remedy}")
+    return UsageError(f"{what}{graph.line} has no counterpart in ONNX; {remedy}")
 
 
-def _activated(g: OnnxGraph, form: Any, x: GraphValue, slope: float = 0.0) -> GraphValue:
-    each = g.each
+def _activated(form: Any, x: Any, slope: float = 0.0) -> Any:
     match form:
         case None:
             return x
         case Activation.LEAKY_RELU:
-            return each("LeakyRelu", x, alpha=slope)
+            return x.each("LeakyRelu", alpha=slope)
         case Activation.SILU:
-            return each("Mul", x, each("Sigmoid", x))
+            return x * x.each("Sigmoid")
         case Activation.GELU:
-            inner = each("Erf", each("Mul", x, 1 / sqrt(2)))
+            inner = (x * (1 / sqrt(2))).each("Erf")
         case Activation.GELU_TANH:
-            cubic = each("Mul", each("Mul", each("Mul", x, x), x), 0.044715)
-            inner = each("Tanh", each("Mul", each("Add", x, cubic), sqrt(2 / np.pi)))
+            inner = ((x + x * x * x * 0.044715) * sqrt(2 / np.pi)).each("Tanh")
         case _:
-            return each(form.name.capitalize(), x)
-    return each("Mul", each("Mul", x, 0.5), each("Add", inner, 1))
+            return x.each(form.name.capitalize())
+    return x * 0.5 * (inner + 1)
 
 
-def _soft(g: OnnxGraph, f: Soft, y: Array, x: GraphValue) -> GraphValue:
-    beta, *more = f.numbers
-    if not more:
-        return g.each("Elu", x, alpha=beta)
-    # the threshold only saves time: beyond it the logarithm is 0
-    return g.each("Div", g.each("Softplus", g.each("Mul", x, beta)), beta)
+def _reduced(op: str, x: Any, axes: Any, keepdims: int = 1) -> Any:
+    return x.add(op, axes=[*axes], keepdims=int(keepdims))
 
 
-def _centred(g: OnnxGraph, x: GraphValue, axes: Any) -> GraphValue:
-    return g.each("Sub", x, g.add("ReduceMean", x, axes=[*axes]))
+def _centred(x: Any, axes: Any) -> Any:
+    return x - _reduced("ReduceMean", x, axes)
 
 
-def _square(g: OnnxGraph, x: GraphValue, axes: Any, keepdims: int = 1) -> Any:
-    return g.add("ReduceMean", g.add("Mul", x, x), axes=[*axes], keepdims=keepdims)
-
-
-def _scaled(g: OnnxGraph, x: GraphValue, axes: Any, eps: float) -> GraphValue:
+def _scaled(x: Any, axes: Any, eps: float) -> Any:
     """Return x divided by the root of its mean square."""
-    return g.each("Div", x, g.add("Sqrt", g.add("Add", _square(g, x, axes), eps)))
+    return x / (_reduced("ReduceMean", x.add("Mul", x), axes) + eps).add("Sqrt")
 
 
-def _variance(g: OnnxGraph, f: Variance, y: Array, x: GraphValue) -> GraphValue:
-    count, mean = f.count(x.like), _square(g, _centred(g, x, f.axes), f.axes, int(f.keepdims))
-    return g.each("Mul", mean, count / (count - f.correction))
+def _variance(f: Variance, y: Array, x: Any) -> Any:
+    count, x = f.count(x.like), _centred(x, f.axes)
+    return _reduced("ReduceMean", x * x, f.axes, f.keepdims) * (count / (count - f.correction))
 
 
 def _is_all(part: Any, size: int) -> bool:
     return isinstance(part, slice) and part.indices(size) == (0, size, 1)
 
 
-def _view(g: OnnxGraph, f: View, y: Array, x: GraphValue) -> GraphValue:
+def _view(f: View, y: Array, x: Any) -> Any:
     key, cuts = f._expanded(x.like.ndim), []
     parts = [part for part in key if part is not None]
-    for axis, part in enumerate(parts):
+    for axis, (part, size) in enumerate(zip(parts, x.like.shape, strict=True)):
         if isinstance(part, int):
             cuts.append((part, part + 1 or END, axis, 1))
-        elif not _is_all(part, size := x.like.shape[axis]):
-            step, stop = part.step or 1, part.stop
-            first, last = (0, END) if step > 0 else (END, -END)
-            if stop is None or stop >= size:  # also of x[1 : len(x)], whatever the batch
-                stop = last
+        elif not _is_all(part, size):
+            step = part.step or 1
+            first, stop = (0, END) if step > 0 else (END, -END)
+            if part.stop is not None and part.stop < size:  # not x[1 : len(x)], whatever the batch
+                stop = part.stop
             cuts.append((first if part.start is None else part.start, stop, axis, step))
     if cuts:
-        x = g.add("Slice", x, *map(list, zip(*cuts, strict=True)))
-    if gone := [axis for axis, part in enumerate(parts) if isinstance(part, int)]:
-        x = g.add("Squeeze", x, gone)
+        x = x.add("Slice", *map(list, zip(*cuts, strict=True)))
     kept = [part for part in key if not isinstance(part, int)]
-    new = [axis for axis, part in enumerate(kept) if part is None]
-    return g.add("Unsqueeze", x, new) if new else x
+    for op, among, kind in (("Squeeze", parts, int), ("Unsqueeze", kept, type(None))):
+        if axes := [axis for axis, part in enumerate(among) if isinstance(part, kind)]:
+            x = x.add(op, axes)
+    return x
 
 
-def _get_item(g: OnnxGraph, f: GetItem, y: Array, x: GraphValue) -> Any:
+def _get_item(f: GetItem, y: Array, x: Any) -> Any:
     parts = enumerate(zip(f.key, x.like.shape, strict=False))
     picks = [(axis, np.asarray(part)) for axis, (part, n) in parts if not _is_all(part, n)]
     if len(picks) != 1 or picks[0][1].dtype.kind not in "iu":
-        raise refused(g, "an index of booleans or of several arrays", "pick along one axis")
-    return g.add("Gather", x, picks[0][1], axis=picks[0][0])
+        what = "an index of booleans or of several arrays"
+        raise refused(x.graph, what, "pick along one axis")
+    return x.take(picks[0][1], picks[0][0])
 
 
-def _linear(
-    g: OnnxGraph, f: LinearFunction, y: Array, x: GraphValue, weight: GraphValue, bias: Any
-) -> GraphValue:
+def _linear(f: LinearFunction, y: Array, x: Any, weight: Any, bias: Any) -> Any:
     across = isinstance(f, TransposedLinearFunction)
     if x.like.ndim == 2:
-        x = g.add("Gemm", x, weight, bias, transB=int(across))
+        x = x.add("Gemm", weight, bias, transB=int(across))
     else:
-        x = g.add("MatMul", x, g.add("Transpose", weight, perm=[1, 0]) if across else weight)
-        x = x if bias is None else g.add("Add", x, bias)
-    return _activated(g, f.form, x)
+        x = x @ (weight.transpose(1, 0) if across else weight)
+        x = x if bias is None else x + bias
+    return _activated(f.form, x)
+
+
+def _kernels(weight: Any) -> Any:
+    return weight.transpose(3, 2, 0, 1)
 
 
 def _windows(over: Any) -> dict[str, Any]:
@@ -144,123 +137,76 @@ def _windows(over: Any) -> dict[str, Any]:
     return {**words, "dilations": [*more[0]], "group": more[1]} if more else words
 
 
-def _conv(
-    g: OnnxGraph, f: Conv2dFunction, y: Array, x: GraphValue, weight: GraphValue, bias: Any
-) -> GraphValue:
-    spec, kernels = f.algorithm.spec, g.form(weight, (3, 2, 0, 1))
-    x = g.planes("Conv", x, kernels, bias, **_windows(spec))
-    x = g.each("Relu", x) if spec.relu else x
+def _conv(f: Conv2dFunction, y: Array, x: Any, weight: Any, bias: Any) -> Any:
+    spec = f.algorithm.spec
+    x = x.images("Conv", weight.form(_kernels), bias, **_windows(spec))
+    x = x.each("Relu") if spec.relu else x
     pool = _windows((spec.pool, spec.pool, (0, 0)))
-    return g.planes("MaxPool", x, **pool) if prod(spec.pool) > 1 else x
+    return x.images("MaxPool", **pool) if prod(spec.pool) > 1 else x
 
 
-def _conv_transpose(
-    g: OnnxGraph, f: ConvTranspose2dFunction, y: Array, x: GraphValue, weight: GraphValue
-) -> GraphValue:
+def _conv_transpose(f: ConvTranspose2dFunction, y: Array, x: Any, weight: Any) -> Any:
     extra = [
         size - (n - 1) * step + 2 * edge - apart * (kernel - 1) - 1
         for size, n, kernel, step, edge, apart in zip(
             f.size, x.like.shape[1:3], *f.spec[:4], strict=True
         )
     ]
-    kernels = g.form(weight, (3, 2, 0, 1))
-    return g.planes("ConvTranspose", x, kernels, output_padding=extra, **_windows(f.spec))
+    words = _windows(f.spec)
+    return x.images("ConvTranspose", weight.form(_kernels), output_padding=extra, **words)
 
 
-def _avg_pool(g: OnnxGraph, f: AvgPool2dFunction, y: Array, x: GraphValue) -> GraphValue:
-    if f.over.kernel == x.like.shape[1:3]:
-        return g.planes("GlobalAveragePool", x)
-    return g.planes("AveragePool", x, count_include_pad=1, **_windows(f.over))
-
-
-def _reshape(g: OnnxGraph, f: Reshape, y: Array, x: GraphValue) -> Any:
+def _reshape(f: Reshape, y: Array, x: Any) -> Any:
     shape = x.like.shape
     if len(shape) == 4 and shape[1:3] == (1, 1) and y.shape == shape[::3]:
-        return GraphValue(
-            g.node("Flatten", [g.first(x)]), y
-        )  # of one pixel, any layout has this order
-    return g.reshape(x, y.shape)
+        # of one pixel, any layout has this order
+        return GraphValue(x.graph, y, x.graph.node("Flatten", [x.first()]))
+    return x.reshape(*y.shape)
 
 
-def _concatenate(g: OnnxGraph, f: Concatenate, y: Array, *x: GraphValue) -> Any:
+def _concatenate(f: Concatenate, y: Array, x: Any, *others: Any) -> Any:
     if y.ndim == 4 and f.axis == 3:
-        return g.last(g.node("Concat", map(g.first, x), axis=1), y)
-    return g.add("Concat", *x, axis=f.axis)
+        return x.as_planes("Concat", [item.first() for item in (x, *others)], axis=1)
+    return x.add("Concat", *others, axis=f.axis)
 
 
-def _fixed_norm(
-    g: OnnxGraph, f: FixedNormFunction, y: Array, x: GraphValue, *others: GraphValue
-) -> Any:
-    add = g.add if x.like.ndim == 2 else g.planes
-    return add("BatchNormalization", x, *others, epsilon=f.settings[0])
-
-
-def _layer_norm(
-    g: OnnxGraph, f: LayerNormFunction, y: Array, x: GraphValue, *parameters: GraphValue
-) -> Any:
+def _layer_norm(f: LayerNormFunction, y: Array, x: Any, *parameters: Any) -> Any:
     eps, axis = f.settings[0], -parameters[0].like.ndim
     if len(parameters) == 2:
-        return g.add("LayerNormalization", x, *parameters, axis=axis, epsilon=eps)
-    return g.add("Mul", _scaled(g, x, range(axis, 0), eps), *parameters)
+        return x.add("LayerNormalization", *parameters, axis=axis, epsilon=eps)
+    return _scaled(x, range(axis, 0), eps) * parameters[0]
 
 
-def _group_norm(
-    g: OnnxGraph,
-    f: GroupNormFunction,
-    y: Array,
-    x: GraphValue,
-    scale: GraphValue,
-    shift: GraphValue,
-) -> Any:
-    (eps, width), (n, *_, channels) = f.settings, y.shape
-    rows = g.reshape(x, (n, y[0].size // channels, channels // width, width))
-    rows = _scaled(g, _centred(g, rows, (1, 3)), (1, 3), eps)
-    return g.add("Add", g.add("Mul", g.reshape(rows, y.shape), scale), shift)
+def _group_norm(f: GroupNormFunction, y: Array, x: Any, scale: Any, shift: Any) -> Any:
+    (eps, width), (n, *_, channels), axes = f.settings, y.shape, (1, 3)
+    rows = x.reshape(n, y[0].size // channels, channels // width, width)
+    rows = _scaled(_centred(rows, axes), axes, eps)
+    return rows.reshape(*y.shape) * scale + shift
 
 
-def _attend(g: OnnxGraph, f: Any, q: GraphValue, k: GraphValue, v: GraphValue) -> Any:
-    """Return softmax(q k^T / sqrt(features)) v.
+def _attend(f: Any, y: Array, q: Any, k: Any, v: Any) -> Any:
+    """Return softmax(q k / sqrt(features)) v, like y (batch, heads, time, features).
 
     Args:
-        q, v: (batch, heads, time, features), like such arrays.
         k: (batch, heads, features, time).
     """
-    *_, time, features = q.like.shape
-    scores = g.add("Mul", g.add("MatMul", q, k), 1 / sqrt(features))
+    *_, time, features = y.shape
+    scores = q @ k * (1 / sqrt(features))
     if f.causal:
-        mask = np.where(np.tri(time, dtype=bool), 0, -np.inf).astype(q.like.dtype)
-        scores = g.add("Add", scores, mask)
-    return g.add("MatMul", g.add("Softmax", scores, axis=-1), v)
+        mask = np.where(np.tri(time, dtype=bool), 0, -np.inf).astype(y.dtype)
+        scores = scores + mask
+    return scores.add("Softmax", axis=-1) @ v
 
 
-def _attention(
-    g: OnnxGraph, f: Attention, y: Array, q: GraphValue, k: GraphValue, v: GraphValue
-) -> Any:
-    return _attend(g, f, q, g.add("Transpose", k, perm=[0, 1, 3, 2]), v)
+def _packed_attention(f: PackedAttention, y: Array, x: Any) -> Any:
+    shape, heads = (*y.shape[:2], f.heads, y.shape[2] // f.heads), (0, 2, 1, 3)
+    q, k, v = (part.reshape(*shape) for part in x.add("Split", count=3, axis=2))
+    moved = q.transpose(*heads), k.transpose(0, 2, 3, 1), v.transpose(*heads)
+    result = _attend(f, y.reshape(shape).swapaxes(1, 2), *moved)
+    return result.transpose(*heads).reshape(*y.shape)
 
 
-def _packed_attention(g: OnnxGraph, f: PackedAttention, y: Array, x: GraphValue) -> Any:
-    shape = *y.shape[:2], f.heads, y.shape[2] // f.heads
-    q, k, v = (g.reshape(part, shape) for part in g.add("Split", x, count=3, axis=2))
-    orders = [0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]
-    moved = (
-        g.add("Transpose", part, perm=perm) for part, perm in zip((q, k, v), orders, strict=True)
-    )
-    q, *rest = moved
-    heads = _attend(g, f, GraphValue(q.name, y.reshape(shape).swapaxes(1, 2)), *rest)
-    return g.reshape(g.add("Transpose", heads, perm=orders[0]), y.shape)
-
-
-def _recurrent(
-    g: OnnxGraph,
-    f: Any,
-    y: Array,
-    x: GraphValue,
-    weight: GraphValue,
-    recurrent: GraphValue,
-    bias: GraphValue,
-    *more: Any,
-) -> Any:
+def _recurrent(f: Any, y: Array, x: Any, weight: Any, recurrent: Any, bias: Any, *more: Any) -> Any:
     (*states, table), (op, gates), words = more, GATES[type(f)], dict[str, Any]()
     n, lengths, inner = len(recurrent.like), None, []
     if op == "LSTM":
@@ -270,94 +216,104 @@ def _recurrent(
     elif f.rectifies:
         words = {"activations": ["Relu"]}
     order = [gate * n + i for gate in gates for i in range(n)]
-    x = x if table is None else g.add("Gather", table, x)
+    x = x if table is None else table.take(x, 0)
+
+    def oriented(w: Any) -> Any:
+        return w.transpose(1, 0).take(order, 0).reshape(1, len(order), -1)
+
     # the bias of the product with h, which only GRU's last gate has
     zeros = np.zeros((len(gates) - len(inner)) * n, bias.like.dtype)
-    biases = g.add("Concat", g.form(bias, (), order), zeros, *inner, axis=0)
-    rows, *last = g.add(
+    biases = bias.form(lambda b: b.take(order, 0)).add("Concat", zeros, *inner, axis=0)
+    rows, *last = x.transpose(1, 0, 2).add(
         op,
-        g.add("Transpose", x, perm=[1, 0, 2]),
-        *(g.form(w, (1, 0), order, (1, n * len(gates), len(w.like))) for w in (weight, recurrent)),
-        g.add("Unsqueeze", biases, [0]),
-        None if lengths is None else g.add("Cast", lengths, to=np.dtype(np.int32)),
-        *(None if state is None else g.add("Unsqueeze", state, [0]) for state in states),
+        *(w.form(oriented) for w in (weight, recurrent)),
+        biases.add("Unsqueeze", [0]),
+        lengths and lengths.add("Cast", to=np.dtype(np.int32)),
+        *(state and state.add("Unsqueeze", [0]) for state in states),
         count=1 + len(states),
         hidden_size=n,
         **words,
     )
-    rows = g.add("Squeeze", rows, [1])
-    rows = g.add("Concat", rows, *last, axis=0) if getattr(f, "ends", False) else rows
-    return g.add("Transpose", rows, perm=[1, 0, 2])
+    rows = rows.add("Squeeze", [1])
+    if getattr(f, "ends", False):
+        rows = rows.add("Concat", *last, axis=0)
+    return rows.transpose(1, 0, 2)
 
 
-def _experts(
-    g: OnnxGraph, f: Experts, y: Array, x: GraphValue, p: GraphValue, *weights: GraphValue
-) -> Any:
+def _experts(f: Experts, y: Array, x: Any, p: Any, *weights: Any) -> Any:
     """Compute every expert's result of every row; the gate's choice is a factor of 1 or 0."""
-    gate, (w1, b1, w2, b2), experts, add = f.gate, weights, p.like.shape[2], g.add
-    b1, b2 = (g.form(b, (), (), (experts, 1, b.like.shape[1])) for b in (b1, b2))
-    rows = add("Unsqueeze", x, [1])  # (samples, 1, positions, features)
-    inner = _activated(g, Activation.GELU_TANH, add("Add", add("MatMul", rows, w1), b1))
-    results = add("Add", add("MatMul", inner, w2), b2)
-    chosen = add("TopK", p, [gate.top_k], count=2, axis=2)[1]
-    hot = add("OneHot", chosen, [experts], np.array([0, 1], y.dtype), axis=-1)
-    taken = add("ReduceSum", hot, [2], keepdims=0)
+    gate, (w1, b1, w2, b2), experts = f.gate, weights, p.like.shape[2]
+    b1, b2 = (b.form(lambda b: b.reshape(experts, 1, -1)) for b in (b1, b2))
+    rows = x.add("Unsqueeze", [1])  # (samples, 1, positions, features)
+    results = _activated(Activation.GELU_TANH, rows @ w1 + b1) @ w2 + b2
+    chosen = p.add("TopK", [gate.top_k], count=2, axis=2)[1]
+    hot = chosen.add("OneHot", [experts], np.array([0, 1], y.dtype), axis=-1)
+    taken = hot.add("ReduceSum", [2], keepdims=0)
     if gate.capacity is not None:
         most = ceil(gate.capacity * gate.top_k * y.shape[1] / experts)
-        within = add("LessOrEqual", add("CumSum", taken, np.array(1)), most)
-        taken = add("Mul", taken, add("Cast", within, to=y.dtype))
-    factors = add("Transpose", add("Mul", p, taken), perm=[0, 2, 1])
-    return add("ReduceSum", add("Mul", results, add("Unsqueeze", factors, [3])), [1], keepdims=0)
-
-
-def _reduced(g: OnnxGraph, f: Any, op: str, x: GraphValue) -> Any:
-    return g.add(op, x, axes=[*f.axes], keepdims=int(f.keepdims))
+        within = taken.add("CumSum", np.array(1)).add("LessOrEqual", np.array(most, y.dtype))
+        taken = taken * within.add("Cast", to=y.dtype)
+    factors = (p * taken).transpose(0, 2, 1).add("Unsqueeze", [3])
+    return (results * factors).add("ReduceSum", [1], keepdims=0)
 
 
 ROWS: Mapping[type[Function], Callable[..., Any]] = MappingProxyType(
     {
-        ActivationFunction: lambda g, f, y, x: _activated(g, f.form, x, f.slope),
-        AsType: lambda g, f, y, x: g.each("Cast", x, to=y.dtype),
-        Attention: _attention,
-        AvgPool2dFunction: _avg_pool,
-        Clip: lambda g, f, y, x: g.add("Clip", x, f.low, f.high),
+        ActivationFunction: lambda f, y, x: _activated(f.form, x, f.slope),
+        AsType: lambda f, y, x: x.each("Cast", to=y.dtype),
+        Attention: lambda f, y, q, k, v: _attend(f, y, q, k.transpose(0, 1, 3, 2), v),
+        AvgPool2dFunction: lambda f, y, x: (
+            x.images("GlobalAveragePool")
+            if f.over.kernel == x.like.shape[1:3]
+            else x.images("AveragePool", count_include_pad=1, **_windows(f.over))
+        ),
+        Clip: lambda f, y, x: x.add("Clip", f.low, f.high),
         Concatenate: _concatenate,
         Conv2dFunction: _conv,
         ConvTranspose2dFunction: _conv_transpose,
-        EmbeddingFunction: lambda g, f, y, table, i: g.add("Gather", table, i),
+        EmbeddingFunction: lambda f, y, table, i: table.take(i, 0),
         Experts: _experts,
-        Extremum: lambda g, f, y, *x: g.each("Max" if f.largest else "Min", *x),
-        FixedNormFunction: _fixed_norm,
+        Extremum: lambda f, y, x, z: x.each("Max" if f.largest else "Min", z),
+        FixedNormFunction: lambda f, y, x, *more: (x.add if y.ndim == 2 else x.images)(
+            "BatchNormalization", *more, epsilon=f.settings[0]
+        ),
         GRUFunction: _recurrent,
         GetItem: _get_item,
         GroupNormFunction: _group_norm,
         LSTMFunction: _recurrent,
-        Largest: lambda g, f, y, x: _reduced(g, f, "ReduceMax" if f.largest else "ReduceMin", x),
+        Largest: lambda f, y, x: _reduced(
+            "ReduceMax" if f.largest else "ReduceMin", x, f.axes, f.keepdims
+        ),
         LayerNormFunction: _layer_norm,
         LinearFunction: _linear,
-        LogSoftmaxFunction: lambda g, f, y, x: g.add("LogSoftmax", x, axis=f.axis),
-        MatMul: lambda g, f, y, *x: g.add("MatMul", *x),
-        MaxPool2dFunction: lambda g, f, y, x: g.planes("MaxPool", x, **_windows(f.over)),
+        LogSoftmaxFunction: lambda f, y, x: x.add("LogSoftmax", axis=f.axis),
+        MatMul: lambda f, y, x, z: x @ z,
+        MaxPool2dFunction: lambda f, y, x: x.images("MaxPool", **_windows(f.over)),
         PackedAttention: _packed_attention,
-        Pad: lambda g, f, y, x: g.add("Pad", x, [*sum(zip(*f.widths, strict=True), ())], f.value),
-        Pointwise: lambda g, f, y, *x: g.each(POINTWISE.get(f.name, f.name.capitalize()), *x),
-        Power: lambda g, f, y, *x: g.each("Pow", *x),
+        Pad: lambda f, y, x: x.add("Pad", [*sum(zip(*f.widths, strict=True), ())], f.value),
+        Pointwise: lambda f, y, x, *z: x.each(POINTWISE.get(f.name, f.name.capitalize()), *z),
+        Power: lambda f, y, x, z: x.each("Pow", z),
         RNNFunction: _recurrent,
         Reshape: _reshape,
-        Soft: _soft,
-        SoftmaxFunction: lambda g, f, y, x: g.add("Softmax", x, axis=f.axis),
-        Sum: lambda g, f, y, x: (
-            _reduced(g, f, "ReduceMean", x)
-            if f.averages
-            else g.add("ReduceSum", x, [*f.axes], keepdims=int(f.keepdims))
+        # a threshold, the second number, only saves time: beyond it the logarithm is 0
+        Soft: lambda f, y, x: (
+            (x * f.numbers[0]).each("Softplus") / f.numbers[0]
+            if f.numbers[1:]
+            else x.each("Elu", alpha=f.numbers[0])
         ),
-        Transpose: lambda g, f, y, x: g.add("Transpose", x, perm=[*f.axes]),
+        SoftmaxFunction: lambda f, y, x: x.add("Softmax", axis=f.axis),
+        Sum: lambda f, y, x: (
+            _reduced("ReduceMean", x, f.axes, f.keepdims)
+            if f.averages
+            else x.add("ReduceSum", [*f.axes], keepdims=int(f.keepdims))
+        ),
+        Transpose: lambda f, y, x: x.transpose(*f.axes),
         TransposedLinearFunction: _linear,
-        Upsample2dFunction: lambda g, f, y, x: g.planes(
-            "Resize", x, None, np.array([1, 1, *f.over.kernel], "f4"), mode="nearest", **RESIZE
+        Upsample2dFunction: lambda f, y, x: x.images(
+            "Resize", None, np.array([1, 1, *f.over.kernel], "f4"), mode="nearest", **RESIZE
         ),
         Variance: _variance,
         View: _view,
-        Where: lambda g, f, y, *x: g.each("Where", *x),
+        Where: lambda f, y, x, *z: x.each("Where", *z),
     }
 )
