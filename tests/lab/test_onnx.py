@@ -16,6 +16,7 @@ from nnmpi import Tensor, models, nn, ops
 from nnmpi.base.errors import NnmpiError
 from nnmpi.commands.export import main as export
 from nnmpi.lab.onnx.operators import ROWS
+from nnmpi.lab.onnx.trace import trace
 from nnmpi.tensor import concatenate, maximum, where
 from nnmpi.tensor.function import Function
 from nnmpi.train.cli import main as train
@@ -26,7 +27,7 @@ runtime = pytest.importorskip("onnxruntime")
 RANDOM = np.random.default_rng(0)
 TABLE = RANDOM.standard_normal((7, 4)).astype("f4")
 MIXTURE = {"experts": 4, "top_k": 2, "capacity": 0.8}
-ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+ZOO = {
     **{name: (partial(f, written.our_library()), shape) for name, (f, shape) in MODELS.items()},
     "models.mlp": (partial(models.mlp, (4,), 3), (1, 4)),
     "models.cnn": (partial(models.cnn, (28, 28, 1), 10), (1, 28, 28, 1)),
@@ -54,20 +55,17 @@ class Own(nn.Module):
         return self.compute(self, *inputs)
 
 
-def ends(m: Any, x: Tensor) -> Any:
-    """Return an LSTM's states, begun from zeros of the batch's length."""
-    zeros = np.zeros((2, len(x), 5), "f4")
-    h, (last, c) = m.a.with_state(x, (Tensor(zeros), Tensor(zeros)))
-    return h, last[0], c[1]
-
-
-def cells(m: Any, x: Tensor) -> Tensor:
-    h, c = m.a(x[:, 0], (Tensor(np.ones((len(x), 5), "f4")), Tensor(np.zeros((len(x), 5), "f4"))))
-    return h + m.a(x[:, 1], (h, c))[0] + m.b(x[:, 2], h) + m.c(x[:, 1], h)
+def states(m: Any, x: Tensor) -> Any:
+    """Return what an LSTM and cells make of states of the batch's length."""
+    zeros, ones = (Tensor(f((2, len(x), 5), "f4")) for f in (np.zeros, np.ones))
+    h, (last, c) = m.a.with_state(x, (zeros, zeros))
+    first, cell = m.b(x[:, 0], (ones[0], zeros[0]))
+    second = m.b(x[:, 1], (first, cell))[0] + m.c(x[:, 2], first) + m.d(x[:, 1], first)
+    return h, last[0], c[1], first + second
 
 
 # a forward, its layers, the shape of a sample (text for tokens)
-OWN: dict[str, tuple[Callable[..., Any], dict[str, nn.Module], tuple[int, ...]]] = {
+OWN: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "arithmetic": (
         lambda m, x: (-x + 2 * x - x / 3 + x.exp() * x.sin() - x.cos() + abs(x) ** 1.5, x.max(1)),
         {}, (6,),
@@ -131,102 +129,67 @@ OWN: dict[str, tuple[Callable[..., Any], dict[str, nn.Module], tuple[int, ...]]]
         {"a": nn.LSTM(3, 4, 2, bidirectional=True), "b": nn.GRU(3, 8, 2), "c": nn.RNN(3, 8)},
         (6, 3),
     ),
-    "states": (ends, {"a": nn.LSTM(3, 5, 2)}, (4, 3)),
-    "cells": (
-        cells,
-        {"a": nn.LSTMCell(3, 5), "b": nn.GRUCell(3, 5), "c": nn.RNNCell(3, 5, "relu")}, (4, 3),
+    "states": (
+        states,
+        {"a": nn.LSTM(3, 5, 2), "b": nn.LSTMCell(3, 5), "c": nn.GRUCell(3, 5),
+         "d": nn.RNNCell(3, 5, "relu")}, (4, 3),
     ),
     "lengths": (
         lambda m, x, n: m.a(x, lengths=n), {"a": nn.LSTM(3, 4, bidirectional=True)}, (6, 3)
     ),
-    "two inputs": (lambda m, x, y: (x * 2, y + m.a(x)), {"a": nn.Linear(3, 3)}, (3,)),
 }  # fmt: skip
 
 
-def draw(shape: tuple[int, ...], text: bool) -> Any:
-    return RANDOM.integers(0, 65, shape) if text else RANDOM.standard_normal(shape).astype("f4")
+CASES = ZOO | {name: (partial(Own, f, **layers), (1, *x)) for name, (f, layers, x) in OWN.items()}
 
 
-def planes(x: Any, moved: bool) -> Any:
-    return x.transpose(0, 3, 1, 2) if moved and x.ndim == 4 else x
-
-
-def compare(
-    file: Path, model: nn.Module, sample: Any, batch: Callable[[int], Any], channels: str = "last"
-) -> Any:
-    """Export a model, compare it for three batch sizes, and return the file's model."""
-    nodes = nnmpi.to_onnx(model, sample, file, channels=channels)
-    made = onnx.load(file)
-    onnx.checker.check_model(made, full_check=True)
-    assert nodes == len(made.graph.node)
-    session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    for n in (1, 4, 7):
-        inputs = batch(n) if isinstance(sample, tuple) else (batch(n),)
-        names = [x.name for x in session.get_inputs()]
-        given = [planes(x, channels == "first") for x in inputs]
-        found = session.run(None, dict(zip(names, given, strict=True)))
-        right = model(*map(Tensor, inputs))
-        right = right if isinstance(right, tuple) else (right,)
-        for ours, theirs in zip(right, found, strict=True):
-            expected = planes(ours.numpy(), channels == "first")
-            np.testing.assert_allclose(theirs, expected, rtol=0, atol=1e-5)
-    used = {x for node in made.graph.node for x in node.input}
-    assert {x.name for x in made.graph.initializer} <= used
-    return made
-
-
-@pytest.mark.parametrize("channels", ["last", "first"])
-@pytest.mark.parametrize("name", ZOO)
-def test_the_zoo(name: str, channels: str, tmp_path: Path) -> None:
-    """Its parameters are called as they are, and the first axis is any batch's."""
-    make, (_, *shape) = ZOO[name]
-    text = name in TEXT or name.startswith(("models.lstm", "models.gpt"))
+def case(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
+    """Return a model, and its inputs for a number of rows."""
+    make, (_, *shape) = CASES[name]
     model = make().initialize(seed=0)
-    of_one = np.zeros((1, *shape), int if text else "f4")
-    batch = lambda n: draw((n, *shape), text)  # noqa: E731
-    made = compare(tmp_path / "x.onnx", model, of_one, batch, channels)
-    names = {x.name for x in made.graph.initializer}
-    assert {name for name, _ in model.named_parameters()} <= names
-    assert made.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
-@pytest.mark.parametrize("channels", ["last", "first"])
-@pytest.mark.parametrize("name", OWN)
-def test_a_forward_of_ones_own(name: str, channels: str, tmp_path: Path) -> None:
-    compute, layers, shape = OWN[name]
-    model = Own(compute, **layers).initialize(seed=0)
     for _, buffer in model.named_buffers():
         buffer.data = (buffer.data + RANDOM.random(buffer.shape)).astype("f4")
-    second = {
-        "lengths": lambda n: RANDOM.integers(1, 7, n),
-        "two inputs": lambda n: draw((n, 3), False),
-    }
 
-    def batch(n: int) -> Any:
-        x = draw((n, *shape), False)
-        return (x, second[name](n)) if name in second else x
+    def batch(n: int) -> tuple[Any, ...]:
+        if name in TEXT or name.startswith(("models.lstm", "models.gpt")):
+            return (RANDOM.integers(0, 65, (n, *shape)),)
+        x = RANDOM.standard_normal((n, *shape)).astype("f4")
+        return (x, RANDOM.integers(1, 7, n)) if name == "lengths" else (x,)
 
-    compare(tmp_path / "x.onnx", model, batch(2), batch, channels)
+    return model, batch
 
 
-def test_every_row_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the two tests above: no row is left that they do not need."""
-    seen: set[type[Function]] = set()
-    rows = {kind: _noted(row, kind, seen) for kind, row in ROWS.items()}
-    monkeypatch.setattr("nnmpi.lab.onnx.export.ROWS", rows)
-    for name in OWN:
-        test_a_forward_of_ones_own(name, "last", tmp_path)
-    for name in ("models.gpt, experts", "char-lstm"):
-        test_the_zoo(name, "last", tmp_path)
-    assert not {kind.__name__ for kind in ROWS.keys() - seen}
+@pytest.mark.parametrize("channels", ["last", "first"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_model(name: str, channels: str, tmp_path: Path) -> None:
+    """It is computed for any batch; parameters are called as they are, and none is superfluous."""
+    (model, batch), file = case(name), tmp_path / "x.onnx"
+
+    def planes(x: Any) -> Any:
+        return x.transpose(0, 3, 1, 2) if channels == "first" and x.ndim == 4 else x
+
+    nodes = nnmpi.to_onnx(model, batch(1), file, channels=channels)
+    made = onnx.load(file)
+    onnx.checker.check_model(made, full_check=True)
+    graph, session = made.graph, runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    for n in (1, 4, 7):
+        inputs = batch(n)
+        given = {x.name: planes(y) for x, y in zip(graph.input, inputs, strict=True)}
+        right = model(*map(Tensor, inputs))
+        right = right if isinstance(right, tuple) else (right,)
+        for ours, theirs in zip(right, session.run(None, given), strict=True):
+            np.testing.assert_allclose(theirs, planes(ours.numpy()), rtol=0, atol=1e-5)
+    names = {x.name for x in graph.initializer}
+    assert nodes == len(graph.node) and names <= {x for node in graph.node for x in node.input}
+    if name in ZOO:
+        assert {name for name, _ in model.named_parameters()} <= names
+    assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
-def _noted(row: Any, kind: type[Function], seen: set[type[Function]]) -> Any:
-    def noted(*given: Any) -> Any:
-        seen.add(kind)
-        return row(*given)
-
-    return noted
+def test_every_row_is_tried() -> None:
+    """By the test above."""
+    traced = (trace(model, batch(1))[0] for model, batch in map(case, CASES))
+    assert ROWS.keys() <= {type(item.function) for applied in traced for item in applied}
 
 
 class Doubled(Function):
@@ -235,7 +198,7 @@ class Doubled(Function):
 
 
 HERE = r"test_onnx\.py:\d+\)"
-REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "a Function": (lambda m, x: Doubled()(x), rf"the operation Doubled \(.*{HERE} has no counter"),
     "a loss": (lambda m, x: ops.mse(x, x), rf"the operation Elementwise.*{HERE} has no"),
     "dropout": (lambda m, x: ops.dropout(x, key=(1, 2)), rf"the operation Dropout \(.*{HERE} has"),
@@ -262,34 +225,33 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.mlp((4,), 3).initialize(seed=0)
-    x = np.ones((1, 4), "f4")
-    for sample, file, words, sentence in (
-        (x[:0], "a", {}, "a sample is an array with a row"),
-        (x, "a", {"channels": "middle"}, "channels is 'first' or 'last', not 'middle'"),
-        (x, "none/a", {}, "cannot be written"),
+    model, x = models.mlp((4,), 3).initialize(seed=0), np.ones((1, 4), "f4")
+    for sample, file, channels, sentence, patch in (
+        (x[:0], "a", "last", "a sample is an array with a row", {}),
+        (x, "a", "middle", "channels is 'first' or 'last', not 'middle'", {}),
+        (x, "none/a", "last", "cannot be written", {}),
+        (x, "a", "last", "does not fit an ONNX file", {"LARGEST": 100}),
+        (x, "a", "last", "pip install onnx", {"find_spec": lambda name: None}),
     ):
+        for name, value in patch.items():
+            monkeypatch.setattr(f"nnmpi.lab.onnx.export.{name}", value)
         with pytest.raises(NnmpiError, match=sentence):
-            nnmpi.to_onnx(model, sample, tmp_path / file, **words)  # type: ignore[arg-type]
-    monkeypatch.setattr("nnmpi.lab.onnx.export.LARGEST", 100)
-    with pytest.raises(NnmpiError, match="does not fit an ONNX file"):
-        nnmpi.to_onnx(model, x, tmp_path / "a")
-    monkeypatch.setattr("nnmpi.lab.onnx.export.find_spec", lambda name: None)
-    with pytest.raises(NnmpiError, match=r"pip install onnx"):
-        nnmpi.to_onnx(model, x, tmp_path / "a")
+            nnmpi.to_onnx(model, sample, tmp_path / file, channels=channels)
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Its file has the data's scale and classes, and predicts as the run does, in its units."""
+
+    def call(command: Any, words: str) -> None:
+        nnmpi.simulate(lambda group: command(words.split(), group), 1)
+
     monkeypatch.chdir(tmp_path)
-    x = draw((40, 6, 6, 1), False)
-    np.savez("numbers.npz", x=x, y=(500 + 200 * x.sum((1, 2, 3))).astype("f4"))
+    x = RANDOM.random((40, 6, 6, 1)).astype("f4")
+    np.savez("numbers.npz", x=x, y=500 + 200 * x.sum((1, 2, 3)))
     for data, model in (("digits", "cnn"), ("numbers.npz", "cnn --loss mse")):
         folder = data[:3]
-        words = f"--dataset {data} --model {model} --hidden 8 --epochs 1 --out {folder}"
-        nnmpi.simulate(lambda group, words=words: train(words.split(), group), 1)
-        line = f"{folder} --format onnx --channels first"
-        nnmpi.simulate(lambda group, line=line: export(line.split(), group), 1)
+        call(train, f"--dataset {data} --model {model} --hidden 8 --epochs 1 --out {folder}")
+        call(export, f"{folder} --format onnx --channels first")
         assert f"nodes of ONNX are in {folder}/model.onnx" in capfd.readouterr().out
         run, session = nnmpi.load(folder), runtime.InferenceSession(f"{folder}/model.onnx")
         samples = RANDOM.random((5, *run.signature.sample_shape)).astype("f4")
@@ -303,4 +265,4 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> N
         assert signature["scale"] == run.signature.scale
         assert signature["class_names"] == [*run.signature.class_names]
     with pytest.raises(NnmpiError, match="for --format onnx"):
-        nnmpi.simulate(lambda group: export([folder, "--channels", "first"], group), 1)
+        call(export, f"{folder} --channels first")
