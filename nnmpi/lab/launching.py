@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -209,6 +210,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # MPICH's, Open MPI's and UCX's, between ranks of a node
 SEGMENTS = ("mpich_shm_", "sm_segment.", "ucx_shm_posix_")
 # MPICH's proxy writes the machine's topology for its ranks here, whatever TMPDIR says.
+NEW_S = 1.0  # a rank of another job makes a file, and maps it a little later
 HYDRA, HYDRA_FILES = "hydra_pmi_proxy", Path("/tmp/hydra_hwloc_xmlfile_")
 
 
@@ -225,7 +227,8 @@ def remove_segments() -> None:
     others = HYDRA_FILES.parent.glob(f"{HYDRA_FILES.name}*")
     for file, mapped in (*segments, *((file, HYDRA) for file in others)):
         with suppress(OSError):  # another job may have removed its file meanwhile
-            if file.stat().st_uid == os.getuid():
+            status = file.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_ctime > NEW_S:
                 unused[file] = mapped
     for maps in Path("/proc").glob("[0-9]*/maps") if unused else ():
         with suppress(OSError):

@@ -276,6 +276,9 @@ def test_shared_memory_of_killed_ranks_goes(
     (tmp_path / "mpich_shm_going").symlink_to("gone")  # as one that somebody removes meanwhile
     with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         launching.remove_segments()
+        assert len([*tmp_path.iterdir()]) == 6  # so new that they may be mapped at any moment
+        monkeypatch.setattr(launching, "NEW_S", -1.0)
+        launching.remove_segments()
     assert sorted(item.name for item in tmp_path.iterdir()) == [
         "mpich_shm_alive",
         "mpich_shm_going",
@@ -392,6 +395,7 @@ def killed_and_again(folder: Path) -> None:
     """Kill whole jobs, train one to the end, and print what is left in folders that all share."""
     words = f"-n 3 -- {FIXED} --no-jit --eval-every 0 --log-every 5 --save-every 5steps --out"
     command = [sys.executable, "-m", "nnmpi", "run", *words.split()]
+    before = {*os.listdir("/tmp")}
     for victims in ("all", "supervisor", "all"):
         target = folder / f"{victims}-{time.monotonic()}"
         endless = [str(target), "--max-steps", "1000000", "--epochs", "1000000"]
@@ -402,13 +406,17 @@ def killed_and_again(folder: Path) -> None:
                 send(signal.SIGKILL, str(target))
             job.kill()
     subprocess.run([*command, str(folder / "last"), "--max-steps", "5"], check=True)
-    print({name: os.listdir(name) for name in ("/tmp", "/dev/shm")})
+    print({name: [*{*os.listdir(name)} - before] for name in ("/tmp", "/dev/shm")})
 
 
 @pytest.mark.timeout(120)
 def test_nothing_of_killed_jobs_is_left_after_the_next(tmp_path: Path) -> None:
     """Of ours, the launcher's and the transports': what a run makes is seen, not a list of names."""
-    mounts = f"mount --bind {tmp_path} /mnt && mount -t tmpfs none /tmp && mount -t tmpfs none"
+    # the checkout stays, with its interpreter: .ci/run has both in /tmp
+    mounts = (
+        f"mount --bind {tmp_path} /mnt && mount --bind {ROOT} /srv && mount -t tmpfs none /tmp"
+        f" && mkdir -p {ROOT} && mount --bind /srv {ROOT} && mount -t tmpfs none"
+    )
     code = "from tests.lab.test_run import *; killed_and_again(Path('/mnt'))"
     inside = f'{mounts} /dev/shm && exec {sys.executable} -c "{code}"'
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside]
