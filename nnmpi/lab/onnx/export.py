@@ -52,7 +52,7 @@ def to_onnx(
 
     Example:
         >>> model = nnmpi.models.mlp((4,), 3).initialize(seed=0)
-        >>> nnmpi.to_onnx(model, np.zeros((1, 4), "float32"), "/tmp/model.onnx") > 2
+        >>> nnmpi.to_onnx(model, np.zeros((1, 4), "float32"), "model.onnx") > 2
         True
     """
     if find_spec("onnx") is None:

@@ -89,8 +89,12 @@ def _whole(values):
         raise TypeError(f"{values!r} are no whole numbers") from None
 
 
-def _look(buffer, datatype):
-    """Return a buffer's memory (None for BOTTOM) and the datatype of its elements."""
+def _look(buffer, datatype, count=1, offset=None):
+    """Return a buffer's memory (None for BOTTOM) and the datatype of its elements.
+
+    Raises:
+        ValueError: for a null datatype by which elements are to be counted.
+    """
     if buffer is BOTTOM:
         memory, dtype = None, BYTE
     else:
@@ -103,6 +107,8 @@ def _look(buffer, datatype):
         datatype = Datatype._plain(dtype)
     if not isinstance(datatype, Datatype):
         raise TypeError(f"{datatype!r} is no datatype")
+    if not datatype and (count is None or offset is not None):
+        raise ValueError("the datatype is DATATYPE_NULL; give another")
     if datatype._layout().extent <= 0 and datatype.size:
         raise ValueError(f"the datatype's extent is {datatype.extent}; give one above 0")
     return memory, datatype
@@ -144,7 +150,7 @@ def read(spec, parts=0):
         ValueError: for a buffer that is too short, or that cannot be divided.
     """
     buffer, number, offset, datatype = _unpack(spec, tuple, list)
-    memory, datatype = _look(buffer, datatype)
+    memory, datatype = _look(buffer, datatype, number, offset)
     extent, size = datatype.extent, 0 if memory is None else memory.size
     (offset,) = _whole([0 if offset is None else offset])
     if number is None:
@@ -172,7 +178,7 @@ def read(spec, parts=0):
 def read_vector(spec, parts):
     """Return a `BufferPart` for each rank, of which each has its count and offset."""
     buffer, counts, offsets, datatype = _unpack(spec, tuple)
-    memory, datatype = _look(buffer, datatype)
+    memory, datatype = _look(buffer, datatype, counts, offsets)
     extent, size = datatype.extent, 0 if memory is None else memory.size
     if counts is None:
         if size % extent:
