@@ -436,6 +436,7 @@ def test_a_loss_that_uses_weights_sees_all_of_them(layout: Layout, again: bool) 
             nnmpi.simulate(lambda group: program(group, layout), 2)
 
 
+@pytest.mark.host_only("cores that are idle beside a device are not named")
 def test_a_lone_workers_notice_names_idle_cores(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from nnmpi.train.cli import main as train
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.host_only("onnxruntime reads arrays of the host")
 
 RANDOM = np.random.default_rng(0)
 TABLE = RANDOM.standard_normal((7, 4)).astype("f4")

@@ -279,6 +279,7 @@ def test_activations_are_those_of_the_ledger(one: Candidate) -> None:
         assert memory[ACTIVATIONS] == pytest.approx(most, rel=0.05 * one.virtual_stages)
 
 
+@pytest.mark.host_only("it counts what NumPy's kernels take")
 def test_the_second_half_of_a_backward_is_counted() -> None:
     """The gradient of a weight, which is added to an earlier microbatch's, is most of it."""
     table = Dataset("table", np.ones((32, 64), np.float32), np.zeros(32, np.int64), 8)
@@ -297,6 +298,7 @@ def test_the_second_half_of_a_backward_is_counted() -> None:
     assert counted == pytest.approx(recorded, rel=0.2) and recorded > 4 * 128 * 128
 
 
+@pytest.mark.host_only("a simulated step for each kind of layout, on the double for minutes")
 def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -> None:
     element = pricer(2, 2)
     plain = min(
