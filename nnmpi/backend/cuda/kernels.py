@@ -542,7 +542,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
 
     # ---- images
 
-    def depthwise_conv(self, xp: Any, x: Array, weight: Array, y: Array, spec: Any) -> None:
+    def depthwise_conv(self, x: Array, weight: Array, y: Array, spec: Any) -> None:
         """Write the convolution of images (n, h, w, c) with a weight (kh, kw, 1, c) to y.
 
         cuDNN takes up to 2 s to prepare one of a new shape, and 0.5 ms for the weight's gradient in
@@ -550,9 +550,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         """
         self._depthwise("depthwise", x, weight, y, _depthwise_sizes(x, y, spec))
 
-    def depthwise_input_grad(
-        self, xp: Any, grad: Array, weight: Array, to_x: Array, spec: Any
-    ) -> None:
+    def depthwise_input_grad(self, grad: Array, weight: Array, to_x: Array, spec: Any) -> None:
         """Write the gradient of x, given that of y."""
         self._depthwise("depthwise_grad", grad, weight, to_x, _depthwise_sizes(to_x, grad, spec))
 
@@ -564,14 +562,12 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         each = 4 * (1 if result.shape[3] % lanes else lanes)
         self.flat(name, -(-result.size // each), 16, given, weight, result, *sizes)
 
-    def depthwise_weight_grad(
-        self, xp: Any, x: Array, grad: Array, to_weight: Array, spec: Any
-    ) -> None:
+    def depthwise_weight_grad(self, x: Array, grad: Array, to_weight: Array, spec: Any) -> None:
         """Write the gradient of the weight, summed in float32 or more, in an order of its own."""
         (kh, kw), (n, out_h, _, c) = spec.kernel, grad.shape
         across, taps = 1 + (c - 1) // 32, kh * (1 + (kw - 1) // 8)  # of a block: 32, and 8 in a row
         parts = max(1, min(2 * SUM_BLOCKS // (across * taps), -(-n * out_h // 8)))
-        partial = xp.empty((parts, kh * kw * c), _accumulated(x))
+        partial = namespace(x).empty((parts, kh * kw * c), _accumulated(x))
         sizes = _depthwise_sizes(x, grad, spec)
         self.run("depthwise_sums", (across, parts, taps), (32, 8), x, grad, partial, *sizes)
         self.rows(_itself, partial, sums=(to_weight.reshape(to_weight.size),))
