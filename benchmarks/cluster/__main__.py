@@ -1,4 +1,4 @@
-"""docs/cluster.md on a real Slurm of three nodes, made of namespaces of this machine. See README.md.
+"""docs/cluster.md on a real Slurm of three nodes, namespaces of this machine. See README.md.
 
 python benchmarks/cluster            # as root on Debian, with the network or a package cache
 """

@@ -8,7 +8,8 @@
 
 Each contestant is a process of its own (a job on several ranks) and has its turn in every round.
 A step takes AdamW, as a user writes it who changes nothing. On one rank its time is processor time
-with one thread; on several ranks or threads it is the wall's on rank 0. Times are medians over all rounds.
+with one thread; on several ranks or threads it is the wall's on rank 0. Times are medians over all
+rounds.
 `OPENBLAS_CORETYPE` and `OPENBLAS_L2_SIZE` are removed: a machine that sets them slows NumPy alone.
 
     nnmpi       `nnmpi.compile`, with the NumPy wheel alone and within `nnmpi.jit`

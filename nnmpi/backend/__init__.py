@@ -36,7 +36,7 @@ To change ...                              see
     the library that computes products     gemm
     the dtype that a product reads         precision, then its uses in gemm and the kernels
     the kinds of devices                   a subclass of `Backend`, as in device, and `select`
-    the calls that a recording has         program/record; `recording.call` records a function as one
+    the calls that a recording has         program/record; `recording.call` records one
 """
 
 from nnmpi.backend.array import Array, namespace

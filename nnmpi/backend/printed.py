@@ -32,7 +32,7 @@ class PrintedKernels(PlainKernels):
         blocks: bool = True,
         **words: Any,
     ) -> Any:
-        """See `PlainKernels.rows`; by what is printed, unless the formula is left to the library."""
+        """See `PlainKernels.rows`; by what is printed, unless the library computes it."""
         loop = self.found(formula, operands, sums, reuse)
         if loop is None or not loop.fits(operands):
             return super().rows(formula, *operands, sums=sums, blocks=blocks)
@@ -63,7 +63,7 @@ class PrintedKernels(PlainKernels):
         raise NotImplementedError
 
     def kinds_of(self, operands: tuple[Any, ...], sums: Sequence[Array]) -> tuple[Any, ...]:
-        """Return for what a formula is printed: its operands' kinds, and more; nothing if others."""
+        """Return for what a formula is printed: its operands' kinds, and more; () if for none."""
         raise NotImplementedError
 
     def launch(self, loop: Any, operands: tuple[Any, ...], sums: Sequence[Array]) -> Any:

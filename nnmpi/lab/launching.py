@@ -209,8 +209,8 @@ def temporary_folder() -> Iterator[Path]:
 SHARED_MEMORY = Path("/dev/shm")
 # MPICH's, Open MPI's and UCX's, between ranks of a node
 SEGMENTS = ("mpich_shm_", "sm_segment.", "ucx_shm_posix_")
-# MPICH's proxy writes the machine's topology for its ranks here, whatever TMPDIR says.
 NEW_S = 1.0  # a rank of another job makes a file, and maps it a little later
+# MPICH's proxy writes the machine's topology for its ranks here, whatever TMPDIR says.
 HYDRA, HYDRA_FILES = "hydra_pmi_proxy", Path("/tmp/hydra_hwloc_xmlfile_")
 
 

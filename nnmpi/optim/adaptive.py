@@ -34,7 +34,7 @@ def adam(
     decay: float,
     factor: float,
 ) -> None:
-    """Adam's update, in which the bias corrections are in `rate` and `eps`; w * factor unless True."""
+    """Adam's update; `rate` and `eps` have the bias corrections, and w its factor unless True."""
     if factor is not True:
         w *= factor
     grad = decayed(grad, w, decay)

@@ -276,7 +276,7 @@ def peak_saved(
         waiting: of the stages that are recomputed, what is saved from the forward to the backward.
         staying: of the stages that are moved to a store, what stays in memory.
         work: what a stage takes besides while it computes.
-        halves: how much more it has between the halves of a backward, and what the second one takes.
+        halves: how much more it has between a backward's halves, and what the second one takes.
     """
     trains = schedule.trains
     now: N = 0

@@ -8,7 +8,8 @@ library its communicator, its rank. So a simulated rank imports a module anew, w
               compiled modules, which a process loads once (NumPy, PyTorch, pandas), and those that
               they import, since they ask for their classes
 
-A package with compiled modules is each rank's own, but for these, if it holds something of mpi4py's.
+A package with compiled modules is each rank's own, but for these, if it holds something of
+mpi4py's.
 """
 
 import sys
@@ -40,7 +41,7 @@ def _package(name: str) -> str:
 def _is_compiled(module: Any) -> bool:
     """Return whether a module is compiled, or is a package in which some are."""
     folders = (Path(folder).rglob(f"*{COMPILED}") for folder in getattr(module, "__path__", ()))
-    return find_file(module).endswith(COMPILED) or any(chain.from_iterable([*folders]))
+    return find_file(module).endswith(COMPILED) or any(chain.from_iterable(folders))
 
 
 def _sources(module: ModuleType) -> set[str]:
@@ -118,7 +119,8 @@ class RankModules:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a compiled module that another rank has loaded."""
-        return spec_from_loader(name, self) if name in self._compiled else None  # type: ignore[arg-type]
+        loader: Any = self
+        return spec_from_loader(name, loader) if name in self._compiled else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return it."""

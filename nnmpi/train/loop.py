@@ -590,8 +590,8 @@ def _finish(run: TrainingRun, loop: Loop, console: Console) -> None:
     """Write a GPT's weights and finished.json, and print the summary. Collective.
 
     finished.json proves that all ranks have reached the end, or the limit of --stop-after: its
-    "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's status does not:
-    MPICH's mpirun reports success if a rank exits early with status 0.
+    "step" is then below its "of_steps". "stopped" says why a run has ended earlier. The launcher's
+    status proves nothing: MPICH's mpirun reports success if a rank exits early with status 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
     state, report, reporter, stopped = loop.state, loop.report, loop.reporter, loop.stopped

@@ -251,7 +251,7 @@ class GraphRecorder(Recorder):
         return result
 
     def _input(self, function: Callable[[], Any]) -> Any:
-        """Return a buffer with a function's array or numbers, which replays fill before the graph."""
+        """Return a buffer of a function's array or numbers, which replays fill before the graph."""
         with self._outside():
             given = Recorder.run_eagerly(self, function)
             if is_array(given):

@@ -139,7 +139,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         sums: Sequence[Array],
         guard: Array | None = None,
     ) -> Any:
-        """See `PrintedKernels`; with a number that is not finite as the guard nothing is written."""
+        """See `PrintedKernels`; if the guard is a number that is not finite, nothing is written."""
         return loop(self, operands, sums, guard)
 
     # ---- optimizers: nothing changes if the guard, a float64 on the device, is not finite
@@ -428,7 +428,7 @@ class DeviceKernels(KernelLauncher, PrintedKernels):
         count: float,
         scaled: bool = False,
     ) -> Array:
-        """See `PlainKernels.norm_grad`; if `scaled`, the sums are already multiplied by the scale."""
+        """See `PlainKernels.norm_grad`; if `scaled`, the sums are those of scaled gradients."""
         given, share = _deviations(moments), 1 / max(float(count), 1)
         vectors = scale, *(_each(x) for x in sums)
         return self.rows(_norm_grad, grad, *given, *vectors, share, scaled)[0]

@@ -43,7 +43,7 @@ KernelLaunch: TypeAlias = Callable[[Dims, Dims, tuple[Any, ...]], None]
 
 @cache
 def source(family: str = "") -> str:
-    """Return the CUDA C++ of a family of kernels, after the common part; without one, that alone."""
+    """Return the CUDA C++ of a family of kernels, after the common part; of none, that alone."""
     files = ["common.cuh", *([f"{family}.cu"] if family else [])]
     return "".join((Path(__file__).parent / name).read_text() for name in files)
 
@@ -262,7 +262,7 @@ def row_grid(rows: int, n: int) -> tuple[str, Dims, Dims]:
 
 
 def sample_grid(sizes: Dims, itemsize: int, blocks: int, least_rows: int) -> tuple[Dims, Dims]:
-    """Return grid and block for matrices of (rows, n, samples), these along z: see `_matrix_grid`."""
+    """Return grid and block for matrices (rows, n, samples), these along z: see `_matrix_grid`."""
     rows, n, samples = sizes
     grid, block = _matrix_grid(rows, n, itemsize, max(1, blocks // samples), least_rows)
     return (*grid, min(samples, 65535)), block

@@ -66,7 +66,7 @@ class Call:
         function: for example one of NumPy's, or a compiled kernel.
         args, kwargs: references, arrays that outlive the step, and other values.
         result: where replays put what the function returns; None if it writes by itself.
-        writes: the arguments to which it writes, if it says so; None if it may do anything, and keep
+        writes: the arguments to which it writes, if it says so; None if it may do all, and keep
             arrays that it gets, as a send does until its wait.
         number: its place in the order of recording.
 

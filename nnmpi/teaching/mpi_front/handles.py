@@ -120,10 +120,13 @@ class FrontHandle:
             Exception: if it is null.
         """
         if self._value is None:
-            name = self._kind().__name__
-            error = {"Datatype": "TYPE", "Message": "REQUEST"}.get(name, name.upper())
-            raise Exception(f"ERR_{error}", f"the {name} is null: it was freed, or never made")
+            raise self._error("it is null: it was freed, or never made")
         return self._value
+
+    def _error(self, text):
+        name = self._kind().__name__
+        error = {"Datatype": "TYPE", "Message": "REQUEST"}.get(name, name.upper())
+        return Exception(f"ERR_{error}", f"{name}: {text}")
 
     def _is_mpis(self):  # groups without ranks are all equal, and may be freed
         return self._value != () and any(
@@ -139,9 +142,7 @@ class FrontHandle:
         """
         self._given()
         if self._is_mpis():
-            name = self._kind().__name__
-            error = {"Datatype": "TYPE"}.get(name, name.upper())
-            raise Exception(f"ERR_{error}", f"{name}.Free: MPI's own stay to the end")
+            raise self._error("MPI's own stay to the end")
         self._value = None
 
     def free(self):

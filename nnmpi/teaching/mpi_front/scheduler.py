@@ -60,9 +60,9 @@ class ProgramScheduler(Scheduler):
         """
         if self._running is not rank and not rank.ended and self.failure is None:
             error = CommError(
-                f"rank {rank.number} calls MPI on {threading.current_thread().name} while another of"
-                f" its threads waits in a call{describe_at(rank.lines)}\n    let one thread call, as"
-                f" MPI.THREAD_FUNNELED says{describe_at(self.find_lines())}"
+                f"rank {rank.number} calls MPI on {threading.current_thread().name} while another"
+                f" of its threads waits in a call{describe_at(rank.lines)}\n    let one thread"
+                f" call, as MPI.THREAD_FUNNELED says{describe_at(self.find_lines())}"
             )
             self.failure = rank.number, error
             raise error
