@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from textwrap import wrap
@@ -23,6 +23,7 @@ from benchmarks.harness.command import Parser, run  # noqa: E402
 from benchmarks.survey.described import (  # noqa: E402
     DescribedLayer,
     DescribedShapes,
+    count_costs,
     describe_layers,
     profile_of,
 )
@@ -114,7 +115,8 @@ class SurveyedSystem:
             text["model"].get("sequence") or text["model"].get("pixels", 1) ** 2
         ]
         shapes: Any = DescribedShapes(self.layers, text["bytes"], split)
-        return Pricer(text["batch"], 4 * prod(sample), profile, self.network, shapes)
+        count = partial(count_costs, shapes, profile, text)
+        return Pricer(text["batch"], 4 * prod(sample), profile, self.network, shapes, count)
 
     def price(self) -> tuple[LayoutPrice, Memory, int]:
         """Return the price of the system's strategy, the bytes of the fullest device, and those of

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from nnmpi.lab.planner.price import Profile, ShareCost, StepCost
-from nnmpi.memory.plan import LayerCost
+from nnmpi.lab.planner.price import Profile, SegmentCosts, ShareCost, StepCost
+from nnmpi.memory.fitting import StageCost
+from nnmpi.memory.plan import LayerCost, keep_all, price_plan, saved_bytes
 from nnmpi.parallel.zero.storage import StateBytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import Home, stages_of
@@ -147,6 +149,8 @@ class DescribedShapes:
             stages are cut by the layers' operations.
     """
 
+    backend = SimpleNamespace(is_device=True)
+
     def __init__(
         self,
         layers: Sequence[DescribedLayer],
@@ -244,19 +248,50 @@ def profile_of(
     # figure 4.
     sums = (("all-reduce", "tp", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
-    def saved(shared: int) -> float:
-        if not recompute:
-            return sum(item.kept_bytes for item in layers) / shared
-        inputs = sum(item.value_bytes for item in layers) / (
-            shared if facts.get("partitioned") else 1
-        )
-        return inputs + max(item.kept_bytes for item in layers) / shared
-
-    shares = {
-        (1, 1): ShareCost(),
-        (tp, 1): ShareCost(1 / tp, saved(tp) / saved(1), sums),
-    }
-    seconds = rows * times * sum(item.flops for item in layers) / flops_s
-    inputs = sum(item.value_bytes for item in layers) + 2 * max(item.kept_bytes for item in layers)
-    steps = {rows: StepCost(seconds, update_s, rows * saved(1), rows * inputs)}
+    shares = {(1, 1): ShareCost(), (tp, 1): ShareCost(1 / tp, sums)}
+    forward_s = rows * sum(item.flops for item in layers) / flops_s
+    steps = {rows: StepCost(times * forward_s, update_s, (times + 1) * forward_s)}
     return Profile(steps, shares, tuple(layer(i, item) for i, item in enumerate(layers)), rows)
+
+
+def _saved(layers: Sequence[DescribedLayer], facts: Mapping[str, Any], tp: int) -> float:
+    """Return the bytes that a row saves on each of `tp` ranks."""
+    if not facts["recompute"]:
+        return sum(item.kept_bytes for item in layers) / tp
+    inputs = sum(item.value_bytes for item in layers) / (tp if facts.get("partitioned") else 1)
+    return inputs + max(item.kept_bytes for item in layers) / tp
+
+
+def count_costs(
+    shapes: DescribedShapes,
+    profile: Profile,
+    facts: Mapping[str, Any],
+    ranks: int,
+    options: Mapping[str, Any],
+) -> SegmentCosts:
+    """Return a layout's segments and their bytes, as `planner.profile.count_costs` counts them.
+
+    Args:
+        shapes, profile: of the described model.
+        facts: as for `profile_of`.
+        ranks, options: of the layout.
+    """
+    layers, stages = shapes.layers, options["pp"]
+    rows = options["batch_size"] // (options.get("microbatches", 1) * options["dp"])
+    whole = _saved(layers, facts, 1)
+    part = rows * _saved(layers, facts, options["tp"]) / whole
+    if stages == 1:
+        if options.get("activation_memory"):
+            whole = sum(item.value_bytes for item in layers)
+            whole += 2 * max(item.kept_bytes for item in layers)
+        return (1,), {0: StageCost(inner=part * whole)}
+    part, costs = part / profile.layer_rows, dict[int, StageCost]()
+    for number, cut in enumerate(shapes.cuts(stages, 1)):
+        stage = profile.layers[cut.start : cut.stop]
+        inputs = profile.layers[cut.start - 1].value if cut.start else 0
+        outputs = stage[-1].value
+        inner = saved_bytes(stage, range(len(stage))) - outputs * stage[-1].saves_result
+        work = part * (price_plan(stage, keep_all(stage)).peak - inner)
+        saves = (part * nbytes for nbytes in (inputs, inner, outputs))
+        costs[number] = StageCost(*saves, work=work, finishing=work)
+    return (1,) * stages, costs
