@@ -12,6 +12,7 @@ from nnmpi.backend import plain, printed
 from nnmpi.backend.cuda import kernels, launch
 from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR
+from nnmpi.optim import adaptive
 from tests.backend.cuda import nvrtc
 from tests.harness.slow import COMPILER
 
@@ -71,7 +72,7 @@ PRINTED = {
     "normalize": (0, 0, kernels._normalize, *NORM, "V", "V"),
     "norm_sums": (2, 0, kernels._norm_terms, "R", *NORM),
     "norm_grad": (0, 0, kernels._norm_grad, "R", *NORM, "V", "S", "S", 0.1, True),
-    "adam": (0, 3, kernels._adam, *"RRRR", *[0.1] * 6),
+    "adam": (0, 0, adaptive.adam, *"RRRR", *[0.1] * 6),
     "sum": (1, 0, kernels._itself, "R"),
 }
 # kernels without a result for each element, or without an array that is read
