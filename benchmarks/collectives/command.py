@@ -87,16 +87,20 @@ def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> 
     rows: list[dict[str, Any]] = []
     if GLOO in options.algorithms:
         gloo.start_gloo(group)
-    if group.is_root:
+    is_table = group.is_root and options.format == "table"
+    if is_table:
         for name, value in header.items():
             print(f"{name + ':':12} {value}")
         print(TABLE.head(), flush=True)
     for nbytes in options.sizes:
         result = measure(options, group, backend, nbytes)
         rows += result
-        if group.is_root:
+        if is_table:
             print(*map(TABLE.line, result), sep="\n", flush=True)
+        if group.is_root:
             results.write(options.json, {"header": header, "rows": rows})
+    if group.is_root and options.format == "osu":
+        print(*osu_lines(options.operation, rows), sep="\n")
     if GLOO in options.algorithms:
         gloo.stop_gloo()
 
@@ -309,6 +313,23 @@ TABLE = GrowingTable(
 )
 
 
+# Those whose sizes are the same to OSU's programs, which count an all-gather's by the rank.
+OSU = {ALL_REDUCE: "Allreduce", "broadcast": "Broadcast"}
+OSU_COLUMNS = {"avg_us": "Avg", "min_us": "Min", "max_us": "Max"}
+
+
+def osu_lines(operation: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the rows as tables of OSU's programs, one for each algorithm."""
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        yield f"# OSU MPI {OSU[operation]} Latency Test: {name}, measured by nnmpi"
+        titles = "".join(f"{title} Latency(us)".rjust(18) for title in OSU_COLUMNS.values())
+        yield f"# {'Size':8}{titles}{'Iterations':>12}"
+        for row in rows:
+            if row["algorithm"] == name:
+                times = "".join(f"{row[column]:18.2f}" for column in OSU_COLUMNS)
+                yield f"{row['size']:<10}{times}{row['iterations']:12}"
+
+
 def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict[str, Any]:
     """Return operation, libraries and machine. Collective."""
     result = describe(group)
@@ -362,10 +383,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ("--backend", one_of("numpy", "cupy"), "numpy", "numpy, or cupy"),
         ("--iterations", positive_count, None, "calls at each size, not what the budget allows"),
         ("--budget-s", command.positive_seconds, "2", "seconds for each size"),
+        ("--format", one_of("table", "osu"), "table", "table, or osu: as OSU's programs print it"),
         ("--json", command.file, None, "file for the rows, written after each size"),
     )
     parser.add_argument("--check", action="store_true", help="verify every result of every call")
     options = parser.parse_args(words)
+    if options.format == "osu" and options.operation not in OSU:
+        raise UsageError(f"--format osu is for {' and '.join(OSU)}, not for {options.operation}")
     every = algorithms(options.operation, options.backend == "cupy")
     options.everything = "all" in options.algorithms
     unknown = [name for name in options.algorithms if name not in ("all", *every, GLOO)]

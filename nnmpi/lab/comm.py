@@ -9,6 +9,7 @@ nnmpi comm export ring --ranks 8 --format msccl --out ring.xml
 nnmpi comm simulate tree --ranks 16 --bytes 1M --network alpha=1e-5,beta=1e-9,gamma=1e-10
 nnmpi comm simulate ring --operation all-gather --ranks 4096 --bytes 64MiB
 mpirun -n 4 nnmpi comm fit --svg fit.svg
+nnmpi comm fit --ranks 8 --from osu.txt      # measured by OSU's programs, or nccl-tests
 """
 
 import os
@@ -25,6 +26,7 @@ from nnmpi.base.command import (
     make_section,
     options_of,
     read_words,
+    require,
     say,
     split_command,
 )
@@ -50,14 +52,15 @@ from nnmpi.comm.machine import EAGER_BYTES
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.saved_fit import facts
-from nnmpi.lab.measure import measure, measure_sums
+from nnmpi.lab.measure import measure, measure_adding, measure_sums
 from nnmpi.lab.msccl import write_program
+from nnmpi.lab.osu import fit_of, read_tables
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.collectives import compare, draw_fit, picture, render
 
 PROGRAM = "nnmpi comm"
 DEFAULT_RANKS = 4
-SUMS_S = 12.0
+ADDING_S, SUMS_S = 2.0, 12.0
 LEAST_BYTES = 1024  # of the all-reduces whose prediction is judged
 
 
@@ -88,6 +91,10 @@ class CommConfig:
     """
     format: Literal["msccl"] = "msccl"
     """Format of an exported collective."""
+    from_: Path | None = None
+    """File of a fit's measurements by others: tables of osu_latency, osu_bw, osu_bibw, osu_allreduce,
+    or of nccl-tests.
+    """
 
     def __post_init__(self) -> None:
         check_numbers(self, "ranks", 1, MOST)
@@ -198,10 +205,25 @@ def _simulate(algorithm: str, ranks: int, asked: CommConfig) -> str:
 def _fit(_: str, ranks: int, asked: CommConfig) -> str:
     """Measure this machine with these ranks and save the fit, with the error of its predictions;
     run it under mpirun. With --svg, draw the all-reduces of steps beside their predictions.
+
+    With --from, messages are those of a file, and only adding is measured here.
     """
     group = start()
-    file = asked.out or default_file(facts(group))
+    known, source = facts(group), asked.from_
+    if source:
+        tables, nodes = on_root(group, lambda: read_tables(source))
+        nodes = known["nodes"] if group.size > 1 else nodes or [0] * (asked.ranks or 0)
+        require(asked.ranks in (None, len(nodes)) and len(nodes) > 1, FEW.format(source))
+        known |= {"ranks": len(nodes), "nodes": nodes}
+    else:
+        require(asked.ranks is None, "--ranks is for --from; mpirun starts those that measure")
+    file = asked.out or default_file(known)
     on_root(group, lambda: _check_writable(file))  # before half a minute of measuring
+    if source:
+        fit = fit_of(source, tables, measure_adding(group, ADDING_S), known)
+        if group.is_root:
+            save_fit(fit, file)
+        return "\n".join([*describe_fit(fit), "", f"kept in {file}"] * group.is_root)
     load, cores = os.getloadavg()[0], usable_cores()[1]
 
     def tell(line: str) -> None:
@@ -239,6 +261,7 @@ def _check_writable(file: Path) -> None:
         file.open("a").close()
 
 
+FEW = "{} has no number of ranks, 2 or more, or another one than --ranks; give --ranks N"
 ALGORITHM = "ALGORITHM"  # such as ring, tree, ps, or FILE.py:NAME
 # Each command's function, path and options.
 _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] = {
@@ -247,7 +270,7 @@ _COMMANDS: Mapping[str, tuple[Callable[[str, int, CommConfig], str], str, str]] 
     "render": (_render, ALGORITHM, "operation ranks bytes network html svg"),
     "simulate": (_simulate, ALGORITHM, "operation ranks bytes network"),
     "export": (_export, ALGORITHM, "operation ranks format out"),
-    "fit": (_fit, "", "out svg"),
+    "fit": (_fit, "", "out svg from_ ranks"),
 }
 
 

@@ -5,7 +5,7 @@ the code that later runs the collectives; `time_calls` times calls. A saved fit 
 `comm.saved_fit`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -65,7 +65,7 @@ def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] 
     several = not group.on_one_node()
     across = _links(group, leaders, several and local.rank == 0, share)
     say("adding")
-    add = measure_curves(group, _adding, SIZES, share / 2)[0]
+    add = measure_adding(group, share / 2)
     say("MPI's own all-reduce, and the one through shared memory")
     native, started, *rest = _measure_all_reduces(group, 3 * share)
     shared = rest[0] if rest else None
@@ -168,6 +168,11 @@ LEAST_BYTES = K**2  # lengths up to this one are always measured
 SLACK = 1.5
 
 
+def measure_adding(group: Group, budget_s: float) -> Curve:
+    """Return the seconds of adding received bytes to as many local ones. Collective."""
+    return measure_curves(group, _adding, SIZES, budget_s)[0]
+
+
 def _adding(nbytes: int) -> list[Refilled]:
     target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
     return [(lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh))]
@@ -198,9 +203,16 @@ def measure_curves(
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope extends to longer messages
-    # more bytes do not take less time: a message that took longer than a longer one was disturbed
-    least = np.minimum.accumulate([*best.values()][::-1])[::-1]
-    return [Curve(tuple(zip(best, seconds, strict=True))) for seconds in least.T.tolist()]
+    return [rising_curve(best, seconds) for seconds in np.transpose([*best.values()])]
+
+
+def rising_curve(sizes: Iterable[float], seconds: Sequence[float] | NDArray[np.float64]) -> Curve:
+    """Return the curve of measured seconds by bytes, without disturbances.
+
+    More bytes do not take less time: what took longer than a longer one was disturbed.
+    """
+    least = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
+    return Curve(tuple(zip(sizes, least, strict=True)))
 
 
 def _messages(group: Group, nbytes: int) -> list[Refilled]:
