@@ -41,10 +41,9 @@ centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import sqrt
-from typing import Any
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.base.errors import number
@@ -68,13 +67,29 @@ class Averaging(ABC):
         group: the ranks that train together.
         storage: the model's, with the same weights on all ranks.
         optimizer: of that storage; each rank has its own state between synchronizations.
+        every: average after step s if s + 1 is a multiple of it.
+        outer_lr, outer_momentum: of an outer optimizer; 1 and 0 for none.
 
     Attributes:
         messages, bytes: sent by this rank since `begin`, without synchronizations. A message that
             is cut because of its length counts once; an all-reduce counts as one on a ring.
+
+    Raises:
+        UsageError: for outer values out of range.
     """
 
-    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        group: Group,
+        storage: FlatStorage,
+        optimizer: Optimizer,
+        every: int = 1,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+    ) -> None:
+        self.every = every
+        self.outer_lr = number("outer_lr", outer_lr)
+        self.outer_momentum = number("outer_momentum", outer_momentum, 1)
         storage.distributed = True
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
@@ -143,38 +158,18 @@ class Averaging(ABC):
 class LocalSGD(Averaging):
     """Local SGD: averages the weights every few steps, weighted by each rank's rows since.
 
-    Args:
-        every: average after step s if s + 1 is a multiple of it.
-        outer_lr, outer_momentum: of DiLoCo's outer optimizer, whose arrays are saved with the
-            optimizer's.
-
-    Raises:
-        UsageError: for outer values out of range.
+    With an outer optimizer it is DiLoCo. A subclass may have another `outer_step`. The outer
+    optimizer's arrays are saved with the optimizer's.
     """
-
-    def __init__(
-        self,
-        group: Group,
-        storage: FlatStorage,
-        optimizer: Optimizer,
-        every: int,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-    ) -> None:
-        super().__init__(group, storage, optimizer)
-        self.every = every
-        self.outer_lr = number("outer_lr", outer_lr)
-        self.outer_momentum = number("outer_momentum", outer_momentum, 1)
-        if (outer_lr, outer_momentum) != (1, 0):
-            storage.extra_slots = {
-                name: [item * 0 for item in storage.data]
-                for name in ("outer_displacement", "outer_momentum")
-            }
-        self.begin()
 
     def begin(self) -> None:
         """See `Averaging.begin`."""
         super().begin()
+        if (self.outer_lr, self.outer_momentum) != (1, 0) and not self.storage.extra_slots:
+            self.storage.extra_slots = {
+                name: [item * 0 for item in self.storage.data]
+                for name in ("outer_displacement", "outer_momentum")
+            }
         moved = self._outer("displacement")
         # the weights of the last average, as far from the present ones as they were
         self._anchors = [now + by for now, by in zip(self.storage.data, moved, strict=False)]
@@ -214,11 +209,21 @@ class LocalSGD(Averaging):
         state = self._anchors, self._outer("momentum")
         with keep_frozen(self.storage, *state):
             for now, anchor, momentum in zip(self.storage.data, *state, strict=False):
-                grad = anchor - now
-                momentum *= self.outer_momentum
-                momentum += grad
-                now -= self.outer_lr * (grad + self.outer_momentum * momentum) - grad
+                self.outer_step(now, anchor, momentum)
                 anchor[...] = now
+
+    def outer_step(self, weights: Array, anchor: Array, momentum: Array) -> None:
+        """Replace the ranks' mean weights, and the momentum, in place: SGD with Nesterov's.
+
+        Args:
+            weights: the mean, the same on all ranks.
+            anchor: the weights after the last outer step.
+            momentum: zeros at first.
+        """
+        grad = anchor - weights
+        momentum *= self.outer_momentum
+        momentum += grad
+        weights -= self.outer_lr * (grad + self.outer_momentum * momentum) - grad
 
 
 class Gossip(Averaging):
@@ -251,13 +256,6 @@ class Gossip(Averaging):
             scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
         self.messages += steps * len(data)
         self.bytes += steps * sum(array.nbytes for array in data)
-
-
-AVERAGES: dict[str, Callable[[Any], Any]] = {
-    "local": lambda sync: (LocalSGD, sync.period, sync.outer_lr, sync.outer_momentum),
-    "gossip": lambda sync: (Gossip,),
-}
-"""By mode of synchrony: its class, and what that takes besides the model of a `Sync`."""
 
 
 @contextmanager

@@ -22,8 +22,8 @@ lets it: it takes a task, computes its gradient without communication, and hands
     gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
                worker 1   step | with 0 and 2 | step | with 0 and 2 |
 
-To add a mode, write its row in MODES of `synchrony.sync`. One that averages weights has a class in
-`averaging` and a row in its AVERAGES; any other, a coupling here.
+To add a mode, write its row in MODES of `synchrony.sync`. One that averages weights has a class, as
+`slowmo` has, and a row in AVERAGES; any other, a coupling here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from math import isfinite
+from typing import Any
 
 import nnmpi.base.clock as clock
 import nnmpi.base.timeline as timeline
-from nnmpi.asynchronous.averaging import AVERAGES, Averaging, LocalSGD, average
+from nnmpi.asynchronous.averaging import Averaging, Gossip, LocalSGD, average
 from nnmpi.asynchronous.consistency import Task
 from nnmpi.asynchronous.server import ParameterServer, Push, PushPull
+from nnmpi.asynchronous.slowmo import SlowMo
 from nnmpi.backend.array import Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
+from nnmpi.base.custom import call_custom, name_of
 from nnmpi.base.errors import DivergenceError, UsageError, expect
 from nnmpi.comm.agreement import PeriodicCheck, agreed, require_equal
 from nnmpi.comm.group import Group
@@ -241,14 +244,21 @@ def _of_all(report: StepReport, batch: Batch) -> StepReport:
     )
 
 
+AVERAGES: dict[Any, type[Averaging]] = {"local": LocalSGD, "slowmo": SlowMo, "gossip": Gossip}
+"""By mode of synchrony: the class that averages weights."""
+
+
 class AveragingCoupling(Coupling):
     """Each rank trains on part `rank` of every batch, and weights are averaged."""
 
     def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
-        shared = (self.group, trainer.model.storage, trainer.optimizer)
-        kind, *options = AVERAGES[sync.sync](sync)
-        self._averaging: Averaging = kind(*shared, *options)
+        expected = "(group, storage, optimizer, every, outer_lr, outer_momentum)"
+        given = (self.group, trainer.model.storage, trainer.optimizer)
+        outer = (sync.period, sync.outer_lr, sync.outer_momentum)
+        kind = AVERAGES.get(sync.sync, sync.sync)
+        self._averaging: Averaging = call_custom(kind, "--sync", expected, *given, *outer)
+        expect(f"Sync({name_of(sync.sync)})", (self._averaging, Averaging))
         self._check = PeriodicCheck(self.group)
 
     def open(self, segment: TrainingSegment) -> None:
@@ -392,7 +402,7 @@ class AsynchronousWorker(Trainer, fixed="coupling sync"):
         if self.precision == "fp16":
             raise UsageError(
                 "with fp16 all ranks skip an update that overflows on one of them, but with"
-                f" {sync.sync} they do not synchronize in every step; use bf16, which needs no"
+                f" {name_of(sync.sync)} they do not synchronize in every step; use bf16, which needs no"
                 " loss scaling, or a synchronous run without servers"
             )
         if sync.has_server and not optimizer.elementwise:

@@ -252,9 +252,11 @@ def check_idle(section: Any, option: str, needs: Mapping[str, Sequence[str]]) ->
     has, given = getattr(section, option), non_defaults(section)
     for name, values in needs.items():
         require(
-            not given.get(name) or has in values or (is_custom(has) and PLAIN[Custom][0] in values),
+            not given.get(name)
+            or has in values
+            or ((is_custom(has) or callable(has)) and PLAIN[Custom][0] in values),
             f"{spelled(section, name)} is for {spelled(section, option)} {' or '.join(values)}, not"
-            f" for {has}; leave it out",
+            f" for {name_of(has)}; leave it out",
         )
 
 

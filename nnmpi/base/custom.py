@@ -119,7 +119,7 @@ def load_custom(name: Any, option: str, signature: str) -> Any:
     return result
 
 
-def call_custom(name: str, option: str, signature: str, *values: Any) -> Any:
+def call_custom(name: Any, option: str, signature: str, *values: Any) -> Any:
     """Return the result of the function of this name for these values.
 
     Args:
@@ -135,7 +135,7 @@ def call_custom(name: str, option: str, signature: str, *values: Any) -> Any:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # from within the function
         raise UsageError(
-            f"{option} {name}: {error}; define {Custom(name).function}{signature}"
+            f"{option} {name_of(name)}: {error}; define {name_of(function)}{signature}"
         ) from None
 
 

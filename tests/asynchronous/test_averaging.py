@@ -13,6 +13,7 @@ import pytest
 
 from nnmpi import Group, nn, ops, optim
 from nnmpi.asynchronous.averaging import Averaging, Gossip, LocalSGD
+from nnmpi.asynchronous.slowmo import SlowMo
 from nnmpi.backend.array import namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.base.shard import split
@@ -152,17 +153,19 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
 
 
 @pytest.mark.simulated(max_size=8)
-def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(group: Group) -> None:
-    """DiLoCo with SGD within and a step between two averages: rates multiply; rate 1 without
-    momentum keeps nothing.
+@pytest.mark.parametrize("kind", [LocalSGD, SlowMo])
+def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(
+    group: Group, kind: type[LocalSGD]
+) -> None:
+    """DiLoCo and SlowMo with SGD within and a step between two averages: rates multiply; rate 1
+    without momentum keeps nothing.
     """
     rows, steps = 4 * group.size, 6
     model = network()
-    outer = LocalSGD(
-        group, model.storage, optim.SGD(model.storage, lr=0.2), 1, outer_lr=0.5, outer_momentum=0.9
-    )
+    outer = kind(group, model.storage, optim.SGD(model.storage, lr=0.2), 1, 0.5, 0.9)
     train(outer, model, list(split(rows, group.size)), steps)
-    full, _ = serial(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), rows, steps)
+    sgd = partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=kind is LocalSGD)
+    full, _ = serial(sgd, rows, steps)
     plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
     right = [
         close(flat(model.storage.data), flat(full.storage.data)),
@@ -172,6 +175,39 @@ def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(grou
     for item in (outer, plain):
         item.release()
     assert not outer.storage.extra_slots  # another strategy finds the optimizer's own state
+
+
+@pytest.mark.simulated(max_size=8)
+def test_slowmo_is_the_paper_s_algorithm(group: Group) -> None:
+    """Algorithm 1 by hand: N workers in one process, two averages of three steps each at another
+    rate, with the workers' own momentum kept; rows in uneven parts, all of which are in the mean.
+    """
+    parts, every, slow_lr, beta = list(split(4 * group.size + 3, group.size)), 3, 0.8, 0.6
+    model, rates = network(), (0.1, 0.05)
+    slow = SlowMo(group, model.storage, SGD["momentum"](model.storage), every, slow_lr, beta)
+    workers = [network() for _ in parts]
+    sgd = [SGD["momentum"](worker.storage) for worker in workers]
+    x, u = flat(model.storage.data), 0.0
+    for outer, slow.optimizer.lr in enumerate(rates):
+        train(slow, model, parts, every, outer * every)
+        for step in range(outer * every, (outer + 1) * every):
+            rows, labels = batch(step, parts[-1].stop)
+            for worker, optimizer, mine in zip(workers, sgd, parts, strict=True):
+                optimizer.lr = rates[outer]
+                mine_too = slice(mine.start, mine.stop)
+                update(worker, optimizer, rows[mine_too], labels[mine_too])
+        shares = [len(mine) / parts[-1].stop for mine in parts]
+        mean = sum(share * flat(w.storage.data) for share, w in zip(shares, workers, strict=True))
+        u = beta * u + (x - mean) / rates[outer]
+        x = x - slow_lr * rates[outer] * u
+        for worker in workers:
+            start = 0
+            for array in worker.storage.data:
+                array[...] = x[start : start + array.size]
+                start += array.size
+    right = [close(flat(model.storage.data), x), same_bits(group, model.storage.data)]
+    assert everywhere(group, right), right
+    slow.release()
 
 
 @pytest.mark.simulated(min_size=2)

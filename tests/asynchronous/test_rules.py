@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from nnmpi import Sync, simulate
-from nnmpi.asynchronous.averaging import AVERAGES
 from nnmpi.asynchronous.consistency import (
     ConsistencyController,
     Task,
     WorkerClocks,
     WorkQueue,
 )
+from nnmpi.asynchronous.worker import AVERAGES
 from nnmpi.base.errors import CommError, UsageError
 from nnmpi.comm.synchrony.slow import Slow
 from nnmpi.comm.synchrony.sync import MODES

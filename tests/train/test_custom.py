@@ -30,6 +30,7 @@ OWN = '''
 """All that a student writes."""
 import numpy as np
 from nnmpi import ops, optim
+from nnmpi.asynchronous.averaging import LocalSGD
 from nnmpi.comm.collective import Step
 from nnmpi.data import Dataset
 from nnmpi.schedule.schedule import Kind
@@ -80,6 +81,13 @@ class Plain(optim.SGD):
     pass
 
 
+class Slow(LocalSGD):
+    def outer_step(self, weights, anchor, momentum):
+        momentum *= self.outer_momentum
+        momentum += (anchor - weights) / self.optimizer.lr
+        weights[...] = anchor - self.outer_lr * self.optimizer.lr * momentum
+
+
 def falling(step, steps, lr):
     return lr * (1 - step / steps)
 
@@ -125,6 +133,8 @@ def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
     assert np.allclose(run(f"{names} --pipeline own.py:one_by_one --pp 2", 2), plain, rtol=1e-11)
     rates = run("--lr-schedule own.py:falling --warmup-epochs 0 --optimizer sgd --lr 0.1", 1)
     assert rates[0] == pytest.approx(plain[0])
+    slow = "--batch-size 6 --local-steps 2 --outer-momentum 0.5 --outer-lr 0.7 --lr 0.1 --sync"
+    assert run(f"{slow} own.py:Slow", 3) == run(f"{slow} slowmo", 3) != run(f"{slow} local", 3)
     assert comm(["render", "own.py:relay", "--ranks", "3"]).startswith(
         "all-reduce by relay, 3 ranks"
     )
@@ -167,6 +177,8 @@ def test_a_callback_is_told_each_record_once() -> None:
         ),
         ("--loss own.py:failing", "failing(logits, labels) raised TypeError in line"),
         ("--loss own.py:of_each", "the loss returned values of shape .* for labels of shape"),
+        ("--sync own.py:relay", "--sync own.py:relay: .*; define relay(group, storage, optimizer"),
+        ("--sync own.py:Slow --staleness 2", "--staleness is for --sync ssp, not for own.py:Slow"),
         ("--loss hube", "--loss is hube; it must be .* or FILE.py:NAME"),
     ],
 )

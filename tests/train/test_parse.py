@@ -211,7 +211,10 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ),
         ("--virtual-stages 3", "--virtual-stages 3 is for --pipeline interleaved; 1f1b has one"),
         ("--zero 4", "--zero is 4; ZeRO has stages 1, 2, 3"),
-        ("--sync asp --outer-lr 0.5", "--outer-lr is for --sync local, not for asp; leave it out"),
+        (
+            "--sync asp --outer-lr 0.5",
+            "--outer-lr is for --sync local or slowmo or FILE.py:NAME, not for asp; leave it out",
+        ),
         ("--schedule gpipe", "--schedule is not an option; did you mean --lr-schedule or --pipe"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
