@@ -93,7 +93,7 @@ def made_up(ranks: int, batch_size: int = 16) -> Profile:
         (tp, sp): ShareCost(1.1 / tp / sp, (("all-reduce", "tp" if tp > 1 else "sp", 32.0, 9),))
         for tp, sp in shares_of(ranks)
     }
-    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size)
+    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size, piped_s=1e-3)
 
 
 @cache
@@ -111,7 +111,8 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
 
     work, times = workload(), made_up(ranks)
     steps = {rows: more(cost) for rows, cost in times.steps.items()}
-    times = replace(times, steps=steps, layers=tuple(map(more, times.layers)))
+    shares = {share: more(cost) for share, cost in times.shares.items()}
+    times = more(replace(times, steps=steps, shares=shares, layers=tuple(map(more, times.layers))))
     nodes = None if per_node >= ranks else blocks(ranks, per_node)
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
     return work.pricer(times, PlannedNetwork("made up", machine, ranks), numpy_backend())
@@ -150,6 +151,8 @@ HALVES, SHARED = replace(STAGES, pipeline="zero-bubble"), Candidate(dp=2, tp=2)
         ("update_s", [STAGES, REPLICAS, HALVES, SHARED], []),
         ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
         ("kept", [], [STAGES, REPLICAS]),
+        ("piped_s", [STAGES, HALVES], [REPLICAS, SHARED]),
+        ("least_s", [replace(SHARED, recompute=True)], [SHARED, REPLICAS]),
     ],
 )
 def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
@@ -444,6 +447,30 @@ def test_all_ranks_have_the_profile_of_the_slowest(monkeypatch: pytest.MonkeyPat
     )
     assert all(other == first for other in others)
     assert first["layers"][0]["keep_s"] > 8e3  # of the rank that was last
+
+
+def test_a_step_s_parts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes once, its update, its rows, and a microbatch more of a pipeline."""
+    once_s, update_s, piped_s = 0.005, 0.002, 0.011
+
+    def take(work: Any, options: dict[str, Any], *_: Any, **__: Any) -> float:
+        if "pp" in options:
+            return 0.1 + piped_s * options["microbatches"]
+        return once_s + update_s + 1e-5 * options["batch_size"]
+
+    monkeypatch.setattr(profile, "time_layout", take)
+    monkeypatch.setattr(profile, "typical_s", lambda *_: update_s)
+    table = Dataset("made up", np.ones((256, 4), np.float32), np.zeros(256, np.int64), 4)
+    work = workload(256, table, model="mlp", hidden=[8])
+    for ranks in (1, 2):
+        found = simulate(
+            lambda group, n=ranks: profile.measure(work, group, n, [], numpy_backend()), ranks
+        )[0]
+        assert found.steps[256].seconds == pytest.approx(once_s + 256e-5)
+        assert found.once_s == pytest.approx(once_s)
+        assert found.piped_s == pytest.approx(piped_s if ranks == 2 else 0.0)
+        assert found.layer_s(256, "keep_s") == [layer.keep_s for layer in found.layers]
+        assert found.layer_s(1, "keep_s") == [layer.keep_s for layer in found.few]
 
 
 # ---- --layout auto, and the command ----

@@ -76,7 +76,7 @@ from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.tensor.parameter import Parameter
 
 NUMBERS_BYTES = 40  # loss, score, targets and hashes, which all ranks exchange in each step
-END_S = 25e-6  # processor time of a pipeline's message at each end
+END_S = 25e-6  # processor time of a pipeline's message at each end, where none was measured
 BEST = 10  # layouts that `plan` returns by default
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
@@ -253,10 +253,12 @@ class ShareCost:
     Attributes:
         seconds: the ratio of a rank's to one rank's; messages are not included.
         exchanges: (operation, axis, bytes per row, count) of the messages between the ranks.
+        least_s: the ratio with the least activations, whose repeated messages are included.
     """
 
     seconds: float = 1.0
     exchanges: tuple[tuple[str, str, float, int], ...] = ()
+    least_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,11 @@ class Profile:
         shares: {(tp, sp): cost}.
         layers: in the order of the chain, for `layer_rows` rows. Only ratios of their times are
             used.
+        few: the same for the fewest rows in `steps`, of which calls take the most.
         raced: {layout as text: seconds of a step in a race}.
         once_s: the seconds of a step that it takes once, however many microbatches it has.
+        piped_s: the seconds of one more microbatch of the fewest rows in a pipeline of two ranks;
+            0 if it was not measured.
         date: when it was measured.
         busy: the share of the processor time that other programs took meanwhile.
     """
@@ -278,8 +283,10 @@ class Profile:
     shares: Mapping[Share, ShareCost]
     layers: tuple[LayerCost, ...]
     layer_rows: int
+    few: tuple[LayerCost, ...] = ()
     raced: Mapping[str, float] = field(default_factory=dict)
     once_s: float = 0.0
+    piped_s: float = 0.0
     date: str = ""
     busy: float = 0.0
 
@@ -293,6 +300,15 @@ class Profile:
         right = min(max(int(np.searchsorted(measured, rows)), 1), len(measured) - 1)
         low, high = measured[right - 1], measured[right]
         return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+
+    def layer_s(self, rows: int, name: str) -> list[float]:
+        """Return a time of each layer for any number of rows, interpolated linearly."""
+        fewest = min(self.steps)
+        part = min(max(rows - fewest, 0) / max(self.layer_rows - fewest, 1), 1.0)
+        return [
+            (1 - part) * getattr(few, name) + part * getattr(most, name)
+            for few, most in zip(self.few or self.layers, self.layers, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, the inverse of `files.rebuilt`."""
@@ -455,6 +471,7 @@ class Pricer:
         self.network, self.shapes = network, shapes
         self._mesh = cache(lambda dp, pp, tp, sp: Mesh(dp, pp, tp, network.nodes, sp))
         self._piped, self._measure, self._counted = cache(self._bubble), count, cache(self._count)
+        self._layer_s = cache(profile.layer_s)
         self._lowered = cache(lambda *schedule: lower(make(*schedule)))
 
     # ---- seconds ----
@@ -475,30 +492,27 @@ class Pricer:
     def _computing(self, candidate: Candidate) -> float:
         """Return a microbatch's seconds of forward and backward through all layers of a replica."""
         one, name, again = candidate, "seconds", 1.0
-        if one.recompute and one.pp == 1 and one.zero < 2:
+        if one.recompute and one.pp == 1 and (one.zero < 2 or one.tp * one.sp > 1):
             name = "least_s"  # of a plan, which computes some layers again
         elif one.recompute:  # whole segments
-            again += self._forward_part()
+            again += self._forward_part(self._rows(one))
         step_s = self.profile.step(self._rows(one), name)
         once_s = min(step_s, self.profile.once_s) if one.pp > 1 else 0.0
-        return again * (step_s - once_s) * self.profile.shares[one.tp, one.sp].seconds
+        return again * (step_s - once_s) * getattr(self.profile.shares[one.tp, one.sp], name)
 
-    def _forward_part(self) -> float:
-        layers = self.profile.layers
-        return sum(layer.keep_s for layer in layers) / max(
-            sum(layer.seconds for layer in layers), 1e-12
-        )
+    def _forward_part(self, rows: int) -> float:
+        return sum(self._layer_s(rows, "keep_s")) / max(sum(self._layer_s(rows, "seconds")), 1e-12)
 
     def _work(self, candidate: Candidate) -> tuple[float, list[float]]:
         """Return the busiest rank's seconds of computing, and those of each stage's microbatch."""
         schedule, cuts = self._stages(candidate)
-        layers = self.profile.layers
-        scale = self._computing(candidate) / (sum(layer.seconds for layer in layers) or 1.0)
+        layer_s = self._layer_s(self._rows(candidate), "seconds")
+        scale = self._computing(candidate) / (sum(layer_s) or 1.0)
         sent_s = self._sent(candidate) / len(cuts)
         work = [
-            scale * sum(layers[i].seconds for i in cut)
+            scale * sum(layer_s[i] for i in cut)
             + sent_s
-            + 2 * END_S * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
+            + 2 * self._end_s * (schedule.is_cut(stage - 1) + schedule.is_cut(stage))
             for stage, cut in enumerate(cuts)
         ]
         most_s = max(
@@ -506,10 +520,21 @@ class Pricer:
         )
         return self.profile.once_s + most_s * candidate.microbatches, work
 
+    @cached_property
+    def _end_s(self) -> float:
+        """The processor time of a pipeline's message at each end: what layers do not explain."""
+        profile, layer_s = self.profile, self._layer_s(min(self.profile.steps), "seconds")
+        if not profile.piped_s:
+            return END_S
+        most_s = max(sum(layer_s[i] for i in cut) for cut in self.shapes.cuts(2, 1))
+        step_s = profile.step(min(profile.steps), "seconds") - profile.once_s
+        return max(0.0, profile.piped_s - step_s * most_s / (sum(layer_s) or 1.0)) / 2
+
     def _bubble(self, candidate: Candidate) -> float:
         """Return the busiest rank's seconds of waiting in a step."""
         schedule, cuts = self._stages(candidate)
-        rows, forward = self._rows(candidate), self._forward_part()
+        rows = self._rows(candidate)
+        forward = self._forward_part(rows)
         backward = 1 - forward
         busy_s, work = self._work(candidate)
         costs = {
@@ -620,7 +645,8 @@ class Pricer:
             hidden_s, least = busy_s * (1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))), groups
             nbytes = min(nbytes, BUCKET_BYTES)
         least_s = network.exchange("all-reduce", least, nbytes)
-        return max(total_s - (1 - self._forward_part()) * hidden_s, least_s)
+        backward = 1 - self._forward_part(self._rows(candidate))
+        return max(total_s - backward * hidden_s, least_s)
 
     # ---- bytes ----
 

@@ -7,8 +7,8 @@
 
 All ranks measure at the same time, since they will compute at the same time and share caches and
 memory bandwidth; the slowest counts, and all get the same profile. Replicas with sharded layers or
-sequences run on simulated ranks, and only the ratio of their time to that of one simulated rank is
-used.
+sequences run on these ranks where they divide into such, else on simulated ones; only the ratio of
+their time, without messages, to that of one rank is used.
 
 A profile holds for what it was measured with: the kernels that ran, the processors, the ranks of
 each node. Other ones are another key. What no key can say, such as a slower clock, is found by a
@@ -77,11 +77,13 @@ from nnmpi.train.config import Config, to_json
 from nnmpi.train.derived import find_layout
 from nnmpi.train.signature import ModelSignature
 
-FORMAT = 19  # of the cached profile; part of its key
+FORMAT = 20  # of the cached profile; part of its key
 MOST_SHARES = 8  # largest tp x sp that is measured and considered
 PARTS_PER_RANK = 8  # microbatches per rank, for the smallest part of a batch that is measured
 LONGEST_S = 0.5  # a longer step is not measured but extrapolated from fewer rows
-MEASURE_S, WARM_UP_STEPS = 0.5, 3
+# Steps 2, 3, 4 and 8 make or audit a recording: of a GPT's 8 they were most of the time, 80 ms a
+# step for 26.
+MEASURE_S, WARM_UP_STEPS = 0.5, 8
 RECORDED_STEPS = 2  # after these the memory of a recording is known
 SEVERAL = 4  # microbatches of a step that is measured beside one of a single microbatch
 LEAST = {"activation_memory": "least"}
@@ -271,10 +273,13 @@ def measure(
         expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
         if expected <= LONGEST_S:
             steps[rows] = _measure_replica(workload, rows, group, alone, backend)
-    once_s = _measure_once(workload, min(steps), group, alone, backend)
+    fewest = min(steps)
+    once_s = _measure_once(workload, fewest, steps[fewest].update_s, group, alone, backend)
     alone.free()
+    piped_s = _measure_piped(workload, fewest, group, backend)
     rows = max(steps)
     layers = _measure_layers(workload, rows, group, backend)
+    few = _measure_layers(workload, fewest, group, backend)
     result = {(1, 1): ShareCost()}
     for share in shares:
         cost = _measure_share(group, workload, share, rows, backend)
@@ -290,7 +295,9 @@ def measure(
         result,
         layers,
         rows,
+        few,
         once_s=once_s,
+        piped_s=piped_s,
         date=time.strftime("%Y-%m-%d %H:%M"),
         busy=busy,
     )
@@ -328,9 +335,9 @@ def _measure_replica(
 
 
 def _measure_once(
-    workload: Workload, rows: int, group: Group, alone: Group, backend: Backend
+    workload: Workload, rows: int, update_s: float, group: Group, alone: Group, backend: Backend
 ) -> float:
-    """Return the seconds of a step beside its microbatches, from steps of few and of several."""
+    """Return the seconds of a step beside its microbatches and its update, from two steps."""
     several = min(SEVERAL, workload.batch_size // rows)
     if several < 2:
         return 0.0
@@ -340,40 +347,85 @@ def _measure_once(
         )
         for n in (1, several)
     )
-    return max(0.0, (several * one_s - all_s) / (several - 1))
+    return max(0.0, (several * one_s - all_s) / (several - 1) - update_s)
+
+
+def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend) -> float:
+    """Return the seconds of one more microbatch in a pipeline of two ranks; 0 if impossible."""
+    few, several = SEVERAL, min(2 * SEVERAL, workload.batch_size // rows)
+    if group.size % 2 or several <= few:
+        return 0.0
+    pair = group.split(group.rank // 2)
+    try:
+        few_s, all_s = (
+            time_layout(
+                workload,
+                {"pp": 2, "pipeline": "gpipe", "batch_size": rows * n, "microbatches": n},
+                pair,
+                backend,
+                timed=group,
+            )
+            for n in (few, several)
+        )
+    except UsageError:  # a model that cannot be cut
+        return 0.0
+    finally:
+        pair.free()
+    return max(0.0, (all_s - few_s) / (several - few))
 
 
 def _measure_share(
     group: Group, workload: Workload, share: Share, rows: int, backend: Backend
 ) -> ShareCost | None:
-    """Return the cost of a replica on several simulated ranks; None if impossible. Collective."""
+    """Return the cost of a replica on several ranks; None if impossible. Collective.
 
-    def run(tp: int, sp: int, local: Group) -> tuple[float, Counter[_Sent]]:
+    The ranks are the group's where they can be divided so, else simulated ones. Messages do not
+    count: the shortest of each operation is its time, and longer ones wait for another rank.
+    """
+
+    def run(tp: int, sp: int, local: Group) -> tuple[float, float, Counter[_Sent]]:
         options = {"tp": tp, "sp": sp, "batch_size": rows}
         with ready(workload, options, local, backend) as (worker, batches):
-            timeline = Timeline()
-            with tracing(timeline):
-                worker.step(next(batches), lr=0.0)
+            for _ in range(RECORDED_STEPS):
+                timeline = Timeline()
+                with tracing(timeline):
+                    worker.step(next(batches), lr=0.0)
             mesh = worker.arrangement.mesh.sizes
             axis_of = {f"{tuple(ranks)}": axis for axis in (SP, TP) for ranks in mesh.groups(axis)}
+            events = [e for e in timeline.events if e.category == CATEGORY]
             sent = Counter(
                 (e.name, axis_of[e.collective.partition(" of ")[2]], int((e.args or {})["bytes"]))
-                for e in timeline.events
-                if e.category == CATEGORY
+                for e in events
             )
-            return typical_s(local, partial(worker.step, lr=0.0), batches), sent
+            spans = local.gather([e.end_s - e.begin_s for e in events])
+            step_s = typical_s(local, partial(worker.step, lr=0.0), batches)
+        least_s, sent_s = step_s, sum(map(min, zip(*spans, strict=True)))
+        with suppress(UsageError):  # a model that is not recomputed
+            least_s = time_layout(workload, options | LEAST, local, backend)
+        return step_s - sent_s, least_s - sent_s, sent
+
+    def spent(tp: int, sp: int) -> tuple[float, float, Counter[_Sent]]:
+        if group.size % prod(share):
+            with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
+                return simulate(partial(run, tp, sp), tp * sp)[0]
+        local = group.split(group.rank // (tp * sp))
+        try:
+            return run(tp, sp, local)
+        finally:
+            local.free()
 
     try:
-        with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
-            ((single_s, _),) = simulate(partial(run, 1, 1), 1)
-            (step_s, sent), *_ = simulate(partial(run, *share), prod(share))
+        *alone, _ = spent(1, 1)
+        *together, sent = spent(*share)
     except NnmpiError:
         return None
-    (ratio,) = group.max_floats([step_s / max(single_s, 1e-12)])
+    ratio, least = group.max_floats(
+        [several_s / max(one_s, 1e-12) for one_s, several_s in zip(alone, together, strict=True)]
+    )
     exchanges = tuple(
         (what, axis, nbytes / rows, count) for (what, axis, nbytes), count in sent.items()
     )
-    return ShareCost(ratio, exchanges)
+    return ShareCost(ratio, exchanges, least)
 
 
 def count_costs(
