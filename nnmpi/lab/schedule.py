@@ -3,21 +3,22 @@
 nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8
 nnmpi schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
 nnmpi schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
+nnmpi schedule --pipeline zero-bubble --stages 4 --microbatches 8 --costs F=1,B=1.2,W=0.8,SEND=0.1
 nnmpi schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 nnmpi schedule --pipeline 1f1b --stages 2 --microbatches 3 --zero 3 --segments 2 --program
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
 
-from nnmpi.base.command import MOST, announce, check_numbers, read_command, say
+from nnmpi.base.command import MOST, announce, check_numbers, read_command, require, say
 from nnmpi.base.custom import load_custom
 from nnmpi.base.picture import check_figure
-from nnmpi.base.units import Bytes, format_bytes, format_seconds
+from nnmpi.base.units import Bytes, format_bytes, format_seconds, parse_settings
 from nnmpi.comm.fit import parse_network
 from nnmpi.lab.pages.page import write_page
 from nnmpi.lab.render.schedules import compare, describe, picture, programs, render
@@ -50,10 +51,11 @@ class ScheduleConfig:
     """Move what forward passes save to a store, and back for the backward passes."""
     program: bool = False
     """Print every rank's instructions, in order."""
-    forward_ms: float = 1.0
-    """Milliseconds of a rank's forward pass of a microbatch."""
-    backward_ms: float | None = None
-    """Milliseconds of its backward pass (default: twice the forward pass)."""
+    costs: str = "F=1,B=1,W=1"
+    """Milliseconds of each rank on a microbatch, by the names of papers: F for the forward pass, B and
+    W for the halves of the backward pass, of the inputs and of the weights (nnmpi's I and W; its B is
+    both), SEND for a message, if not by --network.
+    """
     network: str = ""
     """The links, such as alpha_us=50,gbit=10, or the file of a fit (default: messages take no time).
     """
@@ -67,7 +69,28 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "stages microbatches virtual_stages segments", 1, MOST)
         check_numbers(self, "zero", 0, 4)
-        check_numbers(self, "forward_ms backward_ms", 0, inf)
+        _ = self.times
+        require(
+            not (self.network and "SEND" in self.costs),
+            "--network and SEND of --costs are both the time of a message; leave one out",
+        )
+
+    @property
+    def times(self) -> Mapping[str, float]:
+        """The milliseconds by name.
+
+        Raises:
+            UsageError: for a name or a number that cannot be used.
+        """
+        given, names = parse_settings(self.costs), {"F": 1.0, "B": 1.0, "W": 1.0, "SEND": 0.0}
+        is_right = given.keys() <= names.keys() and all(0 <= ms < inf for ms in given.values())
+        require(
+            bool(given) and is_right,
+            f"--costs {self.costs!r} is not understood; give numbers of milliseconds for some of"
+            f" {', '.join(names)}, such as F=1,B=1.2,W=0.8,SEND=0.1: B and W are the halves of a"
+            " backward pass, of the inputs and of the weights",
+        )
+        return names | given
 
 
 def main(words: Sequence[str]) -> str:
@@ -128,23 +151,27 @@ def _with_memory(options: ScheduleConfig, schedule: Schedule) -> Schedule:
 
 def _costs(options: ScheduleConfig, schedule: Schedule) -> Costs:
     """Return the costs by the options; the times of a rank's stages add up to the given ones."""
-    share = 1e-3 / schedule.virtual
-    backward_s = None if options.backward_ms is None else options.backward_ms * share
-    return even_costs(schedule.stages, options.forward_ms * share, backward_s, _message(options))
+    forward_s, inputs_s, weights_s, _ = (
+        1e-3 * ms / schedule.virtual for ms in options.times.values()
+    )
+    return even_costs(schedule.stages, forward_s, (inputs_s, weights_s), _message(options))
 
 
 def _message(options: ScheduleConfig) -> float:
     machine = parse_network(options.network, options.stages) if options.network else None
     return (
-        0.0 if machine is None else machine.link(machine.nodes is not None).one_way(options.bytes)
+        1e-3 * options.times["SEND"]
+        if machine is None
+        else machine.link(machine.nodes is not None).one_way(options.bytes)
     )
 
 
 def _modelled(options: ScheduleConfig, trains: bool) -> str:
     """Return the costs that the options give, as text."""
-    backward_ms = 2 * options.forward_ms if options.backward_ms is None else options.backward_ms
-    times = [f"forward {options.forward_ms:g} ms", f"backward {backward_ms:g} ms" * trains]
-    times += [f"message {format_seconds(_message(options))}"] * bool(options.network)
+    ms, message_s = options.times, _message(options)
+    halves = f", {ms['B']:g} + {ms['W']:g}" * (ms["B"] != ms["W"])
+    times = [f"forward {ms['F']:g} ms", f"backward {ms['B'] + ms['W']:g} ms{halves}" * trains]
+    times += [f"message {format_seconds(message_s)}"] * (message_s > 0)
     return f"modelled; of each rank: {', '.join(filter(None, times))}"
 
 

@@ -37,7 +37,8 @@ class Kind(StrEnum):
 
     F           the forward of s on m; in the last stage with the loss
     B           the whole backward of s on m: gradients of its input and of its weights
-    I           the first half of B: the gradient of the input, for which the previous stage waits
+    I           the first half of B: the gradient of the input, for which the previous stage waits;
+                papers that halve backwards call it B
     W           the second half of B: the gradients of the weights, for which no stage waits
     SEND_ACT    send the output of s to s+1
     RECV_ACT    get the input of s from s-1

@@ -55,20 +55,23 @@ Lengths: TypeAlias = Callable[[Instruction], tuple[int, ...]]
 
 
 def even_costs(
-    stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0
+    stages: int,
+    forward_s: float = 1.0,
+    halves_s: tuple[float, float] | None = None,
+    message_s: float = 0.0,
 ) -> Costs:
     """Return the costs of equal stages.
 
     Args:
         stages: the number of stages.
         forward_s: of a microbatch.
-        backward_s: of a whole backward, whose halves are equal; twice the forward by default, as in
-            the papers' figures, since a backward multiplies two matrices (for inputs, for weights)
-            and a forward one.
+        halves_s: of a backward's halves, I and W; each as the forward by default, as in the papers'
+            figures, since a backward multiplies two matrices (for inputs, for weights) and a
+            forward one.
         message_s: of an activation or a gradient.
     """
-    whole_s = 2 * forward_s if backward_s is None else backward_s
-    item = {Kind.F: forward_s, Kind.B: whole_s, Kind.I: whole_s / 2, Kind.W: whole_s / 2}
+    inputs_s, weights_s = halves_s or (forward_s, forward_s)
+    item = {Kind.F: forward_s, Kind.B: inputs_s + weights_s, Kind.I: inputs_s, Kind.W: weights_s}
     item |= {Kind.SEND_ACT: message_s, Kind.SEND_GRAD: message_s}
     return {kind: (seconds,) * stages for kind, seconds in item.items()}
 

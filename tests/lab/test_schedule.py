@@ -84,7 +84,17 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
         (f"{COMMAND} --virtual-stages {10**20}", "give a whole number, 1 or more, and below 1e.12"),
         ("--schedule gpipe --stages 2", "--schedule is not an option; did you mean --pipeline?"),
         (f"{COMMAND} --message-ms 1", "--message-ms is not an option; did you mean --network?"),
-        (f"{COMMAND} --forward-ms -1", "--forward-ms is -1.0; give a finite number, 0 or more"),
+        *(
+            (
+                f"{COMMAND} --costs {text}",
+                f"--costs '{text}' is not understood; .* F, B, W, SEND, such",
+            )
+            for text in ("F=-1", "F=inf", "I=1", "F=1,F=2", "F", "B=x")
+        ),
+        (
+            f"{COMMAND} --costs F=1,SEND=1 --network gbit=1",
+            "--network and SEND of --costs are both the time of a message",
+        ),
         (
             f"{COMMAND} --html /nowhere/x.html",
             "/nowhere/x.html cannot be written .No such file or directory.; give",
@@ -96,11 +106,19 @@ def test_mistakes(words: str, sentence: str) -> None:
         main(words.split())
 
 
+@pytest.mark.parametrize(("name", "bubble"), [("1f1b", "24.3 %"), ("zero-bubble", "15.9 %")])
+def test_a_row_of_a_papers_table_is_one_command(name: str, bubble: str) -> None:
+    costs = "F=18.522,B=18.086,W=9.337,SEND=0.601"  # of Qi et al., 2024: 0.2431, 0.1585
+    text = main(f"--pipeline {name} --stages 8 --microbatches 24 --costs {costs}".split())
+    assert f"bubble            {bubble}" in text
+    assert "backward 27.423 ms, 18.086 + 9.337, message 601 us" in text
+
+
 @pytest.mark.parametrize(
     ("more", "grid", "legend", "bubble"),
     [
         (
-            "--backward-ms 5",
+            "--costs B=3,W=2",
             "rank 1  .  F0 B0------------ F1 B1------------|.  .  .  .  .",
             "a backward takes 5, a message none.",
             "33.3 %",

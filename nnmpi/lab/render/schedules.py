@@ -152,7 +152,11 @@ def _legend(schedule: Schedule, costs: Costs, unit_s: float) -> str:
     message += [f"{_UPDATED} update"] * (Kind.STEP in used)
     times = [
         (text, costs[kind][0] / unit_s)
-        for kind, text in ((Kind.B, "a backward"), (Kind.I, "half a backward"))
+        for kind, text in (
+            (Kind.B, "a backward"),
+            (Kind.I, "half a backward"),
+            (Kind.W, "its other half"),
+        )
         if kind in used and (kind is Kind.B or costs[kind][0] != unit_s)
     ]
     times.append(("a message", costs[Kind.SEND_ACT][0] / unit_s))
