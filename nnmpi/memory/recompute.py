@@ -120,9 +120,9 @@ class PlannedPass:
         self._next += 1
         if layer in self._swapped:
             self._swapped.pop(layer).wait()
-        result = self._graphs.pop(layer).backward(grad)
-        self._do_between()
-        return result
+        # What comes between this pass and the next layer's is done then: here the caller still holds
+        # `grad`, beside which no array may be fetched.
+        return self._graphs.pop(layer).backward(grad)
 
     def _do_next(self) -> None:
         """Do the next action, which is not a layer's backward."""
