@@ -19,7 +19,6 @@ from nnmpi.backend.array import (
     Dtype,
     Residuals,
     Shape,
-    constant,
     empty,
     masked,
     namespace,
@@ -272,10 +271,12 @@ class PlainKernels:
         if form in ACTIVATIONS:
             (y,) = self.rows(ACTIVATIONS[form][0], x, number, blocks=False)
             return y, x if form is Activation.LEAKY_RELU else y
-        width = x.shape[-1] if x.ndim else 1
+        dtype, width = x.dtype, x.shape[-1] if x.ndim else 1
         rows = xp.reshape(x, (x.size // max(width, 1), width))
-        y, slope = self.bias_activate(xp, rows, None, form, keep, False)
-        return y.reshape(x.shape), slope
+        if is_low(dtype):  # of a device without its kernels
+            rows = self.cast(rows, FLOAT32)
+        results = [self.cast(item, dtype) for item in self.rows(SMOOTH[form], rows, keep)]
+        return results[0].reshape(x.shape), results[-1]
 
     def activate_grad(
         self, xp: Any, form: Activation, grad: Array, saved: Any, number: float
@@ -302,45 +303,6 @@ class PlainKernels:
             row_sum(grad, out=to_bias)
         else:  # on a device, in jit(False): the sum is in float32, the bias may not be
             self.copy(to_bias, row_sum(grad))
-
-    def bias_activate(
-        self,
-        xp: Any,
-        y: Array,
-        bias: Array | None,
-        form: Activation,
-        keep: bool,
-        reuse: bool = True,
-    ) -> tuple[Array, Array | None]:
-        """Return an activation of y + bias, which may overwrite y.
-
-        Args:
-            form: ReLU, whose gradient needs the result; or one of `SMOOTH`, whose derivative is
-                saved if the gradient is needed.
-        """
-        if form is Activation.RELU:
-            y = self.bias_relu(xp, y, bias)
-            return y, y
-        dtype = y.dtype
-        if is_low(dtype) and not self.of_device:  # of a device without its kernels
-            y = self.cast(y, FLOAT32)
-        operands = y, SMOOTH[form], keep, *([] if bias is None else [bias])
-        result, *rest = self.rows(_biased, *operands, reuse=reuse)
-        return self.cast(result, dtype), self.cast(rest[0], dtype) if keep else None
-
-    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
-        """Return max(y + bias, 0), in place."""
-        if bias is not None:
-            self.add_bias(y, bias)
-        return np.maximum(y, constant(y, 0), out=y)  # NaN stays
-
-    def bias_activate_grad(
-        self, xp: Any, grad: Array, saved: Array, form: Activation, to_bias: Array | None
-    ) -> Array:
-        """Return the gradient of y, and write its sum over the rows to `to_bias`."""
-        slope = _relu_grad if form is Activation.RELU else np.multiply
-        sums = () if to_bias is None else (to_bias,)
-        return self.rows(_summed, grad, saved, slope, len(sums), sums=sums, blocks=False)[0]
 
     # ---- recurrent layers: products of all steps, and a step beside its product
 
@@ -1018,17 +980,6 @@ def _wide(values: Array, images: Array) -> Array:
 
 
 # ---- row formulas, see `PlainKernels.rows`
-
-
-def _biased(x: Array, compute: Any, keep: bool, *bias: Array) -> tuple[Array, ...]:
-    """An activation of x plus the bias, if there is one."""
-    found: tuple[Array, ...] = compute(x + bias[0] if bias else x, keep)
-    return found
-
-
-def _summed(grad: Array, saved: Array, slope: Any, sums: int) -> tuple[Array, ...]:
-    """The gradient of an activation's argument, and the same for the bias."""
-    return (slope(grad, saved),) * (1 + sums)
 
 
 def _relu_grad(grad: Array, y: Array) -> Array:

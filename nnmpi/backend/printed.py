@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-import numpy as np
-
 from nnmpi.backend.array import Array
 from nnmpi.backend.plain import PlainKernels
 from nnmpi.backend.trace import Printed, key_of
@@ -69,12 +67,3 @@ class PrintedKernels(PlainKernels):
     def launch(self, loop: Any, operands: tuple[Any, ...], sums: Sequence[Array]) -> Any:
         """Return the results, and write the sums."""
         return loop(operands, sums)
-
-    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> Array:
-        """See `PlainKernels.bias_relu`."""
-        result: Array = self.rows(_bias_relu, y, *(() if bias is None else (bias,)), reuse=True)[0]
-        return result
-
-
-def _bias_relu(y: Array, *bias: Array) -> tuple[Array]:
-    return (np.maximum(y + bias[0] if bias else y, 0),)

@@ -112,7 +112,7 @@ class Replay(Compiled):
         if self._refused or refusal:
             self._reason = self._reason if self._refused else refusal
             return False
-        key = (mode.fused, setting(), precision(), *kind)
+        key = (setting(), precision(), *kind)
         self._number += 1
         if self._watch is None or not self._watch.is_unchanged() or self._watch.moved():
             self._new = key

@@ -31,7 +31,15 @@ from nnmpi.memory.store import (
     owner_id,
     saved_memory,
 )
-from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, Stashed, closed_runs, open_chain, unpack
+from nnmpi.nn.chain import (
+    ChainLayer,
+    ModelPart,
+    RunLayer,
+    Stashed,
+    closed_parts,
+    open_chain,
+    unpack,
+)
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import walk_back
@@ -170,12 +178,14 @@ def find_layers(model: Module, value: Value) -> list[range]:
     starts, before = [0], x
     chain = open_chain(model)
     with recomputing(), no_grad():
-        for run in closed_runs(chain):
-            x = ModelPart(model, chain[run.start : run.stop])(x)
+        stop = 0
+        for part in closed_parts(chain):
+            x = ModelPart(model, part)(x)
+            stop += len(part)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(
                 before.data, x.data
             ):
-                starts.append(run.stop)
+                starts.append(stop)
                 before = x
     if not isinstance(x, Tensor):
         raise UsageError(

@@ -4,7 +4,7 @@ Reading order:
 
     module                  attributes, names, initialization
     linear, ...             the layers
-    container               sequences, residual blocks, fusion of layers into one operation
+    container               sequences, residual blocks, parallel branches
     mode                    training and evaluation
     sharding                tables that assign a sharding to each layer
     chain                   a model as a list of layers to cut into stages

@@ -7,15 +7,14 @@
 
 This is the only list of a model's cut points: pipeline stages, ZeRO units, memory plans and the
 planner read it. Nested sequences and residual blocks are opened. A module with `links` is one layer
-per link (a transformer block has two), modules that only compute the same bits together are one
-(`container.count_uncut`), and any other module is one layer. A stashed value that
-crosses a cut travels beside the activation. Parameters keep their names in the full model.
+per link (a transformer block has two), modules that are one call are one (`container.runs`), and
+any other module is one layer. A stashed value that crosses a cut travels beside the activation.
+Parameters keep their names in the full model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeAlias
 
 from nnmpi.nn.container import (
@@ -23,14 +22,12 @@ from nnmpi.nn.container import (
     Residual,
     Sequential,
     Stash,
+    call_run,
     check_empty,
-    count_uncut,
     fetch,
-    fuse,
-    read_tokens,
+    runs,
     stash,
 )
-from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
 from nnmpi.tensor.parameter import Parameter
 
@@ -102,23 +99,18 @@ def stashed_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
 def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
     if type(module) is Sequential:
-        children = list(module.children())
-        while children:
-            count = count_uncut([child for _, child in children])
-            group = tuple((inside + name, child) for name, child in children[:count])
-            name, layer = children[0]
-            del children[:count]
-            if count > 1:
-                call = partial(read_tokens, *[child for _, child in group])
-                yield ChainLayer(inside + name, partial(without_stash, call), group)
+        names = iter([inside + name for name, _ in module.children()])
+        for run in runs(module.layers):
+            members = tuple((next(names), item) for item in run)
+            name, layer = members[0]
+            if len(run) > 1:
+                yield ChainLayer(name, partial(without_stash, partial(call_run, run)), members)
             elif isinstance(layer, Stash):
-                yield _stash_layer(inside + name, inside + layer.name)
+                yield _stash_layer(name, inside + layer.name)
             elif isinstance(layer, Pop):
-                yield _pop_layer(
-                    inside + name, inside + layer.name, layer, ((inside + name, layer),)
-                )
+                yield _pop_layer(name, inside + layer.name, layer, members)
             else:
-                yield from _layers(layer, inside + name)
+                yield from _layers(layer, name)
     elif type(module) is Residual:
         start = f"{path} (start)"
         shortcut = () if module.shortcut is None else ((f"{inside}shortcut", module.shortcut),)
@@ -163,7 +155,6 @@ class ModelPart(Module):
 
     def __init__(self, model: Module, layers: Sequence[ChainLayer]) -> None:
         self.layers = tuple(layers)
-        self._joined = join_layers(layers)
         self._full = list(model.named_parameters())
         self._names = {parameter: name for name, parameter in self._full}
 
@@ -187,65 +178,30 @@ class ModelPart(Module):
     def forward(self, x: Any) -> Any:
         """Return the last layer's result for the first one's input."""
         stashed: Stashed = {}
-        x = run_layers(self.layers, self._joined, x, stashed)
+        x = run_layers(self.layers, x, stashed)
         check_empty(stashed)
         return x
 
 
-def join_layers(layers: Sequence[ChainLayer]) -> tuple[RunLayer, ...]:
-    """Return the calls that run some layers, one call for layers that a sequence fuses."""
-    runs: list[RunLayer] = []
-    for parent, group in groupby(layers, _sequence_of):
-        siblings = list(group)
-        runs += (
-            [layer.run for layer in siblings]
-            if parent is None
-            else [
-                partial(without_stash, call)
-                for call in fuse([layer.module for layer in siblings if layer.module is not None])
-            ]
-        )
-    return tuple(runs)
+def closed_parts(layers: Sequence[ChainLayer]) -> Iterator[Sequence[ChainLayer]]:
+    """Yield the shortest runs of layers with a single value at each end."""
+    start, names = 0, set[str | None]()
+    for stop, layer in enumerate(layers, 1):
+        names ^= {layer.stashes, layer.pops} - {None}
+        if not names:
+            yield layers[start:stop]
+            start = stop
 
 
-def _sequence_of(layer: ChainLayer) -> str | None:
-    """Return the name of a layer's sequence; None if the layer does more than call a module."""
-    return None if layer.module is None else layer.name.rpartition(".")[0]
-
-
-def closed_runs(layers: Sequence[ChainLayer]) -> Iterator[range]:
-    """Yield the shortest runs of layers with a single value at each end and no split fused call."""
-    start = 0
-    while start < len(layers):
-        stop, names = start, set[str | None]()
-        while (
-            stop == start or names or (stop < len(layers) and _is_joint(layers[start : stop + 1]))
-        ):
-            names ^= {layers[stop].stashes, layers[stop].pops} - {None}
-            stop += 1
-        yield range(start, stop)
-        start = stop
-
-
-def _is_joint(layers: Sequence[ChainLayer]) -> bool:
-    return len({*map(_sequence_of, layers)} - {None}) == 1 == len(join_layers(layers))
-
-
-def run_layers(
-    layers: Sequence[ChainLayer], joined: Sequence[RunLayer], x: Any, stashed: Stashed
-) -> Any:
-    """Return the output of some layers; update the stashed values.
-
-    Args:
-        joined: the layers' `join_layers`, which run unless the mode disables fusion.
-    """
-    for run in joined if current().joins else [layer.run for layer in layers]:
-        x = run(x, stashed)
+def run_layers(layers: Sequence[ChainLayer], x: Any, stashed: Stashed) -> Any:
+    """Return the output of some layers; update the stashed values."""
+    for layer in layers:
+        x = layer.run(x, stashed)
     return x
 
 
 def without_stash(call: Callable[[Any], Any], x: Any, stashed: Stashed) -> Any:
-    """Adapt a module or a fused call, which stashes nothing, to `RunLayer`."""
+    """Adapt a module, which stashes nothing, to `RunLayer`."""
     return call(x)
 
 

@@ -167,7 +167,7 @@ class Compiled(Settled, fixed="pool"):
         # a method of the memory equals that of this memory alone, and keeps it
         memory = None if mode.memory is None else mode.memory.get
         key = (
-            *(mode.training, mode.fused, mode.again, mode.weight, memory),
+            *(mode.training, mode.again, mode.weight, memory),
             *(grad_enabled(), setting(), precision(), *map(_kind, inputs)),
         )
         with self._lock:

@@ -1,14 +1,10 @@
 """Modules made of modules: sequences, residual blocks, parallel branches.
 
-A sequence fuses some runs of layers into one operation. The layers keep their names and parameters;
-only the number of calls changes. `nn.unfused()` runs them one by one:
+A sequence calls its layers one by one, but for two kinds of runs. Such a run is one call, and never
+cut apart, so that results have the same bits wherever a model is cut:
 
-    Linear, ReLU               one GEMM, two passes in place            same bits as one by one
-    Linear, GELU               the same, in blocks that fit the cache   same bits
-    Conv2d, ReLU               the same                                 equal up to rounding
-    Conv2d, ReLU, MaxPool2d    bias and ReLU after pooling              equal up to rounding
-    Embedding, LSTM, GRU, RNN  W multiplies the table of few tokens     equal up to rounding,
-                               instead of a row for each                and never cut apart
+    Embedding, LSTM, GRU, RNN   W multiplies the table of few tokens, instead of a row for each
+    Conv2d, ReLU, MaxPool2d     each block is pooled while it is in the cache
 
 A connection may skip modules of a sequence, and the sequence may be cut anywhere in between:
 
@@ -24,104 +20,59 @@ torchgpipe's (Kim et al., "torchgpipe: on-the-fly pipeline parallelism for train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from operator import add
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.base.errors import ShapeError, UsageError
-from nnmpi.nn.activation import GELU, Dropout, ReLU
+from nnmpi.nn.activation import Dropout, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.linear import Embedding, Linear
+from nnmpi.nn.linear import Embedding
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, NamedModules
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
+from nnmpi.ops.conv.conv2d import conv_relu_pool
 from nnmpi.ops.embedding import TokenRows, is_small
-from nnmpi.ops.linear import linear_gelu, linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
 __all__ = ["Branches", "ModuleList", "Pop", "Residual", "Sequential", "Stash"]
 
 
-def read_tokens(*layers_and_tokens: Any) -> Any:
-    """Return a run's result for tokens, by shapes with a product of the table."""
-    *layers, x = layers_and_tokens
-    embedding, *drops, recurrent = layers
-    own = type(embedding).forward is Embedding.forward
-    if own and current().joins and not any(drop.p for drop in drops):
-        rows = TokenRows.of(embedding.weight, x)
-        if rows.are_many:
-            return recurrent.forward(rows)
+def runs(layers: Sequence[Module]) -> Iterator[Sequence[Module]]:
+    """Yield the runs of layers that are one call, and the other layers one by one."""
+    start = 0
+    while start < len(layers):
+        first, *others = layers[start : start + 3]
+        count, kinds = 1, [type(layer) for layer in others]
+        if isinstance(first, Embedding) and is_small(first.weight):
+            last = int(kinds[:1] == [Dropout])
+            reads = len(kinds) > last and "reads_rows" in vars(kinds[last])
+            count += (last + 1) * reads
+        elif isinstance(first, Conv2d) and kinds == [ReLU, MaxPool2d]:
+            over = others[1].over
+            count += 2 * (over.stride == over.kernel and not any(over.padding))
+        yield layers[start : start + count]
+        start += count
+
+
+def call_run(layers: Sequence[Module], x: Any) -> Any:
+    """Return a run's result: of one operation, where that computes the same."""
+    first, *others = layers
+    if others and current().observe is None:  # an observer needs each layer's result
+        last, forward = others[-1], type(first).forward
+        if isinstance(first, Conv2d) and forward is Conv2d.forward:
+            return conv_relu_pool(*first.operands(x), last.over.kernel)
+        drops = any(isinstance(item, Dropout) and item.p for item in others)
+        if forward is Embedding.forward and not drops:
+            rows = TokenRows.of(first.weight, x)
+            if rows.are_many:
+                return last.forward(rows)
     for layer in layers:
         x = layer(x)
     return x
-
-
-# The runs of layers that are fused, by their classes, and the fused operations. Methods are called
-# on the classes since the lambdas' arguments have no types.
-JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyType(
-    {
-        (Linear, ReLU): lambda linear, _, x: linear_relu(*Linear.operands(linear, x)),
-        (Linear, GELU): lambda linear, gelu, x: linear_gelu(
-            *Linear.operands(linear, x), gelu.approximate
-        ),
-        (Conv2d, ReLU, MaxPool2d): lambda conv, _, pool, x: conv_relu_pool(
-            *Conv2d.operands(conv, x), pool.over.kernel
-        ),
-        (Conv2d, ReLU): lambda conv, _, x: conv_relu(*Conv2d.operands(conv, x)),
-    }
-)
-
-
-def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
-    """Return the calls that compute layers in order, some of them fused into one call.
-
-    A subclass with a forward of its own is not fused.
-    """
-    calls: list[Callable[..., Any]] = []
-    rest = list(layers)
-    while rest:
-        kinds = next((item for item in JOINT if _fit(rest, item)), ())
-        count = len(kinds) or _count_readers(rest)
-        joint = JOINT.get(kinds, read_tokens)
-        calls.append(partial(joint, *rest[:count]) if count > 1 else rest[0])
-        del rest[:count]
-    return calls
-
-
-def count_uncut(layers: Sequence[Module]) -> int:
-    """Return how many of the first layers stay together wherever a model is cut.
-
-    A cut between an embedding and the layer that multiplies its table would change the bits.
-    """
-    first, count = layers[0], _count_readers(layers)
-    return count if isinstance(first, Embedding) and is_small(first.weight) else 1
-
-
-def _count_readers(layers: Sequence[Module]) -> int:
-    """Return the length of a run for `read_tokens` at the beginning, else 1."""
-    kinds = [type(layer) for layer in layers[:3]]
-    count = 3 if kinds[1:2] == [Dropout] else 2
-    fits = isinstance(layers[0], Embedding) and len(kinds) >= count
-    return count if fits and "reads_rows" in vars(kinds[count - 1]) else 1
-
-
-def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
-    """True if the layers begin with these classes and the fused operation computes the same.
-
-    That needs the class's own forward, and pooling windows that neither overlap nor have padding.
-    """
-    first, *others = layers[: len(kinds)]
-    pools = [other.over for other in others if isinstance(other, MaxPool2d)]
-    return (
-        isinstance(first, kinds[0])
-        and type(first).forward is kinds[0].forward
-        and [type(other) for other in others] == list(kinds[1:])
-        and all(over.stride == over.kernel and not any(over.padding) for over in pools)
-    )
 
 
 class Stash(Module, fixed="name"):
@@ -174,7 +125,6 @@ class Sequential(Module):
             if not isinstance(layer, Module):
                 raise UsageError(f"Sequential takes modules, such as nn.ReLU(), not {layer!r}")
         self.layers = list(layers)
-        self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
 
     def children(self) -> NamedModules:
         """Yield the modules with their numbers."""
@@ -188,23 +138,13 @@ class Sequential(Module):
             UsageError: when stashes and pops do not pair up.
         """
         stashed: dict[str, Any] = {}
-        for layer in self.steps():
+        for run in runs(self.layers):
+            layer = run[0]
             if isinstance(layer, Stash):
                 stash(stashed, layer.name, x)
-            x = layer(x, fetch(stashed, layer.name)) if isinstance(layer, Pop) else layer(x)
+            x = layer(x, fetch(stashed, layer.name)) if isinstance(layer, Pop) else call_run(run, x)
         check_empty(stashed)
         return x
-
-    def steps(self) -> Sequence[Callable[..., Any]]:
-        """Return the calls of `forward`: modules, or fused runs of them (see `fuse`).
-
-        `nn.observed` and `nn.unfused` disable fusion.
-        """
-        if not current().joins:
-            return self.layers
-        if self._fused is None or self._fused[0] != self.layers:
-            self._fused = list(self.layers), fuse(self.layers)
-        return self._fused[1]
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -1,10 +1,10 @@
 """Layers on images (batch, height, width, channels): convolution, pooling, resizing."""
 
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from nnmpi.backend.array import Shape
-from nnmpi.backend.windows import PairLike, RowsAndColumns, pair
+from nnmpi.backend.windows import PairLike, pair
 from nnmpi.base.errors import ShapeError, UsageError, check_int
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
@@ -87,19 +87,10 @@ class Conv2d(Module):
         )
         self.bias = Parameter((out_channels,), fan_in(terms)) if bias else None
 
-    def operands(
-        self, x: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, RowsAndColumns, RowsAndColumns, RowsAndColumns, int]:
-        """Return the arguments of `ops.conv2d`, also for the fused operations."""
-        return (
-            self.product_input(x),
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-        )
+    def operands(self, x: Tensor) -> tuple[Tensor, Any, Any, Any, Any, Any, int]:
+        """Return the arguments of `ops.conv2d`."""
+        settings = self.stride, self.padding, self.dilation, self.groups
+        return self.product_input(x), self.weight, self.bias, *settings
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution. See `ops.conv2d`."""

@@ -54,7 +54,7 @@ class GRU(Module, fixed="hidden_size reads_rows"):
         (5, 7, 3)
     """
 
-    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.call_run`
 
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0

@@ -41,13 +41,9 @@ class Linear(Module):
         self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
         self.bias = Parameter((out_features,), fan_in(in_features)) if bias else None
 
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the arguments of `ops.linear`, also for the fused operations."""
-        return self.product_input(x), self.weight, self.bias
-
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
-        return linear(*self.operands(x))
+        return linear(self.product_input(x), self.weight, self.bias)
 
 
 class Embedding(Module):

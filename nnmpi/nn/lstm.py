@@ -68,7 +68,7 @@ class LSTM(Module, fixed="hidden_size directions reads_rows"):
         (3, 10, 16)
     """
 
-    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.call_run`
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from nnmpi.backend.recording import active, call
 from nnmpi.base.launcher import read_launch
 from nnmpi.tensor.tensor import Tensor
 
-__all__ = ["continued", "current", "evaluation", "observed", "training", "unfused"]
+__all__ = ["continued", "current", "evaluation", "observed", "training"]
 
 
 class Mode(NamedTuple):
@@ -38,7 +38,6 @@ class Mode(NamedTuple):
         again: whether this pass recomputes an earlier one. Layers then leave their running
             statistics unchanged.
         observe: called as observe(module, result) after every module's forward, or None.
-        fused: whether sequences may fuse layers (see `nn.container.fuse`).
         weight: the factor of the gradient of a sum of losses; None if not set.
         memory: the layers' state from earlier tokens, by full name; None outside of generation.
         dropped: the layers whose dropout masks this pass has drawn; None outside of training, and
@@ -51,15 +50,9 @@ class Mode(NamedTuple):
     first_row: int = 0
     again: bool = False
     observe: Callable[[Any, Any], None] | None = None
-    fused: bool = True
     weight: float | None = None
     memory: dict[str, Any] | None = None
     dropped: set[Any] | None = None
-
-    @property
-    def joins(self) -> bool:
-        """True if layers may be fused: no observer needs each layer's output."""
-        return self.fused and self.observe is None
 
 
 _EVALUATING = Mode()
@@ -213,11 +206,6 @@ def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
 def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
     """Call observe(module, result) after the forward of every module."""
     return _within(observe=observe)
-
-
-def unfused() -> AbstractContextManager[None]:
-    """Disable fusion: the results then have the same bits wherever the model is cut."""
-    return _within(fused=False)
 
 
 def _within(**changes: Any) -> within:

@@ -43,7 +43,7 @@ class RNN(GRU):
         (5, 7, 3)
     """
 
-    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.read_tokens`
+    reads_rows: ClassVar[bool] = True  # also `TokenRows`, see `container.call_run`
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.plain import Activation
 from nnmpi.base.shard import split
+from nnmpi.ops.activation import gelu
 from nnmpi.ops.embedding import TableRows
 from nnmpi.ops.linear import WideLinear
 from nnmpi.tensor.function import Function, Grads
@@ -178,7 +178,7 @@ class Experts(Function):
             experts, np.sum([item.tolist() for item in counts], axis=0).tolist(), strict=True
         ):
             if entry:
-                inner = WideLinear(Activation.GELU_TANH)(rows[start : start + entry], w1, b1)
+                inner = gelu(WideLinear()(rows[start : start + entry], w1, b1), "tanh")
                 results.append(WideLinear()(inner, w2, b2))
             start += entry
         out = concatenate(results)

@@ -1,4 +1,4 @@
-"""The linear layer's operation, x W + b, alone or fused with an activation."""
+"""The linear layer's operation, x W + b."""
 
 from math import prod
 from typing import Any
@@ -6,39 +6,31 @@ from typing import Any
 from nnmpi.backend.array import Array, Dtype, Shape
 from nnmpi.backend.gemm import empty_rows, gemm, in_rows
 from nnmpi.backend.kernels import cast, kernels_of
-from nnmpi.backend.plain import Activation
 from nnmpi.backend.precision import FLOAT32, is_low
 from nnmpi.base.errors import ShapeError, UsageError
 from nnmpi.tensor.dtypes import product_dtype
-from nnmpi.tensor.elementwise import gelu_form
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.operand import given, refuse_parts, require_floating
+from nnmpi.tensor.operand import given, refuse_parts
 from nnmpi.tensor.placement import Placement, placement_if_uncut
 from nnmpi.tensor.tensor import Tensor
 
-__all__ = ["linear", "linear_gelu", "linear_relu", "linear_transposed"]
+__all__ = ["linear", "linear_transposed"]
 
 
 class LinearFunction(Function):
     """x W + b. The leading axes of x are flattened into one, so that each product is one GEMM.
 
-        x (rows, in)   W (in, out)     y = x W + b     an activation follows, in place on y
-        dW = x^T d     db = 1^T d      dx = d W^T      d: the gradient of x W + b
+        x (rows, in)   W (in, out)     y = x W + b
+        dW = x^T d     db = 1^T d      dx = d W^T      d: the gradient of y
 
     On a device, in mixed precision, the GEMM reads x and W as float16 or bfloat16, accumulates in
     float32 and writes y in half precision. dW and db have the dtypes of W and b (float32); the GEMM
     writes dW, or adds it, in the flat gradients.
-
-    Args:
-        form: the activation that follows, ReLU or a form of GELU; None for none.
     """
 
-    __slots__ = ("form",)
+    __slots__ = ()
 
     computes = "product"
-
-    def __init__(self, form: Activation | None = None) -> None:
-        self.form = form
 
     def placed(self, *inputs: Any) -> Placement:
         """Return the placement of x, which may be sharded along any axis but the last."""
@@ -58,20 +50,17 @@ class LinearFunction(Function):
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(rows, dtype), cast(weight, dtype)
             out, dtype = None, FLOAT32 if self.returns and is_low(dtype) else dtype
-            if bias is None and self.form is None:  # whose kernels need contiguous arrays
+            if bias is None:  # whose kernels need contiguous arrays
                 out = empty_rows(xp, len(rows), weight.shape[1], dtype)
             y = gemm(rows, weight, out, dtype=dtype)
-        kernels, activated = kernels_of(y), None
-        if self.form is not None:
-            y, activated = kernels.bias_activate(xp, y, bias, self.form, True in self.needs)
-        elif bias is not None:
+        kernels = kernels_of(y)
+        if bias is not None:
             kernels.add_bias(y, bias)
-        saved = activated, kernels
-        self.saved = (rows, weight if self.needs[0] else None, shape, saved, dtypes)
+        self.saved = (rows, weight if self.needs[0] else None, shape, kernels, dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
-        rows, weight, shape, (activated, kernels), dtypes = self.saved
+        rows, weight, shape, kernels, dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
             grad = cast(grad, rows.dtype)
@@ -84,9 +73,6 @@ class LinearFunction(Function):
             to_bias = place_for(
                 self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2]
             )
-        if self.form is not None:
-            grad = kernels.bias_activate_grad(xp, grad, activated, self.form, to_bias)
-        elif to_bias is not None:
             kernels.bias_grad(grad, to_bias)
         if self.needs[1]:
             factors, (target, add) = self.weight_factors(rows, grad), self.sum_into(1)
@@ -189,33 +175,6 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     """
     check_linear("linear", x, weight, None)
     return PartialLinear()(x, weight, None)
-
-
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return max(x W + b, 0) in one operation, with the bits of `relu(linear(...))`.
-
-    Compiled kernels sum the bias's gradient in another order: its last bits may differ. Same
-    arguments and errors as `linear`.
-    """
-    return _activated("linear_relu", Activation.RELU, x, weight, bias)
-
-
-def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none"
-) -> Tensor:
-    """Return GELU(x W + b), bit for bit what `gelu(linear(...))` gives, in one operation.
-
-    Same arguments and errors as `linear` and `gelu`.
-    """
-    return _activated("linear_gelu", gelu_form(approximate), x, weight, bias)
-
-
-def _activated(
-    name: str, form: Activation, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    check_linear(name, x, weight, bias)
-    require_floating(name, x)
-    return LinearFunction(form)(x, weight, bias)
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

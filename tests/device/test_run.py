@@ -29,7 +29,7 @@ LAYOUTS = {
     "clipped-parts": ("--model mlp --hidden 24 16 --dropout 0.2 --clip 0.5 --microbatches 3", 1),
     # in float32 a ReLU that tips over moves all after it
     "data": ("--model resnet --dtype float64", 2),
-    "pipeline": ("--model cnn --hidden 16 --pp 2 --pipeline zero-bubble --split 5,5", 2),
+    "pipeline": ("--model cnn --hidden 16 --pp 2 --pipeline zero-bubble --split 3,3", 2),
     "tensor": ("--model mlp --hidden 24 16 --tp 3", 3),
     "fixed": ("--model mlp --hidden 24 16 --reduction fixed", 4),
     "local": ("--model mlp --hidden 24 16 --sync local --local-steps 3", 2),

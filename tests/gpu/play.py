@@ -26,8 +26,8 @@ MODES = [
 
 # The largest error of an element, as a share of the largest element of the reference in float64. A
 # float has 53 bits, 24, 11 (TF32 and float16) or 8 (bfloat16); results are rounded some times, and
-# long sums add up their errors' squares.
-TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 4e-3, BF16: 3e-2, FP16: 4e-3}
+# long sums add up their errors' squares; an LSTM in TF32, whose steps round again, reaches 6.4e-3.
+TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, TF32: 8e-3, BF16: 3e-2, FP16: 4e-3}
 
 
 def precise(mode: str) -> Any:

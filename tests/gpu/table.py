@@ -207,7 +207,7 @@ TABLE: list[Sample] = [
         for n in (1033, 9001)
     ),
     *(
-        layer("ops.linear_gelu", f"{rows} rows", ops.linear_gelu, [(rows, 2), (2, n), (n,)])
+        layer("ops.linear", f"{rows} rows", ops.linear, [(rows, 2), (2, n), (n,)])
         for rows, n in ((5000, 3), (3, 4099))
     ),
     *(
@@ -228,7 +228,6 @@ TABLE: list[Sample] = [
     unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),
     *dense("ops.linear", ops.linear),
-    *dense("ops.linear_relu", ops.linear_relu),
     layer(
         "ops.linear_transposed", "stack", ops.linear_transposed, [(3, 11, COLUMNS), (67, COLUMNS)]
     ),
@@ -254,8 +253,6 @@ TABLE: list[Sample] = [
         [(1, 3, 5), (5, 198), (66, 198), (198,), (66,), (1, 66)],
         1 / 4,
     ),
-    *dense("ops.linear_gelu", ops.linear_gelu),
-    *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),
     layer(
         "ops.group_norm", "images", partial(ops.group_norm, groups=3), [(5, 6, 7, 12), (12,), (12,)]
     ),

@@ -15,7 +15,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype
 from nnmpi.backend.windows import windows
 from nnmpi.base.errors import ShapeError
-from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d
+from nnmpi.ops import conv2d, conv_relu_pool, max_pool2d
 from nnmpi.ops.conv import im2col
 
 # the second is float32 with arrays of float64
@@ -62,7 +62,6 @@ CASES = {
 }
 FUNCTIONS = {
     "conv2d": conv2d,
-    "conv_relu": conv_relu,
     "pool 2": conv_relu_pool,
     "pool 1x3": partial(conv_relu_pool, pool=(1, 3)),
 }
@@ -170,9 +169,9 @@ def test_gradients_add_up_in_their_place(device: Backend, groups: int) -> None:
     xp = device.xp
     leaves = [Tensor(xp.asarray(x.astype("float32")), requires_grad=True) for x in arrays(case)]
     for _ in range(2):
-        y = conv_relu(*leaves, *case.options)
+        y = conv2d(*leaves, *case.options)
         y.backward(xp.asarray(grad_of(y.shape).astype("float32")))
-    for leaf, right in zip(leaves, on_host(conv_relu, case)[1:], strict=True):
+    for leaf, right in zip(leaves, on_host(conv2d, case)[1:], strict=True):
         np.testing.assert_array_equal(leaf.grad.get(), 2 * right)
 
 

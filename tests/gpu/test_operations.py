@@ -115,7 +115,7 @@ def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
     bias = np.linspace(1, 2, 2**14 + 1, dtype=np.float32)[:-1]
     x, weight = device.zeros((3, 1), low), device.zeros((1, bias.size), np.float32)
     with precise(mode):
-        result = ops.linear_relu(*map(Tensor, (x, weight, device.asarray(bias)))).data
+        result = ops.linear(*map(Tensor, (x, weight, device.asarray(bias)))).data
     np.testing.assert_array_equal(
         device.to_host(result).astype("float32"), [bias.astype(low).astype("float32")] * 3
     )
@@ -165,7 +165,7 @@ def test_relu_stops_gradients_at_0(device: Backend, bias: bool) -> None:
     results = []
     for backend in (device, numpy_backend()):
         leaves = [Tensor(backend.asarray(array), requires_grad=True) for array in arrays]
-        y = ops.linear_relu(*leaves)
+        y = ops.relu(ops.linear(*leaves))
         y.backward(backend.asarray(np.arange(54, dtype="float32").reshape(9, 6)))
         results.append(
             [backend.to_host(item) for item in (y.data, *(leaf.grad for leaf in leaves))]
@@ -210,7 +210,7 @@ def test_a_time_step_is_a_product_and_a_kernel(
 def test_every_operation_with_a_kernel_is_in_the_table() -> None:
     """And in the host's is every operation there is, see `tests.tensor.test_operations`."""
     result = {sample.public for sample in TABLE} | {
-        f"ops.{item}" for item in ("conv2d", "conv_relu", "conv_relu_pool")
+        f"ops.{item}" for item in ("conv2d", "conv_relu_pool")
     }
     plain = "binary_nll", "conv3d", "kl_div", "nll", "rnn", *soft.__all__  # without kernels
     result |= {f"ops.{item}" for item in plain}

@@ -98,10 +98,8 @@ OWN: dict[str, tuple[Any, dict[str, Any], Any]] = {
         + ops.log_softmax(x, 1),
         {}, (3, 4),
     ),
-    "fused": (
-        lambda m, x: ops.linear_gelu(
-            ops.conv_relu_pool(x, m.a.weight, m.a.bias, padding=1).mean((1, 2)),
-            m.b.weight, m.b.bias, "tanh"),
+    "pooled": (
+        lambda m, x: m.b(ops.conv_relu_pool(x, m.a.weight, m.a.bias, padding=1).mean((1, 2))),
         {"a": nn.Conv2d(2, 3, 3, padding=1), "b": nn.Linear(3, 5)}, (6, 6, 2),
     ),
     "images": (

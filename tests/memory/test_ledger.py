@@ -195,7 +195,7 @@ def test_a_plan_sees_the_experts_activations(tmp_path: Path) -> None:
     """A budget is kept, and what goes out comes back: the gradients are those of an ordinary
     pass.
     """
-    x, y = np.random.default_rng(0).normal(size=(8, 16, 64)), np.zeros((8, 16), int)
+    x, y = np.random.default_rng(0).normal(size=(8, 32, 64)), np.zeros((8, 32), int)
 
     def peak(model: Any) -> int:
         tracemalloc.start()

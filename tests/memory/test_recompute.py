@@ -145,7 +145,7 @@ MODELS = {
         ROWS,
     ),
     "experts": (
-        lambda: blocks(lambda: nn.MixtureOfExperts(64, experts=4, top_k=2, hidden=256)),
+        lambda: blocks(lambda: nn.MixtureOfExperts(64, experts=4, top_k=2, hidden=512)),
         ROWS,
     ),
     "cnn": (lambda: models.cnn((28, 28, 1), 10), images(28, 1)),
@@ -157,15 +157,20 @@ MODELS = {
 
 
 def traced(forward, x, y, adds=False):
-    """Return the most bytes that a pass takes, by Python's own count."""
-    if not adds:
-        forward.model.zero_grad()
-    gc.collect()
-    tracemalloc.start()
-    one_pass_of(forward, x, y)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return most
+    """Return the most bytes that a pass takes, by Python's own count.
+
+    The least of two passes: Python's table of interned strings grows in one of thousands, by 2 MB.
+    """
+    most = []
+    for _ in range(2):
+        if not adds:
+            forward.model.zero_grad()
+        gc.collect()
+        tracemalloc.start()
+        one_pass_of(forward, x, y)
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return min(most)
 
 
 def one_pass_of(forward, x, y):
@@ -205,9 +210,9 @@ def test_a_pass_that_adds_to_gradients_is_measured_anew():
     make, (x, y) = MODELS["mlp"]
     forward = RecomputedModel(make().initialize(seed=0), None)
     one_pass_of(forward, x, y)
-    first = forward.price.peak
+    first = sum(cost.backward_work for cost in forward.plans.costs)
     one_pass_of(forward, x, y)
-    assert forward.price.peak > 1.1 * first
+    assert sum(cost.backward_work for cost in forward.plans.costs) > first + 4 * 512 * 512
     assert traced(forward, x, y, adds=True) == pytest.approx(forward.price.peak, rel=0.03)
 
 
@@ -246,7 +251,8 @@ def test_a_larger_input_is_measured_anew_and_a_smaller_one_is_not():
         model.zero_grad()
         sizes.append(forward.plans.least)
     assert sizes[0] == sizes[1] < sizes[2]
-    assert [cost.name for cost in forward.plans.costs] == ["0 Linear", "2.0", "2.3 Tanh", "result"]
+    names = ["0 Linear", "1 ReLU", "2.0", "2.3 Tanh", "result"]
+    assert [cost.name for cost in forward.plans.costs] == names
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(1000):

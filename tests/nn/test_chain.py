@@ -13,7 +13,7 @@ from nnmpi import Tensor, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.base.errors import UsageError
 from nnmpi.nn import BatchNorm, Linear, Module, Pop, ReLU, Residual, Sequential, Stash, Tanh
-from nnmpi.nn.chain import ModelPart, join_layers, open_chain, run_layers, stashed_at
+from nnmpi.nn.chain import ModelPart, open_chain, run_layers, stashed_at
 from nnmpi.optim import SGD
 
 
@@ -63,24 +63,32 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
         for number in cut:
             stage = layers[number.start : number.stop]
             assert tuple(sorted(saved)) == stashed_at(layers, number.start)
-            value = run_layers(stage, join_layers(stage), value, saved)
+            value = run_layers(stage, value, saved)
         value.sum().backward()
         assert first.grad is not None
         assert np.array_equal(value.data, expected[0])
         assert np.allclose(first.grad, expected[1])
 
 
-def test_no_cut_changes_the_bits_of_a_model_that_multiplies_its_table() -> None:
-    """Its embedding and first recurrent layer are one layer of the chain."""
-    model = models.lstm(5, 8, 2).initialize(seed=1)
-    tokens = np.random.default_rng(0).integers(0, 5, (4, 6))
+@pytest.mark.parametrize(
+    ("model", "shape", "names"),
+    [
+        (models.lstm(5, 8, 2), (4, 6), "0 3 4 5 6"),
+        (models.cnn((8, 8, 1), 3), (4, 8, 8, 1), "0 3 6 7 8 9 10 11"),
+    ],
+)
+def test_no_cut_changes_the_bits(model: Module, shape: tuple[int, ...], names: str) -> None:
+    """What is one call is one layer: an embedding and what multiplies its table, for example."""
+    model.initialize(seed=1)
+    given: Any = np.random.default_rng(0).integers(0, 5, shape)
+    given = Tensor(given.astype("float32")) if len(shape) > 2 else given
     layers, results = open_chain(model), list[Array]()
-    assert [layer.name for layer in layers] == ["0", "3", "4", "5", "6"]
+    assert [layer.name for layer in layers] == names.split()
     for cut in range(len(layers)):
         model.zero_grad()
-        value: Any = tokens
+        value: Any = given
         for stage in (layers[:cut], layers[cut:]):
-            value = run_layers(stage, join_layers(stage), value, {})
+            value = run_layers(stage, value, {})
         value.sum().backward()
         results.append(np.concatenate([p.grad.ravel() for p in model.parameters()]))
     assert all(np.array_equal(results[0], other) for other in results)

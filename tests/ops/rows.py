@@ -35,20 +35,6 @@ def linear_case(draw: Draw) -> Case:
     return Case(ops.linear, arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))]))
 
 
-def linear_relu_case(draw: Draw) -> Case:
-    """The same with ReLU on top, away from its kink: all sums are positive or all are negative."""
-    leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
-    x, weight = (abs(item) for item in arrays(draw, anywhere, [(*leading, i), (i, o)]))
-    sign = draw(st.sampled_from((1.0, -1.0)))
-    return Case(ops.linear_relu, [x, sign * weight, np.full(o, sign)])
-
-
-def linear_gelu(draw: Draw) -> Case:
-    """The same with GELU on top, in either form."""
-    case, form = linear_case(draw), draw(st.sampled_from(("none", "tanh")))
-    return Case(lambda x, weight, bias=None: ops.linear_gelu(x, weight, bias, form), case.inputs)
-
-
 def linear_transposed(draw: Draw) -> Case:
     """The weight's rows are the outputs."""
     leading, i, o = draw_shape(draw, most=2), draw(st.integers(0, 3)), draw(st.integers(0, 3))
@@ -168,8 +154,6 @@ def conv_relu_pool(draw: Draw) -> Case:
     weight[side // 2, side // 2] += np.eye(channels)
     inputs = [array(draw, distinct, (images, h, w, channels)), weight, np.zeros(channels)]
     options = (stride, dilation * (side // 2), dilation, 1)
-    if draw(st.booleans()):
-        return Case(lambda x, weight, bias=None: ops.conv_relu(x, weight, bias, *options), inputs)
     return Case(
         lambda x, weight, bias=None: ops.conv_relu_pool(x, weight, bias, *options, pool), inputs
     )
@@ -364,8 +348,6 @@ OPS: list[Row] = table(
     softmax=along_axis(ops.softmax),
     log_softmax=along_axis(ops.log_softmax),
     linear=linear_case,
-    linear_gelu=linear_gelu,
-    linear_relu=linear_relu_case,
     linear_transposed=linear_transposed,
     lstm=lstm,
     gru=gru,
@@ -373,7 +355,6 @@ OPS: list[Row] = table(
     conv3d=conv3d,
     conv2d={"any": conv2d, "depthwise": partial(conv2d, alone=True)},
     conv_transpose2d=conv_transpose2d,
-    conv_relu=conv_relu_pool,
     conv_relu_pool=conv_relu_pool,
     max_pool2d=pooling(ops.max_pool2d),
     avg_pool2d=pooling(ops.avg_pool2d),

@@ -49,8 +49,7 @@ FUNCTIONS = {
     "layer_norm": (lambda x, a, b: ops.layer_norm(x, a, b, 0.1), lambda n: [(n,), (n,)]),
     "gelu": (ops.gelu, lambda n: []),
     "gelu tanh": (lambda x: ops.gelu(x, "tanh"), lambda n: []),
-    "linear_gelu": (ops.linear_gelu, lambda n: [(n, 3), (3,)]),
-    "linear_gelu tanh": (lambda x, w: ops.linear_gelu(x, w, None, "tanh"), lambda n: [(n, 3)]),
+    "linear, gelu": (lambda *args: ops.gelu(ops.linear(*args)), lambda n: [(n, 3), (3,)]),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from nnmpi import Tensor, jit, no_grad
 from nnmpi.backend.jit import conv3x3
 from nnmpi.backend.kernels import load
-from nnmpi.ops import conv2d, conv_relu, conv_relu_pool, max_pool2d, relu
+from nnmpi.ops import conv2d, conv_relu_pool, max_pool2d, relu
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from tests.harness.slow import KERNELS, once_more
 from tests.ops.replays import check_replays
@@ -47,18 +47,14 @@ def draw(sizes, whole=False, seed=0):
 def chain(x, weight, bias=None, pool=2):
     """Return the plain operations' result; pool None means no ReLU either."""
     y = conv2d(x, weight, bias, padding=1)
-    return y if pool is None else relu(y) if pool == 1 else max_pool2d(relu(y), pool)
+    return y if pool is None else max_pool2d(relu(y), pool)
 
 
 def fused(x, weight, bias=None, pool=2):
     """Return what is under test."""
     if pool is None:
         return conv2d(x, weight, bias, padding=1)
-    return (
-        conv_relu(x, weight, bias, padding=1)
-        if pool == 1
-        else conv_relu_pool(x, weight, bias, padding=1, pool=pool)
-    )
+    return conv_relu_pool(x, weight, bias, padding=1, pool=pool)
 
 
 def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=True):
@@ -102,16 +98,15 @@ def test_pooled(sizes):
 
 @pytest.mark.slow(KERNELS)
 @pytest.mark.parametrize("sizes", [(3, 6, 4, 5, 7), (2, 30, 2, 1, 3)])
-@pytest.mark.parametrize("pool", [1, None])
-def test_not_pooled(sizes, pool):
-    """With ReLU alone, and the convolution alone."""
-    compare(sizes, pool)
+def test_not_pooled(sizes):
+    """The convolution alone."""
+    compare(sizes, None)
 
 
 # In the second the last piece of each image is shorter; in the third there are two images, and then
 # one.
 @pytest.mark.slow(KERNELS)
-@pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, 1), (2, 2, 2), (8, 6, 2)])
+@pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, None), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     """Some rows of an image at a time, or some of three images."""
     monkeypatch.setattr(conv3x3, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
@@ -145,7 +140,7 @@ def test_images_of_one_shade(shade):
         )
 
 
-@pytest.mark.parametrize("pool", [2, 1])
+@pytest.mark.parametrize("pool", [2, None])
 @pytest.mark.parametrize("place", [(0, 0), (2, 1), (3, 2), (5, 3)])
 def test_nan_is_seen(pool, place):
     """In the images, at a corner and inside, and in the kernel: a run that diverges shows it."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, nn, ops, use_precision
-from nnmpi.nn.container import count_uncut
+from nnmpi.nn.container import runs
 from nnmpi.ops.embedding import TokenRows
 from tests.device.here import here
 
@@ -72,7 +72,7 @@ def test_shapes_decide(
     if isinstance(here(tokens), np.ndarray):
         model(here(tokens))
         assert isinstance(picked.pop(), TokenRows) == are_fused
-    for context in (nn.unfused(), use_precision("bf16")):
+    for context in (nn.observed(lambda *_: None), use_precision("bf16")):
         with context:
             model(here(tokens))
         assert not isinstance(picked.pop(), TokenRows)
@@ -80,7 +80,12 @@ def test_shapes_decide(
 
 def test_only_small_tables_tie_layers_together() -> None:
     last = nn.LSTM(7, 3)
-    assert count_uncut([nn.Embedding(7, 7), nn.Dropout(0.5), last, last]) == 3
-    assert count_uncut([nn.Embedding(7, 7), last, last]) == 2
-    assert count_uncut([nn.Embedding(8, 7), last]) == 1
-    assert count_uncut([nn.Embedding(7, 7), nn.Linear(7, 7), last]) == 1
+    small, large, dense = nn.Embedding(7, 7), nn.Embedding(8, 7), nn.Linear(7, 7)
+    for layers, count in (
+        ([small, nn.Dropout(0.5), last, last], 3),
+        ([small, last, last], 2),
+        ([large, last], 1),
+        ([small, dense, last], 1),
+        ([small], 1),
+    ):
+        assert [*map(len, runs(layers))] == [count] + [1] * (len(layers) - count)

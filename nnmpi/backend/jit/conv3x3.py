@@ -15,7 +15,7 @@ of 4 x 4 patches, two pixels apart, of the images with a border of zeros around 
                             | 16 products V[k] U[k]                 U[16][c][o] = G kernel G^T
                             v
                        M[16][tiles][o] --A^T . A--> 2 x 2 outputs
-                            |                            "plain": (+ bias, ReLU)
+                            |                            "plain": (+ bias)
                             v                            "pooled": largest, + bias, ReLU
 
 A tile is a max-pooling window, so pooled outputs come straight from M. Backward is the adjoint,
@@ -348,46 +348,30 @@ def _largest_in(grad, corner, m, sums, first, tiles, o, s):
 
 
 @inlined
-def _each_out(m, bias, y, first, top, rows, h, w, o, s, least):
-    """y = A^T M A + bias, and not below `least`, of the tile rows top .. top + rows of the images
-    from `first` on.
-    """
+def _each_out(m, bias, y, first, top, rows, h, w, o, s):
+    """y = A^T M A + bias of the tile rows top .. top + rows of the images from `first` on."""
     for row in range(rows):
         b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
         for t in range(w // 2):
             part, out = m[(row * (w // 2) + t) * o :], y[begin + 2 * t * o :]
             for i in range(o):
-                shift, p = bias[i], _results(part, i, s)
-                y0, y1, y2, y3 = _add(p, (shift, shift, shift, shift))
-                out[i], out[i + o] = least if y0 < least else y0, least if y1 < least else y1
-                at = w * o + i
-                out[at], out[at + o] = least if y2 < least else y2, least if y3 < least else y3
+                shift, p, at = bias[i], _results(part, i, s), w * o + i
+                p = _add(p, (shift, shift, shift, shift))
+                out[i], out[i + o], out[at], out[at + o] = p
 
 
 @inlined
-def _each_in(grad, y, m, sums, first, top, rows, h, w, o, s, least):
-    """dM = A dY A^T, dY being grad where y is above `least`; sums gains the sum of dY."""
+def _each_in(grad, m, sums, first, top, rows, h, w, o, s):
+    """dM = A grad A^T; sums gains the sum of grad."""
     for row in range(rows):
         b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
         for t in range(w // 2):
-            part, above, out = (
-                m[(row * (w // 2) + t) * o :],
-                grad[begin + 2 * t * o :],
-                y[begin + 2 * t * o :],
-            )
+            part, above = m[(row * (w // 2) + t) * o :], grad[begin + 2 * t * o :]
             for i in range(o):
-                y0, y1 = (
-                    above[i] if out[i] > least else ZERO,
-                    above[i + o] if out[i + o] > least else ZERO,
-                )
                 at = w * o + i
-                y2, y3 = (
-                    above[at] if out[at] > least else ZERO,
-                    above[at + o] if out[at + o] > least else ZERO,
-                )
-                _put_results(part, i, s, (y0, y1, y2, y3))
+                _put_results(part, i, s, (above[i], above[i + o], above[at], above[at + o]))
             for i in range(o):  # M[1, 1], where all four are added up
                 sums[i] += part[5 * s + i]
 
@@ -409,15 +393,14 @@ def _products(
 Kernels: TypeAlias = tuple[Callable[..., None], Callable[..., None]]  # forward and backward
 
 
-def winograd(z: Sizes, pooled: bool, least: float) -> Kernels:
+def winograd(z: Sizes, pooled: bool) -> Kernels:
     """Return the kernels of a convolution and its gradients; see `kernels.winograd`.
 
     Args:
         z: the sizes.
         pooled: whether ReLU and max-pooling over 2 x 2 pixels follow.
-        least: without pooling, the lower bound of results: 0 for a ReLU, minus infinity for none.
     """
-    (h, w, c, o, images, rows), tiles, floor = z, z.tiles, np.float32(least)
+    (h, w, c, o, images, rows), tiles = z, z.tiles
 
     def forward(x, weight, bias, y, corner, u, scratch):
         v, m, border = scratch
@@ -437,9 +420,9 @@ def winograd(z: Sizes, pooled: bool, least: float) -> Kernels:
                         m, bias, y, corner, (first * (h // 2) + top) * (w // 2), seen, o, tiles * o
                     )
                 else:
-                    _each_out(m, bias, y, first, top, some, h, w, o, tiles * o, floor)
+                    _each_out(m, bias, y, first, top, some, h, w, o, tiles * o)
 
-    def backward(grad, x, y, corner, u, to, scratch):
+    def backward(grad, x, corner, u, to, scratch):
         to_x, to_weight, to_bias = to
         v, m, border, spread, sums, du, ut = scratch
         for_x, for_weight = to_x.size > 0, to_weight.size > 0
@@ -462,7 +445,7 @@ def winograd(z: Sizes, pooled: bool, least: float) -> Kernels:
                     at = (first * (h // 2) + top) * (w // 2)
                     _largest_in(grad, corner, m, sums, at, seen, o, tiles * o)
                 else:
-                    _each_in(grad, y, m, sums, first, top, some, h, w, o, tiles * o, floor)
+                    _each_in(grad, m, sums, first, top, some, h, w, o, tiles * o)
                 for i in range(o):
                     to_bias[i] += sums[i]
                 if for_weight:
@@ -544,7 +527,7 @@ def direct(h: int, w: int, c: int, o: int) -> Kernels:
                         out[i], argmax[i] = largest_of(_four(sums, i, o), bias[i])
                     sums[:] = ZERO
 
-    def backward(grad, x, y, corner, u, to, scratch):
+    def backward(grad, x, corner, u, to, scratch):
         _, to_weight, to_bias = to
         part, border = scratch
         border[:] = ZERO

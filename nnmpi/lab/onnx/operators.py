@@ -124,7 +124,7 @@ def _linear(f: LinearFunction, y: Array, x: Any, weight: Any, bias: Any) -> Any:
     else:
         x = x @ (weight.transpose(1, 0) if across else weight)
         x = x if bias is None else x + bias
-    return _activated(f.form, x)
+    return x
 
 
 def _kernels(weight: Any) -> Any:
@@ -140,9 +140,9 @@ def _windows(over: Any) -> dict[str, Any]:
 def _conv(f: Conv2dFunction, y: Array, x: Any, weight: Any, bias: Any) -> Any:
     spec = f.algorithm.spec
     x = x.images("Conv", weight.form(_kernels), bias, **_windows(spec))
-    x = x.each("Relu") if spec.relu else x
-    pool = _windows((spec.pool, spec.pool, (0, 0)))
-    return x.images("MaxPool", **pool) if prod(spec.pool) > 1 else x
+    if prod(spec.pool) == 1:
+        return x
+    return x.each("Relu").images("MaxPool", **_windows((spec.pool, spec.pool, (0, 0))))
 
 
 def _conv_transpose(f: ConvTranspose2dFunction, y: Array, x: Any, weight: Any) -> Any:

@@ -9,7 +9,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.recording import Recorder
 from nnmpi.base.errors import UsageError
 from nnmpi.base.lines import shown, users_line
-from nnmpi.nn.mode import evaluation, unfused
+from nnmpi.nn.mode import evaluation, observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -79,7 +79,8 @@ def trace(model: Module, inputs: Sequence[Array]) -> tuple[list[Applied], list[A
     """
     tensors = [Tensor(x) for x in inputs]
     tracer = ForwardRecorder([x._data for x in tensors])
-    with no_grad(), evaluation(), unfused(), tracer.running():
+    # an observer gets each layer's result: none is a part of another one's
+    with no_grad(), evaluation(), observed(lambda *_: None), tracer.running():
         result = model(*tensors)
     results = result if isinstance(result, tuple | list) else [result]
     if not results or not all(isinstance(x, Tensor) for x in results):

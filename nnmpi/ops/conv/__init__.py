@@ -1,7 +1,7 @@
-"""2-D convolution of channels-last images, alone or fused with bias, ReLU and max-pooling.
+"""2-D convolution of channels-last images, alone or with ReLU and max-pooling.
 
-    conv2d, conv_relu, conv_relu_pool  -->  choose  -->  Conv2dFunction     -->  Algorithm
-         check shapes and dtypes            by shape     allocates, saves        computes
+    conv2d, conv_relu_pool     -->  choose  -->  Conv2dFunction     -->  Algorithm
+       check shapes and dtypes      by shape     allocates, saves        computes
 
                       library          method
     Im2col            any              columns (pixels, kh kw c) @ kernels (kh kw c, o)

@@ -1,6 +1,6 @@
 """The specification of a convolution, and the interface of the algorithms that compute it.
 
-    forward     z = conv(x, weight) + bias,     y = z,    relu(z)    or    max_pool(relu(z))
+    forward     z = conv(x, weight) + bias,     y = z    or    max_pool(relu(z))
     backward    dz from dy,     dx from dz and weight,    dweight from x and dz
                 dbias = sum of dz over all pixels
 
@@ -26,8 +26,8 @@ class ConvSpec(NamedTuple):
     Attributes:
         kernel, stride, padding, dilation: rows and columns of pixels.
         groups: the number of groups of channels that do not mix.
-        relu: whether a ReLU follows. A pooling always has one before it.
-        pool: the window of the max-pooling, whose stride is its size; (1, 1) for no pooling.
+        pool: the window of the max-pooling that follows, after a ReLU, whose stride is its size;
+            (1, 1) for neither.
     """
 
     kernel: RowsAndColumns
@@ -35,7 +35,6 @@ class ConvSpec(NamedTuple):
     padding: RowsAndColumns = (0, 0)
     dilation: RowsAndColumns = (1, 1)
     groups: int = 1
-    relu: bool = False
     pool: RowsAndColumns = NO_POOL
 
     def pooled_size(self, h: int, w: int) -> RowsAndColumns:

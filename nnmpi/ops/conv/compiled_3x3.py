@@ -1,7 +1,7 @@
 """3 x 3 convolution with padding 1 by numba's kernels: float32 on the CPU (`nnmpi.jit`).
 
     CompiledWinograd    patches (16, tiles, c)  @  kernels (16, c, o)
-                        alone, with ReLU, or with ReLU and 2 x 2 max-pooling
+                        alone, or with ReLU and 2 x 2 max-pooling
     CompiledDirect      4 x 4 pixels per pooling window, times 9 kernel elements, for many outputs
                         at a time: no matrices. With ReLU and pooling, for few channels, and
                         without an input gradient
@@ -25,10 +25,9 @@ CompiledPair: TypeAlias = tuple[Any, int, tuple[int, ...]]
 
 
 class Compiled3x3(ConvAlgorithm):
-    """conv2d(x, weight, bias, padding=1), alone, with ReLU, or with ReLU and 2 x 2 pooling.
+    """conv2d(x, weight, bias, padding=1), alone, or with ReLU and 2 x 2 pooling.
 
-    Saved: the result (it shows where the ReLU passed), the pooling's winners, and the transformed
-    kernels.
+    Saved: the pooling's winners, and the transformed kernels.
     """
 
     @abstractmethod
@@ -52,7 +51,7 @@ class Compiled3x3(ConvAlgorithm):
         bias = xp.zeros(weight.shape[3:], np.float32) if bias is None else bias
         scratch = _scratch(xp, counts, x.dtype)
         record_flat(kernels.forward, (x, weight, bias), (y, corner, u, scratch))
-        return y, corner, u
+        return corner, u
 
     def backward(
         self, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients
@@ -80,13 +79,13 @@ class CompiledDirect(Compiled3x3):
 
 
 class CompiledWinograd(Compiled3x3):
-    """Alone, with ReLU, or with ReLU and pooling."""
+    """Alone, or with ReLU and pooling."""
 
     def plan(self, sizes: tuple[int, ...], gradients: bool) -> CompiledPair:
         """See `Compiled3x3.plan`."""
         z = load().sizes(*sizes)
         return (
-            load().winograd(z, self.spec.pool != NO_POOL, self.spec.relu),
+            load().winograd(z, self.spec.pool != NO_POOL),
             16 * z.c * z.o,
             z.scratch(gradients),
         )

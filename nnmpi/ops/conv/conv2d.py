@@ -3,12 +3,12 @@
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
                                    v  Conv2dFunction, by the algorithm that `choose` returns
-           (n, out_h, out_w, o), with ReLU and max-pooling if fused
+           (n, out_h, out_w, o), with ReLU and max-pooling if they follow
 
 The first row that fits is chosen (docs/speed.md has what each gains):
 
 arrays                      convolution                            algorithm
-NumPy                       a group for each channel               Depthwise; with ReLU: None
+NumPy                       a group for each channel               Depthwise; with pooling: None
 NumPy, float32, `jit` on    3 x 3, even size, ReLU and pooling,    CompiledDirect
                             few channels, x needs no gradient
                             3 x 3, even size, no or 2 x 2          CompiledWinograd
@@ -18,8 +18,8 @@ NumPy                       3 x 3, many channels or groups, size   WinogradNumpy
                             a multiple of 4, no or 2 x 2 pooling   with pooling: None
                             3 x 3 or 5 x 5, many channels or       WinogradNumpy, tiles of 2 x 2
                             groups, even size, no or 2 x 2 pooling
-                            no ReLU                                Im2col
-CuPy                        no ReLU                                by `on_device`
+                            no pooling                             Im2col
+CuPy                        no pooling                             by `on_device`
 any library                 otherwise                              None: conv2d, max_pool2d and
                                                                    relu one by one
 
@@ -49,7 +49,7 @@ from nnmpi.tensor.function import Function, Grads, grad_enabled, lowered
 from nnmpi.tensor.operand import given, require_floating
 from nnmpi.tensor.tensor import Tensor
 
-__all__ = ["conv2d", "conv_relu", "conv_relu_pool"]
+__all__ = ["conv2d", "conv_relu_pool"]
 
 # {side of a tile: channels}. With fewer channels WinogradNumpy's transforms cost more than the
 # products that they save. Measured for 32 images of 32 x 32, forward and backward (Xeon): from 24
@@ -76,7 +76,7 @@ FEWEST_OUTPUTS = 9
 
 
 class Conv2dFunction(Function):
-    """Convolution without flipped kernels, fused with bias, ReLU and pooling.
+    """Convolution without flipped kernels, with a bias, perhaps with ReLU and pooling.
 
     Args:
         algorithm: computes its `spec`.
@@ -122,16 +122,16 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
         spec: the convolution.
     """
     (n, h, w, c), o, kernels = x.shape, weight.shape[3], kernels_of(x._data)
-    kernel = spec.kernel[0]
+    kernel, alone = spec.kernel[0], spec.pool == NO_POOL
     same = (kernel, kernel), (1, 1), (kernel // 2, kernel // 2), (1, 1)
     # a tile of 2 x 2 results is also a window of the pooling
-    plain = kernel in (3, 5) and spec[:4] == same and spec.pool in (NO_POOL, (2, 2))
+    plain = kernel in (3, 5) and spec[:4] == same and (alone or spec.pool == (2, 2))
     if not isinstance(x._data, np.ndarray):
-        return None if spec.relu else on_device(x._data, spec, o)
+        return on_device(x._data, spec, o) if alone else None
     single = all(item is None or item.dtype == FLOAT32 for item in (weight, bias))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         each = CompiledDepthwise if kernels.convolves and single and x.size else Depthwise
-        return None if spec.relu else each(spec)
+        return each(spec) if alone else None
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         many = spec.groups > 1  # im2col takes one group after another
         large = c * o >= LARGE_KERNELS * spec.groups
@@ -149,17 +149,13 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Co
             and not (tiled and (large or min(c, o) < COMPILED_CHANNELS))
         ):
             # the direct kernel has no input gradient
-            if (
-                c <= DIRECT_CHANNELS
-                and spec.pool != NO_POOL
-                and not (x.requires_grad and grad_enabled())
-            ):
+            if c <= DIRECT_CHANNELS and not alone and not (x.requires_grad and grad_enabled()):
                 return CompiledDirect(spec)
             if kernels.has_products():
                 return CompiledWinograd(spec)
         if tiled:  # with a pooling of its own, tiles of 4 take 0.7 of the time of fused tiles of 2
-            return None if side == 4 and spec.pool != NO_POOL else WinogradNumpy(spec, side)
-    return None if spec.relu else Im2col(spec)
+            return WinogradNumpy(spec, side) if alone or side == 2 else None
+    return Im2col(spec) if alone else None
 
 
 def conv2d(
@@ -202,22 +198,6 @@ def conv2d(
     )
 
 
-def conv_relu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: PairLike = 1,
-    padding: PairLike = 0,
-    dilation: PairLike = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Return relu(conv2d(x, weight, bias, stride, padding, dilation, groups)) as one operation.
-
-    Same arguments and errors as `conv2d`; integers are refused (DtypeError).
-    """
-    return conv_relu_pool(x, weight, bias, stride, padding, dilation, groups, pool=1)
-
-
 def conv_relu_pool(
     x: Tensor,
     weight: Tensor,
@@ -228,7 +208,7 @@ def conv_relu_pool(
     groups: int = 1,
     pool: PairLike = 2,
 ) -> Tensor:
-    """Return max_pool2d(relu(conv2d(...)), pool) as one operation.
+    """Return max_pool2d(relu(conv2d(...)), pool), where that pays as one operation.
 
     Args:
         x, weight, bias, stride, padding, dilation, groups: as for `conv2d`.
@@ -239,12 +219,12 @@ def conv_relu_pool(
         ShapeError, DtypeError, UsageError, DeviceError: see `conv2d` and `max_pool2d`.
     """
     sizes = pair("pool", pool, 1)
-    spec = checked_spec(x, weight, bias, stride, padding, dilation, groups)._replace(
-        relu=True, pool=sizes
-    )
-    if min(spec.pooled_size(*x.shape[1:3])) < 1:
+    require_floating("conv_relu_pool", x)
+    spec = checked_spec(x, weight, bias, stride, padding, dilation, groups)._replace(pool=sizes)
+    if sizes == NO_POOL or min(spec.pooled_size(*x.shape[1:3])) < 1:
+        y = relu(convolve(x, weight, bias, spec._replace(pool=NO_POOL)))
         # too few pixels: the pooling refuses its own input in its own words
-        return max_pool2d(relu(conv2d(x, weight, bias, stride, padding, dilation, groups)), sizes)
+        return y if sizes == NO_POOL else max_pool2d(y, sizes)
     return convolve(x, weight, bias, spec)
 
 
@@ -270,13 +250,11 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
 
 def _convolve(spec: ConvSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     algorithm = choose(x, weight, bias, spec)
-    if spec.relu:
-        require_floating("conv_relu_pool", x)
     if algorithm is not None:
         return Conv2dFunction(algorithm)(x, weight, bias)
-    y = _convolve(spec._replace(relu=False, pool=NO_POOL), x, weight, bias)
+    y = _convolve(spec._replace(pool=NO_POOL), x, weight, bias)
     # pooling before ReLU: then nothing of the larger array is saved
-    return relu(y if spec.pool == NO_POOL else max_pool2d(y, spec.pool))
+    return relu(max_pool2d(y, spec.pool))
 
 
 def checked_spec(

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape, constant, namespace, ones
+from nnmpi.backend.array import Array, Shape, namespace, ones
 from nnmpi.backend.kernels import kernels_of
 from nnmpi.backend.planes import flattened
 from nnmpi.backend.program.record import viewed
@@ -100,9 +100,8 @@ def transforms(side: int, kernel: int) -> Transforms:
 class WinogradNumpy(ConvAlgorithm):
     """A tiled convolution with kernels of 3 x 3 or 5 x 5, whose results have the images' size.
 
-    Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. Saved per image, in the
-    order of the tiles: with ReLU the elements that it passed (bool), with pooling the winners
-    (uint8).
+    Alone, or with ReLU and a max-pooling over 2 x 2 pixels, whose winners are saved per image, in
+    the order of the tiles (uint8).
 
     Args:
         spec: the convolution.
@@ -119,8 +118,8 @@ class WinogradNumpy(ConvAlgorithm):
         xp = namespace(x)
         n, o, spec = len(x), weight.shape[3], self.spec
         saved: Array | None = None
-        if keep and spec.relu:
-            saved = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
+        if keep and spec.pool != NO_POOL:
+            saved = xp.empty((n, y[:1].size), np.uint8)
         kernel = self._kernel(weight)  # (places, c, o)
         biases: Array | None = None  # once per pixel, for the largest block
         for images, tiles in self._blocks(x, weight):
@@ -140,10 +139,6 @@ class WinogradNumpy(ConvAlgorithm):
                 continue
             if biases is not None:
                 np.add(flat, biases[: len(flat)], out=flat)
-            if spec.relu:
-                np.maximum(flat, constant(flat, 0), out=flat)
-                if part is not None:
-                    np.greater(flat, 0, out=part)
             np.copyto(tiles.pixels(flat_pixels(y[images])), flat_pixels(tiles.results))
         return saved
 
@@ -160,9 +155,6 @@ class WinogradNumpy(ConvAlgorithm):
         for images, tiles in self._blocks(x, weight):
             if kept is None:
                 np.copyto(flat_pixels(tiles.results), tiles.pixels(flat_pixels(grad[images])))
-            elif self.spec.pool == NO_POOL:
-                np.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
-                np.multiply(tiles.results, tiles.pixels(grad[images]), out=tiles.results)
             else:
                 np.copyto(flat_pixels(tiles.pooled), flat_pixels(grad[images]).transpose(1, 2, 0))
                 planes = tiles.results.reshape(4, tiles.results.size // 4)

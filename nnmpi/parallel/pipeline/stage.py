@@ -31,7 +31,7 @@ from nnmpi.memory.store import (
     saved_memory,
     weights_of,
 )
-from nnmpi.nn.chain import ChainLayer, join_layers, run_layers, unpack
+from nnmpi.nn.chain import ChainLayer, run_layers, unpack
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack
 from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import CommonRoot
@@ -74,11 +74,10 @@ def run_chain(
         names: of the stashed values at its beginning, sorted.
         is_last: whether the layers' result is the model's.
     """
-    joined = join_layers(layers)
 
     def run(tensors: Sequence[Tensor], single: bool, visit: Visit) -> Outputs:
         x, stashed = unpack(tensors, single, names)
-        x = run_layers(layers, joined, x, stashed)
+        x = run_layers(layers, x, stashed)
         return ([visit.end(x)], True) if is_last else pack(x, stashed, number)
 
     return run

@@ -57,7 +57,7 @@ from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.comm.world import Traffic
 from nnmpi.memory.store import Store
-from nnmpi.nn.chain import ChainLayer, ModelPart, RunLayer, join_layers, open_chain, parameters_of
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain, parameters_of
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import ALL, STAGES
 from nnmpi.parallel.model_state import ShardedArray
@@ -761,7 +761,6 @@ class Unit:
     """A run of layers; its parameters are those that no other unit uses."""
 
     layers: tuple[ChainLayer, ...]
-    joined: tuple[RunLayer, ...]
     parameters: tuple[Parameter, ...]
 
 
@@ -826,10 +825,7 @@ def as_units(
     """
     users = Counter(item for run in runs for item in parameters_of(run) if not item.rank_local)
     alone = {item for item, count in users.items() if count == 1} - {*tied}
-    units = [
-        Unit(run, join_layers(run), tuple(item for item in parameters_of(run) if item in alone))
-        for run in runs
-    ]
+    units = [Unit(run, tuple(item for item in parameters_of(run) if item in alone)) for run in runs]
     rest = (item for item in model.parameters() if item not in alone and not item.rank_local)
     return tuple(units), tuple(rest)
 

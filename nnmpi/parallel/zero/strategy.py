@@ -164,7 +164,7 @@ class ShardedDataParallel(Replicas, fixed="stage"):
         stashed: Stashed = {}
         for number, unit in enumerate(units):
             storage.transport.acquire(number, number + 1 if number + 1 < len(units) else None)
-            x = run_layers(unit.layers, unit.joined, x, stashed)
+            x = run_layers(unit.layers, x, stashed)
             if isinstance(x, Tensor):
                 x = UnitEnd(partial(self._reach, number))(x)
             storage.transport.release(number)
@@ -183,8 +183,9 @@ class ShardedDataParallel(Replicas, fixed="stage"):
             )
         if self._in_units and self._looks != self.storage.looks:
             self._looks = self.storage.looks
-            cut = [layer.module for unit in self.storage.units for layer in unit.layers]
-            if cut[0] is not self.model and cut != [item.module for item in open_chain(self.model)]:
+            cut = [layer for unit in self.storage.units for layer in unit.layers]
+            now = [layer.members for layer in open_chain(self.model)]
+            if cut[0].module is not self.model and [layer.members for layer in cut] != now:
                 raise UsageError(
                     "the model has other layers than those that ZeRO has cut into units; call"
                     " gather_model() and make a new ShardedDataParallel"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.backend import plain, printed
+from nnmpi.backend import plain
 from nnmpi.backend.cuda import kernels, launch
 from nnmpi.backend.cuda.rows import RowKernel
 from nnmpi.backend.trace import CELL, NUMBER, ROW, VECTOR
@@ -58,10 +58,7 @@ PACKED = {
 NORM = "R", 1e-5, "low", "S", "S", "S"
 PRINTED = {
     "bias": (0, 1, kernels._paired, "R", "V", np.add),
-    "relu": (0, 1, printed._bias_relu, "R", "V"),
-    **{f"{x}": (0, 1, plain._biased, "R", form, True, "V") for x, form in plain.SMOOTH.items()},
     "sigmoid": (0, 0, plain._sigmoid, "R", 0.0),
-    "slope": (1, 0, plain._summed, "R", "R", np.multiply, 1),
     "softmax": (0, 0, plain._softmax, "R"),
     "softmax_grad": (0, 0, plain._softmax_grad, "R", "R"),
     "layer_norm": (0, 0, plain._layer_norm, "R", 1e-5, True, "V", "V"),

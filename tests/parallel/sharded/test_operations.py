@@ -32,7 +32,6 @@ REFUSED = {
     "ops.batch_norm-one_rank",
     "ops.binary_cross_entropy",
     "ops.conv2d",
-    "ops.conv_relu",
     "ops.conv_relu_pool",
     "ops.cross_entropy",
     "ops.embedding",
