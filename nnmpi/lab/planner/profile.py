@@ -352,7 +352,7 @@ def _measure_once(
 
 def _measure_piped(workload: Workload, rows: int, group: Group, backend: Backend) -> float:
     """Return the seconds of one more microbatch in a pipeline of two ranks; 0 if impossible."""
-    few, several = SEVERAL, min(2 * SEVERAL, workload.batch_size // rows)
+    few, several = SEVERAL, min(4 * SEVERAL, workload.batch_size // rows)
     if group.size % 2 or several <= few:
         return 0.0
     pair = group.split(group.rank // 2)
